@@ -1,0 +1,23 @@
+"""Errors a user can mend: one clear message each, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(Exception):
+    """Something the user gave is wrong; ``problems`` holds one complete sentence for each fault."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """The nearest right spelling as a clause (`` Did you mean 'rope'?``), or the whole choice."""
+    names = sorted(set(choices))
+    near = get_close_matches(word, names, n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    return f" Choose from: {', '.join(names)}." if names else ""

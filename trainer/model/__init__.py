@@ -1,0 +1,1 @@
+"""The decoder: attention and its backends, loss, cache, generation."""

@@ -1,0 +1,93 @@
+"""Grouped-query attention with optional QK-norm; positions come in as data."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.model.backends import BACKENDS, Mask
+from trainer.model.cache import LayerCache
+from trainer.model.config import ModelConfig
+from trainer.positional.rotation import HeadGroup, encode
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[..., size]``."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal attention over ``[B, T, hidden_size]``.
+
+    The query and key norms exist from the start where the configuration has them at any time, so
+    that a drop adds no parameters to a run. While they are off they take part with weight zero:
+    every parameter then has a gradient, which sharded and replicated training need.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_size
+        q_size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.per_head_norm = config.qk_norm.kind == "per_head"
+
+        def norm(side: str, size: int) -> RMSNorm | None:
+            if config.qk_norm.when == "never" or config.qk_norm.targets not in ("both", side):
+                return None
+            return RMSNorm(self.head_dim if self.per_head_norm else size, config.rms_norm_eps)
+
+        self.q_norm = norm("q", q_size)
+        self.k_norm = norm("k", kv_size)
+        self.attend = BACKENDS["sdpa"]
+
+    def forward(
+        self,
+        x: Tensor,
+        groups: tuple[HeadGroup, ...],
+        mask: Mask,
+        qk_norm: bool,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: ``[B, T, hidden_size]``.
+            groups: rotation and temperature of the heads.
+            mask: what a query may not see beyond causality.
+            qk_norm: whether the query and key norms are on.
+            cache: keys and values of earlier tokens, extended in place.
+        """
+        q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
+        k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
+        v = self._heads(self.v_proj(x), None)
+        q, k = encode(q, k, groups)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out = self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        if not qk_norm:
+            for norm in (self.q_norm, self.k_norm):
+                if norm is not None:
+                    out = out + 0 * norm.weight.sum()
+        return out
+
+    def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """``[B, T, H * D]`` to ``[B, H, T, D]``, normalised over the head or the projection."""
+        if norm is not None and not self.per_head_norm:
+            x = norm(x)
+        x = x.unflatten(-1, (-1, self.head_dim))
+        if norm is not None and self.per_head_norm:
+            x = norm(x)
+        return x.transpose(1, 2)

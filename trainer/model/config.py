@@ -1,0 +1,88 @@
+"""The ``model`` configuration group; keys are named as in Hugging Face configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class QKNormConfig:
+    """RMS normalisation of queries and keys between projection and rotation.
+
+    ``when``: never, always, or from the drop on (``after_drop``).
+    ``kind``: over each head (Qwen3) or over the full projection (OLMo 2, DroPE's released recipe).
+    ``targets``: both, queries only, keys only.
+    """
+
+    when: Literal["never", "always", "after_drop"] = "never"
+    kind: Literal["per_head", "full"] = "per_head"
+    targets: Literal["both", "q", "k"] = "both"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a pre-norm decoder with grouped-query attention and SwiGLU.
+
+    ``vocab_size``: null takes the tokenizer's. ``head_dim``: null takes hidden_size /
+    num_attention_heads. ``qkv_bias``: bias on the query, key and value projections (Qwen2).
+    ``initializer``: ``normal`` draws every matrix with std ``initializer_range``; ``fan_in`` with
+    std 1 / sqrt(fan-in), embeddings with 1 and an untied head with a tenth of its fan-in value. Both
+    divide the matrices that write to the residual stream by sqrt(2 * num_hidden_layers).
+    """
+
+    hidden_size: int = 576
+    intermediate_size: int = 1536
+    num_hidden_layers: int = 30
+    num_attention_heads: int = 9
+    num_key_value_heads: int = 3
+    head_dim: int | None = None
+    vocab_size: int | None = None
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: QKNormConfig = field(default_factory=QKNormConfig)
+    initializer: Literal["normal", "fan_in"] = "normal"
+    initializer_range: float = 0.02
+    attention_backend: Literal["auto", "sdpa", "flash", "flex", "eager"] = "auto"
+
+    @property
+    def head_size(self) -> int:
+        """Channels a head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def problems(self) -> list[str]:
+        """What is impossible about this shape, one sentence each."""
+        found = [
+            f"model.{key}: expected a positive number, got {value}."
+            for key in (
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "head_dim",
+                "vocab_size",
+                "rms_norm_eps",
+                "initializer_range",
+            )
+            if (value := getattr(self, key)) is not None and value <= 0
+        ]
+        if found:
+            return found
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            found.append(
+                f"model.num_attention_heads: {self.num_attention_heads} heads do not divide "
+                f"hidden_size {self.hidden_size}; choose a divisor or set model.head_dim."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            found.append(
+                f"model.num_key_value_heads: {self.num_key_value_heads} does not divide "
+                f"num_attention_heads {self.num_attention_heads}."
+            )
+        if self.head_size % 2:
+            found.append(
+                f"model.head_dim: {self.head_size} is odd, but channels rotate in pairs; "
+                f"use {self.head_size + 1} or {self.head_size - 1}."
+            )
+        return found

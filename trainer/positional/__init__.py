@@ -1,0 +1,1 @@
+"""Positional encodings as data: spectra, layouts over layers and heads, rotation."""

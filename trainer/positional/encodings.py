@@ -1,0 +1,216 @@
+"""The encodings one trains with, each as a function that writes a :class:`Spectrum`.
+
+To add one, decorate a function of ``(head_dim, training_length, *, parameters)`` with
+:func:`encoding`; its name becomes the name in configurations and its keyword parameters become the
+keys under ``positional.encodings.<name>``. A file outside the package works too: name it in
+``plugins``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError, did_you_mean
+from trainer.positional.spectrum import Spectrum, Temperature
+
+ENCODINGS: dict[str, Callable[..., Spectrum]] = {}
+
+
+def encoding(function: Callable[..., Spectrum]) -> Callable[..., Spectrum]:
+    """Register ``function`` under its own name."""
+    ENCODINGS[function.__name__] = function
+    return function
+
+
+def load_plugins(paths: list[str]) -> None:
+    """Run the Python files in which a user registers encodings of their own.
+
+    Raises:
+        UserError: a file is missing or cannot be imported.
+    """
+    for path in paths:
+        if not Path(path).is_file():
+            raise UserError(f"plugins: there is no file {path!r}.")
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        if spec is None or spec.loader is None:
+            raise UserError(f"plugins: {path!r} is not a Python file (expected a name in .py).")
+        try:
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        except Exception as error:
+            raise UserError(f"plugins: {path!r} failed to import: {error!r}.") from error
+
+
+def parameters(name: str) -> dict[str, Any]:
+    """The keyword parameters of an encoding and their defaults."""
+    signature = inspect.signature(ENCODINGS[name])
+    return {
+        key: parameter.default
+        for key, parameter in signature.parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def make_spectrum(
+    name: str, head_dim: int, training_length: int, given: dict[str, Any]
+) -> Spectrum:
+    """The spectrum of a registered encoding.
+
+    Args:
+        name: a key of :data:`ENCODINGS`.
+        head_dim: channels a head, even.
+        training_length: C, tokens.
+        given: parameters that differ from the encoding's defaults.
+
+    Raises:
+        UserError: the name, a parameter's name or a parameter's value is wrong.
+    """
+    if name not in ENCODINGS:
+        raise UserError(f"positional: unknown encoding {name!r}.{did_you_mean(name, ENCODINGS)}")
+    known = parameters(name)
+    problems = [
+        f"positional.encodings.{name}: unknown parameter {key!r}.{did_you_mean(key, known)}"
+        if key not in known
+        else f"positional.encodings.{name}.{key}: expected a number, got {value!r}."
+        for key, value in given.items()
+        if key not in known
+        or (value is not None and (isinstance(value, bool) or not isinstance(value, int | float)))
+    ]
+    if problems:
+        raise UserError(*problems)
+    try:
+        spectrum = ENCODINGS[name](head_dim, training_length, **given)
+    except ValueError as error:
+        raise UserError(f"positional.encodings.{name}: {error}") from error
+    if spectrum.rotary_dim > head_dim:
+        raise UserError(
+            f"positional.encodings.{name}: rotates {spectrum.rotary_dim} channels, "
+            f"but a head has {head_dim}."
+        )
+    return spectrum
+
+
+def rotated_pairs(head_dim: int, fraction: float) -> int:
+    """How many pairs rotate when ``fraction`` of the channels does.
+
+    Raises:
+        ValueError: the fraction is outside (0, 1] or leaves an odd number of channels.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"rotary_fraction must be in (0, 1], got {fraction}.")
+    rotary_dim = head_dim * fraction
+    if rotary_dim % 2:
+        raise ValueError(
+            f"rotary_fraction {fraction} of head_dim {head_dim} is {rotary_dim:g} channels; "
+            "expected an even number."
+        )
+    return int(rotary_dim) // 2
+
+
+def geometric(base: float, pairs: int) -> tuple[float, ...]:
+    """Frequencies ``base ** (-m / pairs)``, m = 0 .. pairs - 1 (Su et al. 2021)."""
+    if base <= 1:
+        raise ValueError(f"base must be greater than 1, got {base:g}.")
+    return tuple(base ** (-m / pairs) for m in range(pairs))
+
+
+def between_wavelengths(fastest: float, slowest: float, pairs: int) -> tuple[float, ...]:
+    """Log-spaced frequencies from wavelength ``fastest`` to ``slowest`` (tokens), both included."""
+    if not 2 <= fastest < slowest:
+        raise ValueError(
+            f"the fastest wavelength must be at least 2 tokens and shorter than the slowest, "
+            f"got {fastest:g} and {slowest:g} tokens."
+        )
+    high, low = math.log(2 * math.pi / fastest), math.log(2 * math.pi / slowest)
+    return tuple(math.exp(high + (low - high) * m / max(pairs - 1, 1)) for m in range(pairs))
+
+
+@encoding
+def rope(
+    head_dim: int, training_length: int, *, base: float = 10_000.0, rotary_fraction: float = 1.0
+) -> Spectrum:
+    """RoPE (Su et al. 2021), on all channels or on the first ``rotary_fraction`` of them."""
+    return Spectrum(training_length, geometric(base, rotated_pairs(head_dim, rotary_fraction)))
+
+
+@encoding
+def half_rope(head_dim: int, training_length: int, *, base: float = 10_000.0) -> Spectrum:
+    """HalfRoPE (RoPE-ID, Sec. 4): RoPE on half of the channels, none on the rest."""
+    return rope(head_dim, training_length, base=base, rotary_fraction=0.5)
+
+
+@encoding
+def high_frequency(head_dim: int, training_length: int, *, base: float | None = None) -> Spectrum:
+    """RoPE whose slowest pair turns about once in C: base C / 2 pi, 652 at 4096 (RoPE-ID, Sec. 3).
+
+    ``base`` overrides C / 2 pi.
+    """
+    return rope(head_dim, training_length, base=base or training_length / (2 * math.pi))
+
+
+@encoding
+def rope_id(
+    head_dim: int,
+    training_length: int,
+    *,
+    fastest_wavelength: float = 32.0,
+    slowest_wavelength: float | None = None,
+    rotary_fraction: float = 0.5,
+    temperature: float = 0.1,
+    exponent: float = 2.0,
+) -> Spectrum:
+    """RoPE-ID (App. A.4): half the channels, wavelengths from 32 tokens to C / 2, temperature
+    (1 + 0.1 ln(max(n, C) / C))^2.
+
+    ``slowest_wavelength`` defaults to C / 2, two full turns in the training length. At a training
+    length of 64 the paper's fastest wavelength would equal the slowest, hence the parameter.
+    """
+    return Spectrum(
+        training_length,
+        between_wavelengths(
+            fastest_wavelength,
+            slowest_wavelength or training_length / 2,
+            rotated_pairs(head_dim, rotary_fraction),
+        ),
+        Temperature(coefficient=temperature, exponent=exponent),
+    )
+
+
+@encoding
+def p_rope(
+    head_dim: int, training_length: int, *, base: float = 10_000.0, p: float = 0.75
+) -> Spectrum:
+    """p-RoPE (Barbero et al. 2024): RoPE whose slowest (1 - p) of the frequencies are zero.
+
+    The zeros stay in the spectrum, so that the pairs are those of full RoPE.
+    """
+    if not 0 < p <= 1:
+        raise ValueError(f"p must be in (0, 1], got {p}.")
+    pairs = rotated_pairs(head_dim, 1.0)
+    kept = round(p * pairs)
+    return Spectrum(training_length, geometric(base, pairs)[:kept] + (0.0,) * (pairs - kept))
+
+
+@encoding
+def hope(head_dim: int, training_length: int, *, rotary_fraction: float = 0.5) -> Spectrum:
+    """HoPE (Chen et al. 2024, as characterised in RoPE-ID App. A.6): wavelengths 2 pi .. C on half
+    of the channels."""
+    pairs = rotated_pairs(head_dim, rotary_fraction)
+    return Spectrum(training_length, between_wavelengths(2 * math.pi, training_length, pairs))
+
+
+@encoding
+def nope(head_dim: int, training_length: int, *, temperature: float = 0.0) -> Spectrum:
+    """No positional encoding (Kazemnejad et al. 2023), optionally with temperature
+    1 + c ln s."""
+    return Spectrum(training_length, temperature=Temperature(coefficient=temperature))
+
+
+@encoding
+def alibi(head_dim: int, training_length: int) -> Spectrum:
+    """ALiBi (Press et al. 2021): a bias linear in the distance, see :mod:`trainer.positional.alibi`."""
+    return Spectrum(training_length, alibi=True)

@@ -1,0 +1,139 @@
+"""Rotation of queries and keys by a spectrum, and the temperature on the queries.
+
+The channel layout is Hugging Face's rotate-half: pair m of M is channels (m, m + M).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """What a forward pass needs for neighbouring key-value heads of one spectrum.
+
+    ``cos``, ``sin``: ``[T, pairs]`` or ``[B, 1, T, pairs]``, float32; None where nothing rotates.
+    ``temperature``: factor on the queries, a number or ``[T, 1]``/``[B, 1, T, 1]``; None for 1.
+    """
+
+    kv_heads: int
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    temperature: float | Tensor | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether queries and keys pass unchanged."""
+        return self.cos is None and self.temperature is None
+
+
+def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of ``positions * inv_freq``.
+
+    The phase is reduced to one turn in float64 and only then rounded: in float32 the product
+    itself is off by 0.06 rad at position 10^6.
+
+    Args:
+        spectrum: the encoding.
+        positions: ``[..., T]`` integers, in tokens.
+
+    Returns:
+        Two float32 tensors ``[..., T, pairs]``.
+    """
+    inv_freq = torch.tensor(spectrum.inv_freq, dtype=torch.float64, device=positions.device)
+    phase = positions.to(torch.float64)[..., None] * inv_freq
+    phase = torch.remainder(phase, 2 * math.pi).to(torch.float32)
+    return phase.cos(), phase.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first ``2 * pairs`` channels of ``x`` ``[B, H, T, D]``; the rest passes through.
+
+    The tables are rounded to the type of ``x`` first, as Hugging Face models do.
+    """
+    pairs = cos.shape[-1]
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * pairs < x.shape[-1]:
+        parts.append(x[..., 2 * pairs :])
+    return torch.cat(parts, dim=-1)
+
+
+def _temperature(spectrum: Spectrum, positions: Tensor, length: int) -> float | Tensor | None:
+    temperature = spectrum.temperature
+    if temperature.per == "query" and not temperature.is_constant:
+        stretch = (positions + 1).clamp(min=spectrum.training_length) / spectrum.training_length
+        factor = temperature.scale * (1 + temperature.coefficient * stretch.log()) ** (
+            temperature.exponent
+        )
+        return factor[..., None]
+    value = temperature.at(length, spectrum.training_length)
+    return None if value == 1.0 else value
+
+
+def head_groups(layout: Layout, positions: Tensor, length: int) -> list[tuple[HeadGroup, ...]]:
+    """What every layer needs in this forward pass; tables are computed once a distinct spectrum.
+
+    Args:
+        layout: the encodings of all layers.
+        positions: ``[T]`` or ``[B, T]``, the positions of the queries (and of the new keys).
+        length: tokens in the whole sequence, for temperatures per sequence.
+    """
+    tables: dict[tuple[float, ...], tuple[Tensor, Tensor]] = {}
+
+    def group(spectrum: Spectrum, kv_heads: int) -> HeadGroup:
+        temperature = _temperature(spectrum, positions, length)
+        if isinstance(temperature, Tensor) and positions.dim() == 2:
+            temperature = temperature[:, None]
+        if not spectrum.rotates:
+            return HeadGroup(kv_heads, temperature=temperature)
+        if spectrum.inv_freq not in tables:
+            cos, sin = rotary_table(spectrum, positions)
+            if positions.dim() == 2:
+                cos, sin = cos[:, None], sin[:, None]
+            tables[spectrum.inv_freq] = cos, sin
+        return HeadGroup(kv_heads, *tables[spectrum.inv_freq], temperature)
+
+    layers: dict[LayerEncoding, tuple[HeadGroup, ...]] = {}
+    for layer in layout.layers:
+        if layer not in layers:
+            layers[layer] = tuple(group(spectrum, n) for spectrum, n in layer.groups)
+    return [layers[layer] for layer in layout.layers]
+
+
+def encode(q: Tensor, k: Tensor, groups: tuple[HeadGroup, ...]) -> tuple[Tensor, Tensor]:
+    """Rotate and temper queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, T, D]``.
+
+    The one seam between projections and scores. Returns the inputs themselves where there is
+    nothing to do.
+    """
+    if all(group.is_identity for group in groups):
+        return q, k
+    if len(groups) == 1:
+        return _encode_group(q, k, groups[0])
+    sizes = [group.kv_heads for group in groups]
+    queries_per_key = q.shape[1] // k.shape[1]
+    q_parts = q.split([n * queries_per_key for n in sizes], dim=1)
+    k_parts = k.split(sizes, dim=1)
+    pairs = [
+        _encode_group(q_part, k_part, group)
+        for q_part, k_part, group in zip(q_parts, k_parts, groups, strict=True)
+    ]
+    return torch.cat([q for q, _ in pairs], dim=1), torch.cat([k for _, k in pairs], dim=1)
+
+
+def _encode_group(q: Tensor, k: Tensor, group: HeadGroup) -> tuple[Tensor, Tensor]:
+    if group.cos is not None and group.sin is not None:
+        q, k = rotate(q, group.cos, group.sin), rotate(k, group.cos, group.sin)
+    if group.temperature is not None:
+        factor = group.temperature
+        q = q * (factor.to(q.dtype) if isinstance(factor, Tensor) else factor)
+    return q, k

@@ -1,0 +1,1 @@
+"""What a drop does, when it happens, and what it changed."""

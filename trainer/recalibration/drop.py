@@ -1,0 +1,49 @@
+"""The drop: a pure function from one layout to another (DroPE, Sec. 5).
+
+Dropping the encoding of every layer is the paper's method; other targets and chosen layers are the
+same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum
+
+
+def drop(
+    layout: Layout,
+    *,
+    layers: Collection[int] | None = None,
+    to: Spectrum | None = None,
+    qk_norm: bool = False,
+) -> Layout:
+    """``layout`` with the encoding of some layers replaced.
+
+    Args:
+        layout: what the model has now.
+        layers: indices, negative ones counting from the last; None for all.
+        to: the new spectrum of every head; None for the empty one (NoPE).
+        qk_norm: also turn the query and key norms of these layers on.
+
+    Raises:
+        ValueError: an index is out of range.
+    """
+    depth = len(layout.layers)
+    chosen = set(range(depth)) if layers is None else {_index(i, depth) for i in layers}
+    target = to or Spectrum(layout.training_length)
+
+    def changed(layer: LayerEncoding) -> LayerEncoding:
+        return replace(layer.map(lambda _: target), qk_norm=layer.qk_norm or qk_norm)
+
+    return Layout(
+        tuple(changed(layer) if i in chosen else layer for i, layer in enumerate(layout.layers))
+    )
+
+
+def _index(index: int, depth: int) -> int:
+    if not -depth <= index < depth:
+        raise ValueError(f"layer {index} does not exist in a model of {depth} layers")
+    return index % depth
