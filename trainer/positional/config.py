@@ -30,6 +30,20 @@ class PositionalConfig:
     encodings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
+def unknown_encodings(config: PositionalConfig) -> list[str]:
+    """One sentence for every name that no encoding is registered under."""
+    kinds = {
+        name: str(config.encodings.get(name, {}).get("type", name))
+        for name in dict.fromkeys([*config.layers, *config.heads, *config.encodings])
+    }
+    choices = {*ENCODINGS, *(name for name, kind in kinds.items() if kind in ENCODINGS)}
+    return [
+        f"positional: unknown encoding {kind!r}.{did_you_mean(kind, choices)}"
+        for kind in dict.fromkeys(kinds.values())
+        if kind not in ENCODINGS
+    ]
+
+
 def build_layout(
     config: PositionalConfig,
     *,
@@ -44,16 +58,12 @@ def build_layout(
     Raises:
         UserError: all that is wrong with names, parameters, windows and head shares.
     """
-    problems: list[str] = []
+    problems = unknown_encodings(config)
 
     def spectrum(name: str) -> Spectrum | None:
         given = dict(config.encodings.get(name, {}))
         kind = given.pop("type", name)
         if kind not in ENCODINGS:
-            choices = {*ENCODINGS, *config.encodings}
-            problems.append(
-                f"positional: unknown encoding {kind!r}.{did_you_mean(str(kind), choices)}"
-            )
             return None
         try:
             return make_spectrum(kind, head_dim, training_length, given)

@@ -13,7 +13,7 @@ class DropConfig:
     """When the encoding is dropped, what replaces it, and how training goes on.
 
     ``at``: a step (integer) or a fraction of the run (0.85); ``at_tokens``: the first step by which
-    so many tokens were seen; both null: never. ``layers``: indices, null for all. ``to``: the
+    so many tokens were seen; both null: never. ``enabled``: false leaves out a drop that is set. ``layers``: indices, null for all. ``to``: the
     encoding that replaces it. ``qk_norm_gain``: where QK-norm comes on at the drop, its gain is 1 or
     matched to the RMS that queries and keys have on the effect batch. ``optimizer_state``: keep,
     reset, or reset for the new parameters only. ``schedule``: the learning rate from the drop to
@@ -21,6 +21,7 @@ class DropConfig:
     and after.
     """
 
+    enabled: bool = True
     at: int | float | None = None
     at_tokens: int | None = None
     layers: list[int] | None = None
@@ -32,6 +33,8 @@ class DropConfig:
 
     def step(self, max_steps: int, tokens_per_step: int) -> int | None:
         """The number of steps trained before the drop, or None for never."""
+        if not self.enabled:
+            return None
         if self.at_tokens is not None:
             return -(-self.at_tokens // tokens_per_step)
         if isinstance(self.at, float):

@@ -1,0 +1,45 @@
+"""``python -m trainer [command] key=value ...``, also installed as ``unrope``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from trainer.commands import COMMANDS
+from trainer.errors import UserError, did_you_mean
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; exit with 0, with 2 for a mistake of the user's, 130 when interrupted."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        command, rest = split_command(words)
+        importlib.import_module(f"trainer.commands.{command}").run(rest)
+    except UserError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("Interrupted; the same command goes on from the last checkpoint.", file=sys.stderr)
+        sys.exit(130)
+
+
+def split_command(words: list[str]) -> tuple[str, list[str]]:
+    """The command and its words; without one it is ``train``.
+
+    Raises:
+        UserError: the first word is neither an override, an option nor a command.
+    """
+    first = words[0] if words else ""
+    if first in COMMANDS:
+        return first, words[1:]
+    if not first or "=" in first or first.startswith(("-", "+", "~")):
+        return "train", words
+    listed = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
+    raise UserError(
+        f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} The commands:\n{listed}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""The program's commands, one thin file each; the only room that knows Hydra."""
+
+COMMANDS = {
+    "train": "train a model, its controls, evaluate and report (the default command)",
+    "evaluate": "measure retrieval and loss of trained checkpoints, far beyond the training length",
+}
+"""What the program can do; each lives in the module of its name, as ``run(words)``."""

@@ -1,0 +1,55 @@
+"""``python -m trainer +experiment=NAME key=value ...``: train, evaluate, report."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from trainer.commands.configuration import compose_values, config_directory
+from trainer.errors import UserError
+from trainer.training.config import RunConfig, parse_config
+
+
+def run(words: list[str]) -> None:
+    """Check everything, then train; options such as ``--help`` and ``--multirun`` go to Hydra."""
+    if any(word.startswith("-") for word in words):
+        _with_hydra(words)
+    else:
+        _train(read_config(words))
+
+
+def read_config(words: list[str]) -> RunConfig:
+    """The checked configuration of a command line.
+
+    Raises:
+        UserError: with all problems of keys, types and values together.
+    """
+    return parse_config(*compose_values(words))
+
+
+def _train(config: RunConfig) -> None:
+    from trainer.commands.console import print_report, set_up_console
+
+    set_up_console()
+    from trainer.training.experiment import run_experiment
+
+    report, existing = run_experiment(config)
+    print_report(report, config.run_dir, existing)
+
+
+def _with_hydra(words: list[str]) -> None:
+    import hydra
+    from omegaconf import DictConfig, OmegaConf
+
+    @hydra.main(version_base=None, config_path=str(config_directory()), config_name="config")
+    def job(composed: DictConfig) -> None:
+        values: Any = OmegaConf.to_container(composed, resolve=True)
+        try:
+            _train(parse_config(values))
+        except UserError as error:
+            for problem in error.problems:
+                print(f"error: {problem}", file=sys.stderr)
+            sys.exit(2)
+
+    sys.argv = ["unrope", *words]
+    job()

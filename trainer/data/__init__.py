@@ -1,0 +1,1 @@
+"""Text, tokenizer, packed tokens, needles and the order of samples."""

@@ -1,0 +1,190 @@
+"""Needles: statements ``<name> <number>.`` hidden in text, for training and for evaluation.
+
+A statement is three tokens. Without it in training a tiny model cannot know the task, so a stated
+share of the training sequences carries statements and questions, at the training length only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from trainer.data.config import NeedlesConfig
+from trainer.data.order import Integers, uniforms
+from trainer.errors import UserError
+
+NAMES = (
+    *("Alice", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Hugo"),
+    *("Irene", "Jonas", "Karla", "Lukas", "Maria", "Nadia", "Oscar", "Petra"),
+)
+WORDS = [f" {name}" for name in NAMES] + [f" {number}" for number in range(10, 100)]
+"""What a tokenizer must hold as single tokens: names and two-digit numbers, with their space."""
+
+STATEMENT = 3
+"""Tokens in a statement: name, number, full stop."""
+
+
+@dataclass(frozen=True)
+class NeedleVocabulary:
+    """Token ids of the names ``[16]``, the numbers ``[90]`` and the full stop."""
+
+    names: Integers
+    numbers: Integers
+    full_stop: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> NeedleVocabulary:
+        """Look the words up.
+
+        Raises:
+            UserError: the tokenizer splits some of them.
+        """
+        ids = [tokenizer.encode(word, add_special_tokens=False).ids for word in [*WORDS, "."]]
+        split = [word for word, tokens in zip([*WORDS, "."], ids, strict=True) if len(tokens) > 1]
+        if split:
+            raise UserError(
+                "data.needles: the tokenizer must hold every name and two-digit number as one "
+                f"token, but splits {split[0]!r} and {len(split) - 1} others; train one "
+                "(tokenizer.path=null) or set data.needles.share=0."
+            )
+        flat = np.array([tokens[0] for tokens in ids])
+        return cls(flat[: len(NAMES)], flat[len(NAMES) : -1], int(flat[-1]))
+
+    def statements(self, names: Integers, numbers: Integers) -> Integers:
+        """``[..., 3]`` token ids for indices of names and numbers."""
+        stop = np.full_like(names, self.full_stop)
+        return np.stack([self.names[names], self.numbers[numbers], stop], axis=-1)
+
+
+def insert(text: Integers, statements: Integers, cuts: Integers) -> tuple[Integers, Integers]:
+    """Push statements into text.
+
+    Args:
+        text: ``[B, T]`` tokens.
+        statements: ``[B, M, 3]`` tokens.
+        cuts: ``[B, M]`` ascending; statement m stands before text token ``cuts[m]``. A cut beyond
+            T leaves its statement out.
+
+    Returns:
+        Sequences ``[B, T]``, the overhanging text cut off, and the positions ``[B, M]`` at which
+        the statements begin.
+    """
+    B, T = text.shape
+    M = cuts.shape[1]
+    rows = np.arange(B)[:, None]
+    room = np.empty((B, T + STATEMENT * M), dtype=text.dtype)
+    before = np.zeros((B, T + 1), dtype=np.int64)
+    np.add.at(before, (rows, np.minimum(cuts, T)), 1)
+    shift = STATEMENT * before.cumsum(axis=1)[:, :T]
+    room[rows, np.arange(T) + shift] = text
+    begins = cuts + STATEMENT * np.arange(M)
+    inside = begins < T
+    places = np.where(inside, begins, T + STATEMENT * np.arange(M))
+    for offset in range(STATEMENT):
+        room[rows, places + offset] = statements[:, :, offset]
+    return room[:, :T], begins
+
+
+def mix_needles(
+    text: Integers,
+    counters: Integers,
+    vocabulary: NeedleVocabulary,
+    config: NeedlesConfig,
+    seed: int,
+) -> tuple[Integers, NDArray[np.float32]]:
+    """Training sequences with statements, and the weight of every token in the loss.
+
+    Every sequence has its own number of names and of mentions; a name keeps its number within a
+    sequence, so that each mention but the first is a question the sequence has answered.
+
+    Args:
+        text: ``[B, T]`` tokens.
+        counters: ``[B]`` sample numbers, from which all randomness comes.
+        vocabulary: names and numbers.
+        config: share, numbers of names and mentions, weight.
+        seed: of the run.
+
+    Returns:
+        ``[B, T]`` tokens and ``[B, T]`` weights.
+    """
+    B, T = text.shape
+    most_names, M = config.names[1], config.mentions[1]
+    u = uniforms(seed, counters, 3 + len(NAMES) + most_names + 2 * M)
+    head, order, values, which, places = np.split(
+        u, np.cumsum([3, len(NAMES), most_names, M]), axis=1
+    )
+    carries = head[:, 0] < config.share
+    names_used = _between(head[:, 1], *config.names)
+    mentions = np.where(carries, _between(head[:, 2], *config.mentions), 0)
+
+    pool = order.argsort(axis=1)[:, :most_names]
+    numbers = (values * len(vocabulary.numbers)).astype(np.int64)
+    chosen = (which * names_used[:, None]).astype(np.int64)
+    active = np.arange(M) < mentions[:, None]
+    room = T - STATEMENT * mentions[:, None]
+    cuts = np.where(active, (places * (room + 1)).astype(np.int64), 2 * T)
+    cuts.sort(axis=1)
+
+    rows = np.arange(B)[:, None]
+    statements = vocabulary.statements(pool[rows, chosen], numbers[rows, chosen])
+    tokens, begins = insert(text, statements, cuts)
+
+    earlier = np.tri(M, k=-1, dtype=bool)
+    repeated = ((chosen[:, :, None] == chosen[:, None, :]) & earlier).any(axis=2) & active
+    weights = np.ones((B, T), dtype=np.float32)
+    row, mention = repeated.nonzero()
+    weights[row, begins[row, mention] + 1] = config.weight
+    return tokens, weights
+
+
+def _between(u: NDArray[np.float64], low: int, high: int) -> Integers:
+    """Integers from low to high, both included."""
+    return low + (u * (high - low + 1)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Retrieval trials: ``prompts`` ``[N, L]`` that end with the name asked for, and the
+    ``answers`` ``[N]``, the number stated for it; ``depths`` ``[N]`` say how far before the
+    question the right statement begins, in tokens."""
+
+    prompts: Integers
+    answers: Integers
+    depths: Integers
+
+
+def make_trials(
+    text: Integers, counters: Integers, vocabulary: NeedleVocabulary, needles: int, seed: int
+) -> Trials:
+    """Multi-key trials (DroPE, App. C.2): several needles, one of them asked for.
+
+    Args:
+        text: ``[N, L]`` tokens, the haystacks; the first token stays first.
+        counters: ``[N]`` trial numbers, from which all randomness comes.
+        vocabulary: names and numbers.
+        needles: statements with different names and different numbers in every trial.
+        seed: of the trials.
+    """
+    N, L = text.shape
+    n_values = len(vocabulary.numbers)
+    u = uniforms(seed, counters, len(NAMES) + n_values + 1 + needles)
+    order, values, asked, places = np.split(u, np.cumsum([len(NAMES), n_values, 1]), axis=1)
+    names = order.argsort(axis=1)[:, :needles]
+    numbers = values.argsort(axis=1)[:, :needles]
+    question = (asked[:, 0] * needles).astype(np.int64)
+    room = L - 1 - STATEMENT * needles  # the last token is the question
+    if room < 1:
+        raise UserError(
+            f"evaluation.needles: {needles} statements do not fit {L} tokens; at most "
+            f"{(L - 2) // STATEMENT}."
+        )
+    cuts = 1 + (places * room).astype(np.int64)
+    cuts.sort(axis=1)
+    prompts, begins = insert(text, vocabulary.statements(names, numbers), cuts)
+    rows = np.arange(N)
+    prompts[:, -1] = vocabulary.names[names[rows, question]]
+    answers = vocabulary.numbers[numbers[rows, question]]
+    return Trials(prompts, answers, L - 1 - begins[rows, question])

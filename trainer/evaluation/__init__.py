@@ -1,0 +1,1 @@
+"""What a checkpoint can retrieve and predict, and how far."""

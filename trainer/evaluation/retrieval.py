@@ -1,0 +1,25 @@
+"""Needle retrieval: is the number that was stated for a name the most likely next token?"""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.data.needles import Trials
+from trainer.model.decoder import Decoder
+
+
+@torch.no_grad()
+def successes(model: Decoder, trials: Trials, batch_tokens: int) -> list[bool]:
+    """Which trials succeed, greedily.
+
+    Only the last position goes through the head, and a batch holds ``batch_tokens`` tokens (at
+    least one trial), so memory is linear in the length.
+    """
+    device = model.norm.weight.device
+    prompts = torch.from_numpy(trials.prompts)
+    answers = torch.from_numpy(trials.answers)
+    size = max(1, batch_tokens // prompts.shape[1])
+    found = [
+        model(part.to(device), last=1)[:, -1].argmax(dim=-1).cpu() for part in prompts.split(size)
+    ]
+    return (torch.cat(found) == answers).tolist()

@@ -1,0 +1,124 @@
+"""How two measurements of a run are compared: retrieval by its 95% intervals, loss by a margin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.report.results import Cell
+from trainer.report.summary import percent
+
+# Below this retrieval at the training length a model has not learned the task: how far it reaches
+# with what it does not know is not a question.
+LEARNED = 0.5
+
+# What a method is at its training length when it was not measured there itself: extensions and
+# temperatures are the identity at factor 1.
+_BASE = {
+    "rope_pi": "rope",
+    "rope_ntk": "rope",
+    "rope_yarn": "rope",
+    "rope_temperature": "rope",
+    "drope_temperature": "drope",
+    "rope_id_temperature": "rope_id",
+}
+
+
+def certainly_exceeds(a: Cell, b: Cell, times: float) -> bool:
+    """Whether the retrieval of ``a`` is above ``times`` that of ``b`` with 95% confidence.
+
+    True when the lower limit of a − k b is positive, with the limits of a and b put together as
+    Newcombe (Statistics in Medicine 17, 1998, method 10) does for differences and Zou and Donner
+    (ibid. 27, 2008) for linear combinations: a − k b − sqrt((a − low a)² + k² (high b − b)²). It
+    takes the two as independent, which is cautious where they were asked the same questions. A cell
+    without an interval counts as exact.
+    """
+    p, q = _retrieval(a), _retrieval(b)
+    low = a.retrieval_ci[0] if a.retrieval_ci else p
+    high = b.retrieval_ci[1] if b.retrieval_ci else q
+    return p - times * q - math.hypot(p - low, times * (high - q)) > 0
+
+
+def loss_change(cell: Cell, reference: Cell) -> float:
+    """Relative difference of two losses: 0.01 when ``cell`` is 1% above ``reference``."""
+    if cell.loss is None or reference.loss is None:
+        raise ValueError("a loss that was not measured cannot be compared")
+    return cell.loss / reference.loss - 1
+
+
+def in_words(cell: Cell) -> str:
+    """``DroPE 95.6% (92.4–97.5)``."""
+    text = f"{cell.method} {percent(_retrieval(cell))}%"
+    if cell.retrieval_ci is None:
+        return text
+    return f"{text} ({percent(cell.retrieval_ci[0])}–{percent(cell.retrieval_ci[1])})"
+
+
+def pair_in_words(a: Cell, b: Cell) -> str:
+    """Two retrieval rates with their intervals: at one length, or of one method."""
+    if a.length == b.length:
+        return f"At {a.length} tokens {in_words(a)}, {in_words(b)}."
+    return f"{in_words(a)} at {a.length} tokens, {in_words(b)} at {b.length}."
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The cells of a run by the role of their method."""
+
+    cells: Sequence[Cell]
+    roles: Mapping[str, str]
+
+    def has(self, role: str) -> bool:
+        """Whether the role has a method with cells."""
+        return any(cell.method == self.roles.get(role) for cell in self.cells)
+
+    def at(self, role: str, length: int) -> Cell | None:
+        """The cell of a role's method at a length, if there is one."""
+        method = self.roles.get(role)
+        return next((c for c in self.cells if (c.method, c.length) == (method, length)), None)
+
+    def cell(self, role: str, length: int) -> Cell:
+        """The cell of a role's method at a length. Raises ``KeyError`` when there is none."""
+        cell = self.at(role, length)
+        if cell is None:
+            raise KeyError((role, length))
+        return cell
+
+    def trained(self, role: str, quantity: str = "retrieval") -> Cell | None:
+        """The cell at the training length that has ``quantity``; an extension or temperature not
+        measured there is what it extends."""
+        for candidate in (role, _BASE.get(role)):
+            for cell in self.cells:
+                same = candidate is not None and cell.method == self.roles.get(candidate)
+                if same and cell.factor == 1 and getattr(cell, quantity) is not None:
+                    return cell
+        return None
+
+    def beyond(self, *roles: str, quantity: str = "retrieval") -> list[int]:
+        """The lengths above the training length at which all roles have ``quantity``, ascending."""
+        lengths = sorted({cell.length for cell in self.cells if cell.factor > 1})
+        return [
+            length
+            for length in lengths
+            if all(getattr(self.at(role, length), quantity, None) is not None for role in roles)
+        ]
+
+    def not_learned(self, *roles: str) -> str | None:
+        """Why the reach of these methods cannot be judged; ``None`` when it can."""
+        for role in roles:
+            cell = self.trained(role)
+            if cell is None:
+                return f"Not judged: {self.roles[role]} was not measured at its training length."
+            if _retrieval(cell) < LEARNED:
+                return (
+                    f"Not judged: within its training length of {cell.length} tokens "
+                    f"{in_words(cell)} has not learned the task (below {100 * LEARNED:g}%)."
+                )
+        return None
+
+
+def _retrieval(cell: Cell) -> float:
+    if cell.retrieval is None:
+        raise ValueError(f"{cell.method!r} has no retrieval at {cell.length} tokens")
+    return cell.retrieval

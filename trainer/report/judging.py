@@ -1,0 +1,119 @@
+"""The few shapes a claim has, each turning measurements into an ``Observation``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trainer.report.comparison import Measured, certainly_exceeds, loss_change, pair_in_words
+from trainer.report.results import Arm, Cell, Observation
+
+OPEN = " The rates agree with the claim, but their 95% intervals leave it open."
+
+
+def judge(
+    run: Measured,
+    claim: str,
+    source: str,
+    pairs: Sequence[tuple[Cell, Cell]],
+    times: float,
+    learned: Sequence[str],
+    note: str = "",
+) -> Observation:
+    """In every pair the first retrieves more than ``times`` the second, beyond the intervals; not
+    judged when a role in ``learned`` has not learned the task."""
+    obstacle = run.not_learned(*learned)
+    if obstacle:
+        return Observation(claim, source, None, obstacle)
+    shown = all(certainly_exceeds(a, b, times) for a, b in pairs)
+    evidence = " ".join(pair_in_words(a, b) for a, b in pairs) + note
+    if not shown and all((a.retrieval or 0) > times * (b.retrieval or 0) for a, b in pairs):
+        evidence += OPEN
+    return Observation(claim, source, shown, evidence)
+
+
+def reach(
+    run: Measured,
+    claim: str,
+    source: str,
+    roles: tuple[str, str],
+    times: float,
+    from_factor: float | None = None,
+    note: str = "",
+) -> Iterator[Observation]:
+    """Beyond the training length the first role retrieves more than ``times`` the second: at every
+    length from ``from_factor`` on, or at the longest when that is None or was not reached."""
+    lengths = run.beyond(*roles)
+    far = [
+        n for n in lengths if from_factor and (c := run.at(roles[0], n)) and c.factor >= from_factor
+    ]
+    pairs = [(run.cell(roles[0], n), run.cell(roles[1], n)) for n in far or lengths[-1:]]
+    if pairs:
+        yield judge(run, claim, source, pairs, times, roles, note)
+
+
+def fall(run: Measured, claim: str, source: str, role: str) -> Iterator[Observation]:
+    """At the longest length a role has lost more than half of its retrieval."""
+    trained, beyond = run.trained(role), run.beyond(role)
+    if trained and beyond:
+        pair = (trained, run.cell(role, beyond[-1]))
+        yield judge(run, claim, source, [pair], 2, (role,))
+
+
+def rising_loss(
+    run: Measured, claim: str, source: str, role: str, margin: float
+) -> Iterator[Observation]:
+    """At the longest length the loss is more than ``margin`` above the training length's."""
+    trained, beyond = run.trained(role, "loss"), run.beyond(role, quantity="loss")
+    if trained and beyond:
+        longest = run.cell(role, beyond[-1])
+        shown = loss_change(longest, trained) > margin
+        yield Observation(claim, source, shown, losses_in_words(longest, trained))
+
+
+def same_loss(
+    run: Measured, claim: str, source: str, roles: tuple[str, str], margin: float
+) -> Iterator[Observation]:
+    """At the training length the first role's loss is at most ``margin`` above the second's."""
+    a, b = (run.trained(role, "loss") for role in roles)
+    if a and b:
+        yield Observation(claim, source, loss_change(a, b) <= margin, losses_in_words(a, b))
+
+
+def cropping(
+    run: Measured, claim: str, source: str, role: str, margin: float
+) -> Iterator[Observation]:
+    """At the longest length a role's loss is within ``margin`` of its base at the training length,
+    while it has lost more than half of the retrieval."""
+    loss, retrieval = run.trained(role, "loss"), run.trained(role)
+    both = sorted(set(run.beyond(role)) & set(run.beyond(role, quantity="loss")))
+    if loss and retrieval and both:
+        longest = run.cell(role, both[-1])
+        pair = (retrieval, longest)
+        fallen = judge(run, claim, source, [pair], 2, (role,), f" {losses_in_words(longest, loss)}")
+        holds = loss_change(longest, loss) <= margin
+        shown = None if fallen.shown is None else fallen.shown and holds
+        yield Observation(claim, source, shown, fallen.evidence)
+
+
+def slower(claim: str, source: str, fast: Arm, slow: Arm, margin: float) -> Iterator[Observation]:
+    """The training loss averaged over the steps both logged is more than ``margin`` higher."""
+    curves = [dict(arm.curve) for arm in (slow, fast)]
+    pairs = [(curves[0][step], curves[1][step]) for step in curves[0] if step in curves[1]]
+    finite = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if finite:
+        a, b = (sum(values) / len(finite) for values in zip(*finite, strict=True))
+        evidence = (
+            f"Averaged over the {len(finite)} logged points of training the loss of {slow.name} is "
+            f"{a:.3f}, that of {fast.name} {b:.3f} nats/token ({a / b - 1:+.1%})."
+        )
+        yield Observation(claim, source, a / b - 1 > margin, evidence)
+
+
+def losses_in_words(a: Cell, b: Cell) -> str:
+    """``Text loss at 64 tokens: DroPE 4.388, RoPE 4.083 nats/token (+7.5%).``"""
+    change = f"nats/token ({loss_change(a, b):+.1%})."
+    if a.length == b.length:
+        head = f"Text loss at {a.length} tokens: {a.method} {a.loss:.3f}, {b.method} {b.loss:.3f}"
+        return f"{head} {change}"
+    head = f"Text loss of {a.method} at {a.length} tokens {a.loss:.3f}, at {b.length} {b.loss:.3f}"
+    return f"{head} {change}" if a.method == b.method else f"{head} ({b.method}) {change}"

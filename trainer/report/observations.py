@@ -1,0 +1,171 @@
+"""The papers' observations held against the numbers of a run.
+
+A claim is *shown* when the numbers support it beyond their 95% intervals (retrieval) or beyond a
+stated margin (loss), *not shown* when they do not, and *not judged* when they cannot tell, as for
+the reach of a model that has not learned the task. Claims about methods that a run does not have
+are left out. "DroPE" is the paper "Extending the Context of Pretrained LLMs by Dropping Their
+Positional Embeddings", "RoPE-ID" is "Frayed RoPE and Long Inputs".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from trainer.errors import did_you_mean
+from trainer.report.comparison import Measured, certainly_exceeds, loss_change, pair_in_words
+from trainer.report.judging import (
+    cropping,
+    fall,
+    judge,
+    losses_in_words,
+    reach,
+    rising_loss,
+    same_loss,
+    slower,
+)
+from trainer.report.results import Arm, Cell, Drop, Observation
+
+# Role to a short name for claims. A caller maps roles to the display names of its methods.
+ROLES = {
+    "rope": "RoPE",
+    "rope_pi": "PI",
+    "rope_ntk": "NTK-aware scaling",
+    "rope_yarn": "YaRN",
+    "rope_temperature": "RoPE with a temperature",
+    "drope": "DroPE",
+    "drope_temperature": "DroPE with a temperature",
+    "nope": "NoPE from scratch",
+    "half_rope": "HalfRoPE",
+    "high_frequency": "high-frequency RoPE",
+    "rope_id": "RoPE-ID",
+    "rope_id_temperature": "RoPE-ID with a temperature",
+    "alibi": "ALiBi",
+    "rnope_swa": "RNoPE-SWA",
+}
+
+KEPT = 0.95  # of RoPE's retrieval, and of the loss that a drop costs (DroPE, Sec. 5.1: "over 95%")
+HELD = 0.90  # of a method's own retrieval at its training length
+SAME_LOSS = 0.01  # relative; two training seeds of a small model differ by about as much
+NEAR_LOSS = 0.02
+RISEN_LOSS = 0.05  # a longer context should lower the loss, so this is far outside of noise
+
+
+def observe(
+    cells: Sequence[Cell],
+    roles: Mapping[str, str],
+    *,
+    drop: Drop | None = None,
+    arms: Mapping[str, Arm] | None = None,
+    temperature: Mapping[str, float | None] | None = None,
+) -> tuple[Observation, ...]:
+    """Judge every claim that the given methods allow.
+
+    ``roles`` maps a role of ``ROLES`` to the display name of its method in ``cells``; ``arms`` maps
+    a role to its training run (for the speed of learning); ``temperature`` a method's display name
+    to its fitted coefficient. Raises ``ValueError`` for a role that is not in ``ROLES``.
+    """
+    for role in (*roles, *(arms or {})):
+        if role not in ROLES:
+            raise ValueError(f"{role!r} is not a role.{did_you_mean(role, ROLES)}")
+    run = Measured(cells, roles)
+    return (
+        *_rope(run),
+        *_nope(run, arms or {}),
+        *_drop(drop),
+        *_drope(run),
+        *_temperature(run, temperature or {}),
+        *_rope_id(run),
+    )
+
+
+def _rope(run: Measured) -> Iterator[Observation]:
+    for role, source in (
+        ("rope", "DroPE, Obs. 2 and Table 1; RoPE-ID, Table 1"),
+        ("half_rope", "RoPE-ID, Table 1"),
+    ):
+        claim = f"{ROLES[role]} loses more than half of its retrieval beyond its training length"
+        yield from fall(run, claim, source, role)
+    claim = f"RoPE's text loss rises beyond its training length too, by more than {RISEN_LOSS:.0%}"
+    yield from rising_loss(run, claim, "DroPE, Sec. 1", "rope", RISEN_LOSS)
+    claim = "YaRN retrieves at least twice as much as RoPE at the longest length"
+    yield from reach(run, claim, "RoPE-ID, Table 1", ("rope_yarn", "rope"), 2)
+    claim = f"YaRN keeps its text loss (within {RISEN_LOSS:.0%}) at the longest length, and yet \
+loses more than half of its retrieval"
+    yield from cropping(run, claim, "DroPE, Sec. 4 and Fig. 5", "rope_yarn", RISEN_LOSS)
+
+
+def _nope(run: Measured, arms: Mapping[str, Arm]) -> Iterator[Observation]:
+    if "rope" in arms and "nope" in arms:
+        claim = f"NoPE learns more slowly than RoPE: a training loss {SAME_LOSS:.0%} higher or more"
+        yield from slower(claim, "DroPE, Obs. 1", arms["rope"], arms["nope"], SAME_LOSS)
+    rope, nope = (run.trained(role) for role in ("rope", "nope"))
+    if rope and nope:
+        worse = certainly_exceeds(rope, nope, 1)
+        evidence = pair_in_words(rope, nope)
+        if rope.loss is not None and nope.loss is not None:
+            worse = worse or loss_change(nope, rope) > SAME_LOSS
+            evidence += f" {losses_in_words(nope, rope)}"
+        claim = "NoPE from scratch ends behind RoPE on the same budget, in retrieval or text loss"
+        yield Observation(claim, "DroPE, Obs. 1 and Fig. 3", worse, evidence)
+
+
+def _drop(drop: Drop | None) -> Iterator[Observation]:
+    if drop is None:
+        return
+    claim = f"Recalibration wins back at least {KEPT:.0%} of the loss that the drop costs"
+    before, after, end = drop.loss_before, drop.loss_after, drop.loss_end
+    if before is None or after is None or end is None:
+        shown, evidence = None, "Not judged: a loss before, after or at the end is missing."
+    elif after <= before:
+        shown, evidence = None, f"Not judged: the drop costs nothing ({before:.3f}, {after:.3f})."
+    else:
+        share = (after - end) / (after - before)
+        shown = share >= KEPT
+        evidence = (
+            f"At step {drop.step} the loss rises from {before:.3f} to {after:.3f} nats/token and "
+            f"ends at {end:.3f}: {share:.0%} of the rise is won back."
+        )
+    yield Observation(claim, "DroPE, Obs. 3 and Sec. 5.1", shown, evidence)
+
+
+def _drope(run: Measured) -> Iterator[Observation]:
+    rope, drope = run.trained("rope"), run.trained("drope")
+    if rope and drope:
+        claim = f"DroPE keeps at least {KEPT:.0%} of RoPE's retrieval at the training length"
+        yield judge(run, claim, "DroPE, Obs. 3", [(drope, rope)], KEPT, ("rope",))
+    source = "DroPE, Fig. 2 and Table 7"
+    claim = f"DroPE's text loss at the training length matches RoPE's, within {SAME_LOSS:.0%}"
+    yield from same_loss(run, claim, source, ("drope", "rope"), SAME_LOSS)
+    claim = f"DroPE's text loss is no worse than that of NoPE from scratch, within {NEAR_LOSS:.0%}"
+    yield from same_loss(run, claim, source, ("drope", "nope"), NEAR_LOSS)
+    claim = "DroPE retrieves at least twice as much as RoPE from 4× the training length on"
+    yield from reach(run, claim, "DroPE, Obs. 3 and Table 3", ("drope", "rope"), 2, 4)
+    # The paper's DroPE is evaluated with its fitted temperature.
+    best = "drope_temperature" if run.has("drope_temperature") else "drope"
+    for rival in ("rope_pi", "rope_ntk", "rope_yarn", "alibi", "nope", "rnope_swa"):
+        claim = f"DroPE retrieves more than {ROLES[rival]} at the longest length"
+        yield from reach(run, claim, "DroPE, Table 1", (best, rival), 1)
+
+
+def _temperature(run: Measured, fitted: Mapping[str, float | None]) -> Iterator[Observation]:
+    for role, source in (("drope", "DroPE, App. C.2"), ("rope_id", "RoPE-ID, Table 1")):
+        scaled = f"{role}_temperature"
+        c = fitted.get(run.roles.get(scaled, ""))
+        note = "" if c is None else f" Fitted coefficient c = {c:.3f}."
+        claim = f"A softmax temperature helps {ROLES[role]} at the longest length"
+        yield from reach(run, claim, source, (scaled, role), 1, note=note)
+
+
+def _rope_id(run: Measured) -> Iterator[Observation]:
+    best = "rope_id_temperature" if run.has("rope_id_temperature") else "rope_id"
+    trained, beyond = run.trained(best), run.beyond(best)
+    source = "RoPE-ID, Table 1"
+    if trained and beyond:
+        claim = f"RoPE-ID keeps at least {HELD:.0%} of its retrieval at the longest length"
+        yield judge(run, claim, source, [(run.cell(best, beyond[-1]), trained)], HELD, (best,))
+    claim = "RoPE-ID retrieves at least twice as much as RoPE at the longest length"
+    yield from reach(run, claim, source, (best, "rope"), 2)
+    rope, fast = run.trained("rope"), run.trained("high_frequency")
+    if rope and fast:
+        claim = "High-frequency RoPE retrieves less than RoPE already at the training length"
+        yield judge(run, claim, source, [(rope, fast)], 1, ("rope",))

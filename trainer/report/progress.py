@@ -1,0 +1,71 @@
+"""Progress of long work: a live bar on a terminal, a line every tenth of the way elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+
+class Progress:
+    """A task of ``total`` steps of ``tokens_per_step`` tokens; use as a context manager.
+
+    Shows steps, loss where there is one, tokens per second and the time left.
+    """
+
+    def __init__(self, title: str, total: float, tokens_per_step: float = 1.0) -> None:
+        self.title, self.total, self.tokens_per_step = title, total, tokens_per_step
+        self.console = Console(stderr=True)
+        self.bar: RichProgress | None = None
+        self.start_step: float | None = None
+        self.start_time = 0.0
+        self.said = 0
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            self.bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.percentage:3.0f}%  {task.fields[details]}"),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self.bar.start()
+            self.bar.add_task(self.title, total=self.total, details="")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def advance_to(self, step: float, loss: float | None = None) -> None:
+        """Show that ``step`` of ``total`` is reached; the first call sets where counting starts."""
+        now = time.perf_counter()
+        if self.start_step is None:
+            self.start_step, self.start_time = step, now
+            self.said = int(10 * step / self.total)
+        elapsed, done = now - self.start_time, step - self.start_step
+        rate = done * self.tokens_per_step / elapsed if elapsed > 0 else 0.0
+        details = f"{rate:,.0f} tokens/s" if done else ""
+        if loss is not None:
+            details = f"loss {loss:.3f}  {details}"
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=step, details=details)
+        elif done and int(10 * step / self.total) > self.said:
+            self.said = int(10 * step / self.total)
+            left = elapsed / done * (self.total - step)
+            self.console.print(
+                f"{self.title}  {10 * self.said}%  {details}  {left:.0f} s left",
+                highlight=False,
+                soft_wrap=True,
+            )

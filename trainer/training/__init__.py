@@ -1,0 +1,1 @@
+"""The Lightning module, optimizers, schedules, checkpoints and callbacks."""

@@ -1,0 +1,124 @@
+"""The callback that drops the encoding in mid-run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import torch
+
+from trainer.data.dataset import Batch
+from trainer.model.attention import RMSNorm
+from trainer.positional.config import build_layout
+from trainer.positional.layout import Layout
+from trainer.recalibration.drop import drop
+from trainer.recalibration.gain import match_gains
+from trainer.training.config import RunConfig
+from trainer.training.module import LanguageModule
+
+log = logging.getLogger(__name__)
+
+
+class Drop(L.Callback):
+    """At step ``config.drop_step``: another layout, QK-norm, a new optimization phase.
+
+    What the drop did is measured on one fixed held-out batch just before, just after and at the
+    end. ``effect`` is this callback's state; a run that resumes after the drop keeps it and does
+    not drop again, and the layout itself comes with the checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        effect_batch: Batch,
+        before_drop: Callable[[L.Trainer], None],
+        add_metrics: Callable[[dict[str, float]], None],
+    ) -> None:
+        self.config, self.effect_batch = config, effect_batch
+        self.before_drop, self.add_metrics = before_drop, add_metrics
+        self.effect: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the drop did, empty before it."""
+        return dict(self.effect)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember that it happened."""
+        self.effect = dict(state_dict)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
+    ) -> None:
+        """Drop before the first batch of the new phase."""
+        if trainer.global_step == self.config.drop_step and not self.effect:
+            self.before_drop(trainer)
+            self._cross(trainer, module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        """Measure at the last step where the loss has come to."""
+        last = (index + 1) % self.config.trainer.accumulation == 0
+        if self.effect and last and trainer.global_step == self.config.trainer.max_steps:
+            self.effect["loss_end"] = self._loss(module)
+            self.add_metrics({"drop/loss_end": self.effect["loss_end"]})
+
+    def _cross(self, trainer: L.Trainer, module: LanguageModule) -> None:
+        model, settings = module.model, self.config.drop
+        before = self._loss(module)
+        matched = settings.qk_norm_gain == "matched"
+        norms_on = model.config.qk_norm.when == "after_drop"
+        if norms_on and matched:
+            match_gains(model, self.effect_batch["input_ids"].to(module.device))
+        model.layout = self.dropped_layout(module)
+        self.effect = {
+            "step": trainer.global_step,
+            "loss_before": before,
+            "loss_after": self._loss(module),
+        }
+        self._reset_optimizer(trainer, module)
+        log.info(
+            "Step %d: dropped the encoding (%s); loss %.3f before, %.3f after",
+            trainer.global_step,
+            settings.to,
+            before,
+            self.effect["loss_after"],
+        )
+        self.add_metrics(
+            {f"drop/{key}": self.effect[key] for key in ("loss_before", "loss_after")}
+        )
+
+    def dropped_layout(self, module: LanguageModule) -> Layout:
+        """The layout after the drop."""
+        config, model = self.config, module.model.config
+        target = build_layout(
+            replace(config.positional, layers=[config.drop.to], windows=[None], heads={}),
+            num_layers=1,
+            num_key_value_heads=1,
+            head_dim=model.head_size,
+            training_length=config.data.sequence_length,
+        )
+        return drop(
+            module.model.layout,
+            layers=config.drop.layers,
+            to=target.layers[0].spectra[0],
+            qk_norm=model.qk_norm.when == "after_drop",
+        )
+
+    def _reset_optimizer(self, trainer: L.Trainer, module: LanguageModule) -> None:
+        policy, (optimizer,) = self.config.drop.optimizer_state, trainer.optimizers
+        if policy == "reset":
+            optimizer.state.clear()
+        elif policy == "reset_new" and module.model.config.qk_norm.when == "after_drop":
+            for name, submodule in module.model.named_modules():
+                if isinstance(submodule, RMSNorm) and name.endswith(("q_norm", "k_norm")):
+                    optimizer.state.pop(submodule.weight, None)
+
+    @torch.no_grad()
+    def _loss(self, module: LanguageModule) -> float:
+        batch = {k: v.to(module.device) for k, v in self.effect_batch.items()}
+        with module.trainer.precision_plugin.forward_context():
+            return module.model.token_losses(batch["input_ids"], batch["labels"]).mean().item()

@@ -1,0 +1,354 @@
+"""The whole configuration of a run: every group's schema, and a check that names all problems."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.errors import UserError, did_you_mean
+from trainer.evaluation.config import EvaluationConfig
+from trainer.model.config import ModelConfig
+from trainer.positional.config import PositionalConfig, build_layout, unknown_encodings
+from trainer.positional.encodings import ENCODINGS, load_plugins
+from trainer.recalibration.config import DropConfig
+from trainer.recalibration.schedule import ScheduleConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """``adamw`` for everything, or ``muon`` for the matrices of the blocks and AdamW for the rest.
+
+    ``lr``, ``betas``, ``eps``: of AdamW; ``muon_lr``, ``muon_momentum``: of Muon.
+    ``weight_decay``: on matrices; on embeddings and the head with ``decay_embeddings``; never on
+    norms and biases.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay_embeddings: bool = False
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [
+            f"optimizer.{key}: expected a positive number, got {value}."
+            for key in ("lr", "eps", "muon_lr")
+            if (value := getattr(self, key)) <= 0
+        ]
+        if self.weight_decay < 0:
+            found.append(f"optimizer.weight_decay: expected 0 or more, got {self.weight_decay}.")
+        if not all(0 <= b < 1 for b in (*self.betas, self.muon_momentum)):
+            found.append("optimizer.betas, optimizer.muon_momentum: expected numbers in [0, 1).")
+        return found
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Length, batch, precision and rhythm of a run.
+
+    ``batch_size``: sequences an optimizer step; ``micro_batch_size``: sequences a forward pass
+    (null: the same). ``precision``: ``bf16`` computes in bfloat16 and keeps float32 weights.
+    ``threads``: CPU threads (null: all cores). ``log_every``, ``checkpoint_every``: steps.
+    ``keep_checkpoints``: how many of the regular ones stay; those before the drop and at the end
+    always do.
+    """
+
+    max_steps: int = 1000
+    batch_size: int = 32
+    micro_batch_size: int | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    threads: int | None = None
+    gradient_clip: float = 1.0
+    z_loss: float = 0.0
+    compile: bool = False
+    log_every: int = 10
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [
+            f"trainer.{key}: expected 1 or more, got {value}."
+            for key in (
+                "max_steps",
+                "batch_size",
+                "micro_batch_size",
+                "threads",
+                "log_every",
+                "checkpoint_every",
+                "keep_checkpoints",
+            )
+            if (value := getattr(self, key)) is not None and value < 1
+        ]
+        if self.gradient_clip < 0 or self.z_loss < 0:
+            found.append("trainer.gradient_clip, trainer.z_loss: expected 0 or more.")
+        if not found and self.batch_size % (self.micro_batch_size or self.batch_size):
+            found.append(
+                f"trainer.micro_batch_size: {self.micro_batch_size} does not divide "
+                f"trainer.batch_size {self.batch_size}."
+            )
+        return found
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes an optimizer step."""
+        return self.batch_size // (self.micro_batch_size or self.batch_size)
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """How a run spreads over devices; one device for now."""
+
+    name: Literal["single"] = "single"
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """Where metrics go besides ``metrics.csv``.
+
+    ``wandb``: Weights & Biases, under ``project``; offline without a key or with ``offline``.
+    ``tensorboard``: event files in the run directory.
+    """
+
+    wandb: bool = False
+    project: str = "unrope"
+    entity: str | None = None
+    offline: bool = False
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that defines a run.
+
+    ``label``: how the run is called in tables (null: by its encoding). ``run_dir``: where it lives; stable, so that the same command resumes. ``controls``: other runs
+    of the same experiment by name, each a set of changes to this configuration, trained for the
+    same budget and reported in the same table; one with ``branch: drop`` goes on from this run's
+    state just before its drop. ``plugins``: Python files that register encodings.
+    """
+
+    name: str = "run"
+    label: str | None = None
+    run_dir: str = "runs/run"
+    seed: int = 0
+    overwrite: bool = False
+    plugins: list[str] = field(default_factory=list)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    positional: PositionalConfig = field(default_factory=PositionalConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    drop: DropConfig = field(default_factory=DropConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    controls: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens an optimizer step reads."""
+        return self.trainer.batch_size * self.data.sequence_length
+
+    @property
+    def drop_step(self) -> int | None:
+        """Steps trained before the drop, or None."""
+        return self.drop.step(self.trainer.max_steps, self.tokens_per_step)
+
+    def problems(self) -> list[str]:
+        """All that is impossible in and between the groups, one sentence each."""
+        model_problems = self.model.problems()
+        found = [
+            *model_problems,
+            *self.data.problems(),
+            *self.tokenizer.problems(),
+            *self.optimizer.problems(),
+            *self.schedule.problems("schedule"),
+            *self.trainer.problems(),
+            *self.drop.problems(
+                self.trainer.max_steps, self.tokens_per_step, self.model.num_hidden_layers
+            ),
+            *self.evaluation.problems(self.data.sequence_length),
+        ]
+        if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
+            found.append(
+                f"drop.to: unknown encoding {self.drop.to!r}.{did_you_mean(self.drop.to, ENCODINGS)}"
+            )
+        no_drop = self.drop.at is None and self.drop.at_tokens is None
+        if self.model.qk_norm.when == "after_drop" and no_drop:
+            found.append(
+                "model.qk_norm.when: 'after_drop', but there is no drop; set drop.at, or 'never' or "
+                "'always'."
+            )
+        found += unknown_encodings(self.positional)
+        if not model_problems and self.data.sequence_length > 1:
+            try:
+                build_layout(
+                    self.positional,
+                    num_layers=self.model.num_hidden_layers,
+                    num_key_value_heads=self.model.num_key_value_heads,
+                    head_dim=self.model.head_size,
+                    training_length=self.data.sequence_length,
+                )
+            except UserError as error:
+                found += [problem for problem in error.problems if problem not in found]
+        return found
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What the ``evaluate`` command is asked for.
+
+    ``checkpoint``: a run directory or a checkpoint. ``compare``: more of them, of the same training
+    length and tokenizer. ``output``: where the report goes (null: ``evaluation/`` in the run).
+    """
+
+    checkpoint: str | None = None
+    compare: list[str] = field(default_factory=list)
+    output: str | None = None
+    threads: int | None = None
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
+    """Keys that the dataclass does not have, at any depth, and groups that are no mappings."""
+    if not isinstance(values, dict):
+        return [f"{path}: expected a group of keys, got {values!r}."]
+    hints = get_type_hints(schema)
+    found = []
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            found.append(f"{where}: unknown key.{did_you_mean(str(key), hints)}")
+        elif dataclasses.is_dataclass(hints[key]):
+            found += _unknown_keys(hints[key], value, where)
+    return found
+
+
+def _type_problem(error: Any) -> str:
+    """One sentence for one of pydantic's findings."""
+    where = ".".join(str(part) for part in error["loc"] if str(part) not in _UNION_ARMS)
+    expected = error["msg"][0].lower() + error["msg"][1:]
+    hint = ""
+    if error["type"] == "literal_error":
+        hint = did_you_mean(str(error["input"]), _quoted(error["ctx"]["expected"]))
+    return f"{where}: got {error['input']!r}; {expected}.{hint}"
+
+
+_UNION_ARMS = {"int", "float", "str", "bool", "list[int]"}
+
+
+def _quoted(expected: str) -> list[str]:
+    return [word for i, word in enumerate(expected.split("'")) if i % 2]
+
+
+def validated(schema: type[T], values: dict[str, Any]) -> tuple[T, list[str]]:
+    """``values`` as the dataclass ``schema``, and a sentence for every unknown key and wrong type.
+
+    Keys of a wrong type have their defaults in the result, so that the rest can be checked too.
+    """
+    problems = _unknown_keys(schema, values, "")
+    adapter = TypeAdapter(schema)
+    try:
+        return adapter.validate_python(values), problems
+    except ValidationError as error:
+        problems += dict.fromkeys(_type_problem(e) for e in error.errors())
+        locations = [e["loc"] for e in error.errors()]
+        return adapter.validate_python(_without(values, locations)), problems
+
+
+def parse_config(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig:
+    """A checked configuration from plain values; ``found`` are problems already known.
+
+    Raises:
+        UserError: with every problem: unknown keys, wrong types, impossible combinations.
+    """
+    config, problems = validated(RunConfig, values)
+    problems = [*found, *problems]
+    try:
+        load_plugins(config.plugins)
+    except UserError as error:
+        problems += error.problems
+    problems += config.problems()
+    for name, changes in config.controls.items():
+        problems += _control_problems(values, config, name, changes, problems)
+    if problems:
+        raise UserError(*problems)
+    return config
+
+
+def parse_request(values: dict[str, Any], found: Sequence[str] = ()) -> EvaluationRequest:
+    """A checked request of the ``evaluate`` command.
+
+    Raises:
+        UserError: with every problem that can be seen before the checkpoint is read.
+    """
+    request, problems = validated(EvaluationRequest, values)
+    problems = [*found, *problems, *request.evaluation.problems()]
+    if not request.checkpoint:
+        problems.append("checkpoint: give checkpoint=runs/NAME, or a .ckpt file in a run.")
+    if problems:
+        raise UserError(*problems)
+    return request
+
+
+def _without(values: dict[str, Any], locations: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """A copy of ``values`` without the keys at ``locations`` (the deepest mapping's key each)."""
+    copy = {k: _without(v, []) if isinstance(v, dict) else v for k, v in values.items()}
+    for location in locations:
+        place = copy
+        for key in location:
+            if not isinstance(place.get(key), dict):
+                place.pop(key, None)
+                break
+            place = place[key]
+    return copy
+
+
+def _control_problems(
+    values: dict[str, Any],
+    config: RunConfig,
+    name: str,
+    changes: dict[str, Any],
+    known: list[str],
+) -> list[str]:
+    if changes.get("branch") not in (None, "drop"):
+        return [f"controls.{name}.branch: expected 'drop' or nothing, got {changes['branch']!r}."]
+    if changes.get("branch") and config.drop_step is None:
+        return [f"controls.{name}.branch: the run has no drop to branch from; set drop.at."]
+    try:
+        control_config(values, name)
+    except UserError as error:
+        return [f"controls.{name}: {p}" for p in error.problems if p not in known]
+    return []
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes`` laid over it, mappings merged, everything else replaced."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = (
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
+    return result
+
+
+def control_config(values: dict[str, Any], name: str) -> RunConfig:
+    """The configuration of a control: the run's, without controls, with the control's changes."""
+    changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
+    base = {**values, "controls": {}, "run_dir": f"{values['run_dir']}/controls/{name}"}
+    return parse_config(merged(base, changes))

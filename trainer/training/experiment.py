@@ -1,0 +1,212 @@
+"""A whole experiment: the run, its controls, their evaluation and the report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainer
+from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.errors import UserError
+from trainer.evaluation.table import Measurements, Subject, evaluate
+from trainer.report.figures import write_figures
+from trainer.report.html import write_html
+from trainer.report.observations import ROLES, observe
+from trainer.report.results import Arm, Drop, Report
+from trainer.training.checkpoints import BEFORE_DROP
+from trainer.training.config import RunConfig, control_config
+from trainer.training.metrics_file import read_metrics
+from trainer.training.run import TrainedRun, device_problems, set_threads, train
+from trainer.training.run_directory import (
+    log_to_file,
+    open_run_directory,
+    plain,
+    writable_problem,
+)
+
+log = logging.getLogger(__name__)
+
+ENCODING_TITLES = {
+    "rope": "RoPE",
+    "half_rope": "HalfRoPE",
+    "high_frequency": "High-frequency RoPE",
+    "rope_id": "RoPE-ID",
+    "p_rope": "p-RoPE",
+    "hope": "HoPE",
+    "nope": "NoPE",
+    "alibi": "ALiBi",
+}
+
+
+def run_experiment(config: RunConfig) -> tuple[Report, bool]:
+    """Train the run and its controls, evaluate all of them, and write the report.
+
+    A run that was interrupted goes on where it was. One that is finished is not touched.
+
+    Returns:
+        The report, and whether it had been there before.
+
+    Raises:
+        UserError: something given is wrong; found before anything heavy starts where possible.
+    """
+    problems = device_problems(config)
+    if problem := writable_problem(config.run_dir):
+        problems.append(problem)
+    if problems:
+        raise UserError(*problems)
+    set_threads(config)
+    directory = Path(config.run_dir)
+    finished = directory / "report.json"
+    if finished.exists() and not config.overwrite:
+        open_run_directory(config)
+        return Report.read(finished), True
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    open_run_directory(config)
+    log_to_file(directory)
+    configs = {"main": config} | {
+        name: control_config(plain(config), name) for name in config.controls
+    }
+    runs = {}
+    for name, arm in configs.items():
+        branch = None
+        if config.controls.get(name, {}).get("branch"):
+            branch = directory / "checkpoints" / BEFORE_DROP
+        if name != "main":
+            open_run_directory(arm)
+        runs[name] = train(arm, corpus, branch)
+    report = make_report(config, configs, runs, corpus)
+    figures = write_figures(report, directory / "figures")
+    write_html(report, figures, directory / "report.html")
+    report.write(finished)
+    return report, False
+
+
+def make_report(
+    config: RunConfig, configs: dict[str, RunConfig], runs: dict[str, TrainedRun], corpus: Corpus
+) -> Report:
+    """Evaluate all arms and put everything into a report."""
+    subjects = [Subject(role(arm), label(arm), runs[name].model) for name, arm in configs.items()]
+    measured = (
+        evaluate(reference_first(subjects), corpus, config.data.needles, config.evaluation)
+        if config.evaluation.enabled
+        else Measurements()
+    )
+    drop = Drop(**runs["main"].effect) if runs["main"].effect else None
+    arms = tuple(
+        _arm(arm, runs[name], measured, config.data.sequence_length)
+        for name, arm in configs.items()
+    )
+    return Report(
+        name=config.name,
+        config=plain(config),
+        environment=environment(corpus),
+        arms=arms,
+        drop=drop,
+        table=tuple(measured.table),
+        loss_by_position=tuple(measured.loss_by_position),
+        observations=observe(
+            measured.table,
+            {key: name for key, name in measured.roles.items() if key in ROLES},
+            drop=drop,
+            arms={
+                role(c): arm
+                for c, arm in zip(configs.values(), arms, strict=True)
+                if role(c) in ROLES
+            },
+            temperature=measured.temperature,
+        ),
+        task=describe_task(config),
+        temperature=measured.temperature,
+        timing={
+            "tokens_per_second": {
+                label(arm): _median_rate(Path(arm.run_dir)) for arm in configs.values()
+            },
+            "training_seconds": {
+                label(arm): round(runs[name].seconds, 1) for name, arm in configs.items()
+            },
+        },
+    )
+
+
+def reference_first(subjects: list[Subject]) -> list[Subject]:
+    """RoPE, what was made of it, then everything else, as tables are read."""
+    order = {"rope": 0, "drope": 1}
+    return sorted(subjects, key=lambda subject: order.get(subject.role, 2))
+
+
+def role(config: RunConfig, dropped: bool | None = None) -> str:
+    """What a run is in comparisons: ``drope`` once its encoding is dropped, else its encoding.
+
+    ``dropped``: null for a finished run.
+    """
+    if config.drop_step is not None if dropped is None else dropped:
+        return "drope"
+    layers = dict.fromkeys(config.positional.layers)
+    names = [str(config.positional.encodings.get(n, {}).get("type", n)) for n in layers]
+    return "_".join(names)
+
+
+def label(config: RunConfig, dropped: bool | None = None) -> str:
+    """How tables call a run."""
+    name = role(config, dropped)
+    if config.label and dropped is not False:
+        return config.label
+    return "DroPE" if name == "drope" else ENCODING_TITLES.get(name, name)
+
+
+def _arm(config: RunConfig, run: TrainedRun, measured: Measurements, length: int) -> Arm:
+    name = label(config)
+    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
+    loss = next((c.loss for c in measured.table if (c.method, c.length) == (name, length)), None)
+    encoding = " + ".join(dict.fromkeys(config.positional.layers))
+    if config.drop_step is not None:
+        encoding += f", dropped at step {config.drop_step}"
+    return Arm(
+        name=name,
+        encoding=encoding,
+        parameters=sum(p.numel() for p in run.model.parameters()),
+        steps=config.trainer.max_steps,
+        tokens=config.trainer.max_steps * config.tokens_per_step,
+        final_loss=loss,
+        curve=tuple((row["step"], row["loss"]) for row in rows),
+    )
+
+
+def _median_rate(run_dir: Path) -> float:
+    rates = [row["tokens_per_second"] for row in read_metrics(run_dir / "metrics.csv")]
+    return round(sorted(rates)[len(rates) // 2], 0)
+
+
+def describe_task(config: RunConfig) -> dict[str, Any]:
+    """What the retrieval trials are, for the report's text."""
+    from trainer.data.needles import NAMES, WORDS
+
+    share = config.data.needles.share
+    return {
+        "n_trials": config.evaluation.trials if share else 0,
+        "needles": config.evaluation.needles,
+        "chance": 1 / (len(WORDS) - len(NAMES)),
+        "chance_listed": 1 / config.evaluation.needles,
+        "training_needles": bool(share),
+        "training_share": share,
+    }
+
+
+def environment(corpus: Corpus) -> dict[str, Any]:
+    """Versions and hardware; nothing that identifies a person or a machine."""
+    return {
+        "unrope": trainer.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "corpus": corpus.fingerprint,
+        "training_text_tokens": len(corpus.train),
+        "held_out_text_tokens": len(corpus.validation) + len(corpus.test),
+    }

@@ -1,0 +1,84 @@
+"""``metrics.csv``: one row a logged step, no gap and no duplicate, however often a run resumes."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+COLUMNS = (
+    "step",
+    "tokens",
+    "phase",
+    "loss",
+    "gradient_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "drop/loss_before",
+    "drop/loss_after",
+    "drop/loss_end",
+)
+
+
+class MetricsFile(Logger):
+    """Appends to a CSV file with fixed columns; a row is flushed as soon as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        """Lightning's name for the logger."""
+        return "metrics"
+
+    @property
+    def version(self) -> str:
+        """There is one version: the run directory is stable."""
+        return ""
+
+    def continue_from(self, step: int, source: Path | None = None) -> None:
+        """Keep the rows up to ``step``, of this file or of ``source`` where this is missing."""
+        if source is not None and not self.path.exists():
+            shutil.copyfile(source, self.path)
+        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
+        temporary = self.path.with_suffix(".csv.partial")
+        with temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(kept)
+        temporary.replace(self.path)
+
+    @rank_zero_only
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """They stand in ``config.yaml``."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Append a row."""
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerow(metrics | {"step": step})
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The complete rows of a metrics file, numbers as numbers, empty cells left out."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        text = file.read()
+    rows = []
+    # A row that a killed process left without its line end is incomplete.
+    for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+        rows.append(
+            {k: v if k == "phase" else _number(v) for k, v in row.items() if v not in ("", None)}
+        )
+    return rows
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if text.isdecimal() else value

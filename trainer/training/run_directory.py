@@ -1,0 +1,111 @@
+"""The run directory: stable, self-contained, and never overwritten in silence."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.errors import UserError
+from trainer.training.config import RunConfig
+
+FREE_TO_CHANGE = (
+    "overwrite",
+    "logger",
+    "evaluation",
+    "trainer.threads",
+    "trainer.log_every",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "data.num_workers",
+    "data.cache_dir",
+    "label",
+)
+"""Keys that do not change what is trained, so that a run may resume with other values."""
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """The configuration as JSON has it: lists, dictionaries, numbers, strings."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def open_run_directory(config: RunConfig) -> Path:
+    """Make or reopen the directory of a run, and write its ``config.yaml``.
+
+    Raises:
+        UserError: it cannot be written, is no run directory, or holds another run.
+    """
+    directory = Path(config.run_dir)
+    record = directory / "config.yaml"
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"run_dir: {config.run_dir!r} is a file; give the name of a directory.")
+    if config.overwrite and record.exists():
+        shutil.rmtree(directory)
+    if directory.is_dir() and any(directory.iterdir()) and not record.exists():
+        raise UserError(
+            f"run_dir: {config.run_dir!r} holds other files and no run; choose another run_dir."
+        )
+    if record.exists():
+        saved = yaml.safe_load(record.read_text(encoding="utf-8"))
+        if differing := differences(saved, plain(config)):
+            raise UserError(
+                *(
+                    f"{key}: the run in {config.run_dir!r} has {old!r}, this command {new!r}."
+                    for key, old, new in differing
+                ),
+                "Choose another name=, or overwrite=true to start again.",
+            )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = record.with_suffix(".yaml.partial")
+        temporary.write_text(yaml.safe_dump(plain(config), sort_keys=False), encoding="utf-8")
+        temporary.replace(record)
+    except OSError as error:
+        raise UserError(
+            f"run_dir: {config.run_dir!r} cannot be written ({error.strerror})."
+        ) from error
+    return directory
+
+
+def differences(
+    old: dict[str, Any], new: dict[str, Any], path: str = ""
+) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ, with both values, but for those that are free to change."""
+    found: list[tuple[str, Any, Any]] = []
+    for key in dict.fromkeys([*old, *new]):
+        where = f"{path}.{key}" if path else key
+        a, b = old.get(key), new.get(key)
+        if a == b or where in FREE_TO_CHANGE:
+            continue
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, where)
+        else:
+            found.append((where, a, b))
+    return found
+
+
+def writable_problem(run_dir: str) -> str | None:
+    """Why a run directory cannot be made, or None; creates nothing."""
+    place = Path(run_dir)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        return f"run_dir: {run_dir!r} cannot be written: no permission to create files there."
+    return None
+
+
+def log_to_file(directory: Path) -> None:
+    """Send the program's log to ``log.txt`` too, appended to at every resume."""
+    logger = logging.getLogger("trainer")
+    for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+        logger.removeHandler(handler)
+        handler.close()
+    handler = logging.FileHandler(directory / "log.txt", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
