@@ -1,0 +1,123 @@
+"""Statements in text, compared with a plain loop that reads the sequences as a person would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.config import NeedlesConfig
+from trainer.data.needles import NAMES, NeedleVocabulary, insert, make_trials, mix_needles
+from trainer.data.tokenizer import train_tokenizer
+from trainer.errors import UserError
+
+# Names are 100 .. 115, numbers 200 .. 289, the full stop 300; text is below 100.
+VOCABULARY = NeedleVocabulary(np.arange(100, 116), np.arange(200, 290), 300)
+
+
+def text_of(rows: int, length: int) -> np.ndarray:
+    return np.tile(np.arange(length) % 90, (rows, 1))
+
+
+def statements_in(row: np.ndarray) -> list[tuple[int, int, int]]:
+    """(position, name, number) of every complete statement, found by scanning."""
+    return [
+        (i, int(row[i]), int(row[i + 1]))
+        for i in range(len(row) - 2)
+        if 100 <= row[i] < 116 and 200 <= row[i + 1] < 290 and row[i + 2] == 300
+    ]
+
+
+@given(
+    cuts=st.lists(st.integers(0, 14), min_size=1, max_size=3).map(sorted),
+    length=st.just(14),
+)
+def test_insert_is_list_insertion(cuts, length):
+    statements = np.array([[[900 + m, 910 + m, 920 + m] for m in range(len(cuts))]])
+    got, begins = insert(np.arange(length)[None], statements, np.array([cuts]))
+    expected: list[int] = []
+    for j in range(length + 1):
+        for m, cut in enumerate(cuts):
+            if cut == j and j < length:
+                expected += [900 + m, 910 + m, 920 + m]
+        if j < length:
+            expected.append(j)
+    assert got[0].tolist() == expected[:length]
+    for m, cut in enumerate(cuts):
+        if cut + 3 * m < length and cut < length:
+            assert got[0, begins[0, m]] == 900 + m
+
+
+@given(seed=st.integers(0, 1000))
+def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_numbers(seed):
+    config = NeedlesConfig(share=1.0, names=(2, 5), mentions=(2, 20), weight=10.0)
+    tokens, weights = mix_needles(text_of(8, 64), np.arange(8), VOCABULARY, config, seed)
+    assert tokens.shape == weights.shape == (8, 64)
+    for row, weight in zip(tokens, weights, strict=True):
+        found = statements_in(row)
+        assert 2 <= len(found) <= 20
+        known: dict[int, int] = {}
+        expected = np.ones(64)
+        for position, name, number in found:
+            assert known.setdefault(name, number) == number
+            if name in {int(row[p]) for p, *_ in found if p < position}:
+                expected[position + 1] = 10.0
+        assert len(known) <= 5
+        np.testing.assert_array_equal(weight, expected)
+        text = [t for t in row.tolist() if t < 100]
+        assert text == list(range(len(text)))  # nothing of the text is lost or reordered
+
+
+def test_share_of_sequences_that_carry_statements():
+    config = NeedlesConfig(share=0.25, mentions=(2, 4))
+    tokens, weights = mix_needles(text_of(4000, 32), np.arange(4000), VOCABULARY, config, 0)
+    carrying = (tokens >= 100).any(axis=1)
+    assert abs(carrying.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / 4000)
+    assert (weights[~carrying] == 1).all()
+
+
+@pytest.mark.parametrize("length", [16, 64, 4096])
+def test_trial_states_the_answer_once_and_ends_with_its_name(length):
+    trials = make_trials(text_of(50, length), np.arange(50), VOCABULARY, 4, seed=1)
+    assert trials.prompts.shape == (50, length)
+    for prompt, answer, depth in zip(trials.prompts, trials.answers, trials.depths, strict=True):
+        found = statements_in(prompt)
+        names = [name for _, name, _ in found]
+        numbers = [number for *_, number in found]
+        assert len(found) == len(set(names)) == len(set(numbers)) == 4
+        assert prompt[0] == 0  # the first token stays first
+        (position,) = [p for p, name, _ in found if name == prompt[-1]]
+        assert prompt[position + 1] == answer
+        assert depth == length - 1 - position
+
+
+def test_needles_lie_everywhere():
+    trials = make_trials(text_of(2000, 256), np.arange(2000), VOCABULARY, 4, seed=1)
+    quarters = np.histogram(trials.depths, bins=4, range=(0, 256))[0]
+    assert quarters.min() > 400
+
+
+def test_trials_do_not_depend_on_how_many_are_made():
+    few, many = (make_trials(text_of(n, 64), np.arange(n), VOCABULARY, 4, 1) for n in (3, 30))
+    np.testing.assert_array_equal(few.prompts, many.prompts[:3])
+
+
+def test_too_many_needles_for_the_length_is_an_error():
+    with pytest.raises(UserError, match="at most 4"):
+        make_trials(text_of(1, 14), np.arange(1), VOCABULARY, 5, 1)
+
+
+def test_tokenizer_that_splits_the_words_is_refused():
+    with pytest.raises(UserError, match="one token"):
+        NeedleVocabulary.of(train_tokenizer(["some text"], 300, words=[]))
+
+
+def test_words_are_single_tokens_and_text_survives_a_round_trip():
+    from trainer.data.needles import WORDS
+
+    tokenizer = train_tokenizer(["a text about Alice and 42 things"] * 5, 300, WORDS)
+    vocabulary = NeedleVocabulary.of(tokenizer)
+    assert len(set(vocabulary.names) | set(vocabulary.numbers)) == len(NAMES) + 90
+    text = "We met Alice 42. Then nothing."
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text

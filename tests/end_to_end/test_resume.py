@@ -1,0 +1,118 @@
+"""A run that is killed and started again with the same command is the run that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.training.metrics_file import read_metrics
+
+WORDS = [
+    "+experiment=drope_demo",
+    "trainer.max_steps=60",
+    "drop.at=30",
+    "trainer.checkpoint_every=10",
+    "trainer.log_every=4",
+    "trainer.threads=1",
+    "trainer.batch_size=8",
+    "evaluation.trials=16",
+    "evaluation.loss_windows=8",
+    "evaluation.fit_windows=4",
+    "evaluation.lengths=[1,2]",
+]
+
+
+def start(run_dir: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer", *WORDS, f"run_dir={run_dir}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(run_dir: Path) -> dict:
+    process = start(run_dir)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors.decode()
+    return json.loads((run_dir / "report.json").read_text())
+
+
+def kill_after(run_dir: Path, metrics: Path, step: int) -> None:
+    process = start(run_dir)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        rows = read_metrics(metrics)
+        if rows and rows[-1]["step"] >= step:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def without_times(run_dir: Path, report: dict) -> dict:
+    report = json.loads(json.dumps(report).replace(str(run_dir), "RUN"))
+    del report["timing"]
+    return report
+
+
+def metrics_without_speed(path: Path) -> list[dict]:
+    return [
+        {k: v for k, v in row.items() if k != "tokens_per_second"} for row in read_metrics(path)
+    ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    return run_dir, finish(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("where", "step"),
+    [("metrics.csv", 16), ("metrics.csv", 44), ("controls/nope/metrics.csv", 20)],
+    ids=["before the drop", "after the drop", "in a control"],
+)
+def test_killed_and_restarted_run_ends_with_the_same_report(
+    uninterrupted, tmp_path, where, step
+):
+    whole_dir, whole = uninterrupted
+    run_dir = tmp_path / "run"
+    kill_after(run_dir, run_dir / where, step)
+    assert not (run_dir / "report.json").exists()
+    report = finish(run_dir)
+    assert without_times(run_dir, report) == without_times(whole_dir, whole)
+    for metrics in ("metrics.csv", "controls/rope/metrics.csv", "controls/nope/metrics.csv"):
+        resumed, expected = (metrics_without_speed(d / metrics) for d in (run_dir, whole_dir))
+        assert resumed == expected
+        steps = [row["step"] for row in resumed]
+        assert steps == sorted(set(steps))
+
+
+def test_finished_run_is_shown_again_and_not_trained_again(uninterrupted):
+    run_dir, _ = uninterrupted
+    before = {p: p.stat().st_mtime_ns for p in run_dir.rglob("*.ckpt")}
+    finish(run_dir)
+    assert {p: p.stat().st_mtime_ns for p in run_dir.rglob("*.ckpt")} == before
+
+
+def test_run_directory_holds_what_is_promised(uninterrupted):
+    run_dir, report = uninterrupted
+    names = {path.name for path in run_dir.iterdir()}
+    assert names >= {
+        "config.yaml", "metrics.csv", "checkpoints", "report.json", "report.html", "figures",
+        "log.txt",
+    }  # fmt: skip
+    assert list(report)[:3] == ["name", "config", "environment"]
+    assert set(report["drop"]) == {"step", "loss_before", "loss_after", "loss_end"}
+    assert set(report["table"][0]) >= {
+        "method", "length", "factor", "retrieval", "retrieval_ci", "loss",
+    }  # fmt: skip
+    assert not list(run_dir.rglob("*.partial"))

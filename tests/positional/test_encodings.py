@@ -1,0 +1,200 @@
+"""Every encoding against its paper or transformers; wrong settings against their messages."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tests.reference import attention_layer, turned, watch_attention
+from trainer.errors import UserError
+from trainer.positional.encodings import ENCODINGS, load_plugins, make_spectrum
+
+
+def spectrum(name, head_dim=64, training_length=4096, **given):
+    return make_spectrum(name, head_dim, training_length, given)
+
+
+def hf_config(head_dim, **rope):
+    return LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=4096,
+        rope_parameters=rope,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
+def test_rope_has_the_frequencies_of_transformers(head_dim, base):
+    theirs = LlamaRotaryEmbedding(hf_config(head_dim, rope_type="default", rope_theta=base))
+    ours = torch.tensor(spectrum("rope", head_dim, base=base).inv_freq)
+    torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0)
+
+
+def test_partial_rope_is_rope_of_a_smaller_head():
+    assert spectrum("rope", 64, rotary_fraction=0.25) == spectrum("rope", 16)
+
+
+def test_half_rope_rotates_the_first_half_of_the_channels():
+    assert spectrum("half_rope", 64) == spectrum("rope", 32)
+
+
+def test_high_frequency_base_is_652_at_4096():
+    slowest = spectrum("high_frequency", 64).inv_freq[-1]
+    base = slowest ** (-32 / 31)
+    assert round(base) == 652
+
+
+def test_high_frequency_takes_a_base_of_its_own():
+    assert spectrum("high_frequency", base=100.0) == spectrum("rope", base=100.0)
+
+
+def test_rope_id_is_the_code_of_appendix_a4():
+    dim, length, ratio = 32, 4096, 32  # half of 64 channels; one cycle in 32 tokens
+    logstart, logend = math.log(2 * math.pi / ratio), math.log(4 * math.pi / length)
+    pos = torch.arange(0, dim // 2, dtype=torch.float64) / (dim // 2 - 1)
+    published = (pos * (logend - logstart) + logstart).exp()
+    ours = torch.tensor(spectrum("rope_id").inv_freq, dtype=torch.float64)
+    torch.testing.assert_close(ours, published, rtol=1e-12, atol=0)
+
+
+@given(st.sampled_from([128, 512, 4096]), st.sampled_from([8, 32, 64]))
+def test_rope_id_turns_twice_at_least_in_the_training_length(length, head_dim):
+    turns = [length / w for w in spectrum("rope_id", head_dim, length).wavelengths]
+    assert turns[-1] == pytest.approx(2)
+    assert turns == sorted(turns, reverse=True)
+
+
+@pytest.mark.parametrize(("name", "length"), [("half_rope", 128), ("rope_id", 128)])
+def test_attention_equals_a_float64_loop(tiny_decoder, name, length):
+    """At 1.5 C, so that the temperature of RoPE-ID (App. A.4, codeblock 1) counts."""
+    model = tiny_decoder(
+        layers=[name], training_length=length, model={"num_hidden_layers": 1, "head_dim": 16}
+    )
+    tokens = length + length // 2
+    x, y = watch_attention(model, torch.arange(tokens) % 50)
+    if name == "half_rope":
+        frequencies, factor = [10_000 ** (-m / 4) for m in range(4)], 1.0
+    else:
+        fast, slow = 2 * math.pi / 32, 4 * math.pi / length
+        frequencies = [fast * (slow / fast) ** (m / 3) for m in range(4)]
+        factor = (0.1 * math.log(max(tokens, length) / length) + 1) ** 2
+    expected = attention_layer(
+        x, model.layers[0].self_attn, 4, 2, lambda v, i: turned(v, i, frequencies), factor=factor
+    )
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5, 1.0])
+def test_p_rope_stops_the_slowest_pairs_like_transformers(p):
+    config = hf_config(
+        64, rope_type="proportional", rope_theta=10_000.0, partial_rotary_factor=p
+    )
+    theirs, _ = ROPE_INIT_FUNCTIONS["proportional"](config)
+    ours = torch.tensor(spectrum("p_rope", p=p).inv_freq)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    assert (ours == 0).sum() == 32 * (1 - p)
+
+
+def test_hope_spans_two_pi_to_the_training_length_on_half_of_the_channels():
+    wavelengths = spectrum("hope", 64, 4096).wavelengths
+    assert len(wavelengths) == 16
+    assert wavelengths[0] == pytest.approx(2 * math.pi)
+    assert wavelengths[-1] == pytest.approx(4096)
+    ratios = [b / a for a, b in zip(wavelengths, wavelengths[1:], strict=False)]
+    assert ratios == pytest.approx([ratios[0]] * 15)
+
+
+@pytest.mark.parametrize("name", ["nope", "alibi"])
+def test_nothing_rotates_without_rotation(name):
+    assert spectrum(name).inv_freq == ()
+    assert spectrum(name).alibi == (name == "alibi")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "head_dim", "message"),
+    [
+        ("rop", {}, 64, "unknown encoding 'rop'. Did you mean 'rope'?"),
+        ("rope", {"bsae": 1e4}, 64, "encodings.rope: unknown parameter 'bsae'. Did you mean 'base'"),
+        ("rope", {"base": 1.0}, 64, "encodings.rope: base must be greater than 1, got 1"),
+        ("rope", {"base": math.nan}, 64, "encodings.rope: base must be greater than 1, got nan"),
+        ("rope", {"base": None}, 64, "encodings.rope.base: expected a number, got None"),
+        ("rope", {"base": "1e4"}, 64, "encodings.rope.base: expected a number, got '1e4'"),
+        ("rope", {"base": True}, 64, "encodings.rope.base: expected a number, got True"),
+        ("rope", {"rotary_fraction": 1.5}, 64, "encodings.rope: rotary_fraction must be in (0, 1]"),
+        ("rope", {"rotary_fraction": 0.0}, 64, "encodings.rope: rotary_fraction must be in (0, 1]"),
+        ("rope", {}, 15, "encodings.rope: rotary_fraction 1.0 of head_dim 15 is 15 channels"),
+        ("half_rope", {}, 10, "encodings.half_rope: rotary_fraction 0.5 of head_dim 10 is 5"),
+        ("p_rope", {"p": 0}, 64, "encodings.p_rope: p must be in (0, 1], got 0"),
+        ("high_frequency", {"base": 0}, 64, "encodings.high_frequency: base must be greater than 1"),
+        ("rope_id", {"slowest_wavelength": 0}, 64, "encodings.rope_id: the fastest wavelength"),
+        ("rope_id", {"fastest_wavelength": 4096}, 64, "encodings.rope_id: the fastest wavelength"),
+    ],
+)
+def test_a_wrong_setting_is_named(name, given, head_dim, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_spectrum(name, head_dim, 4096, given)
+
+
+def test_all_wrong_parameters_are_listed_at_once():
+    with pytest.raises(UserError) as error:
+        make_spectrum("rope", 64, 4096, {"bsae": 1, "rotary_fractoin": 1})
+    assert len(error.value.problems) == 2
+
+
+@pytest.mark.parametrize(("fraction", "pairs"), [(0.55, 11), (0.35, 7), (0.7, 14)])
+def test_a_decimal_fraction_is_not_refused_for_its_rounding(fraction, pairs):
+    """0.55 * 40 is 22.000000000000004 in floating point."""
+    assert len(spectrum("rope", 40, rotary_fraction=fraction).inv_freq) == pairs
+
+
+@pytest.fixture
+def registry():
+    before = dict(ENCODINGS)
+    yield ENCODINGS
+    ENCODINGS.clear()
+    ENCODINGS.update(before)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_plugin_adds_an_encoding(tmp_path):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from trainer.positional.encodings import encoding\n"
+        "from trainer.positional.spectrum import Spectrum\n"
+        "@encoding\n"
+        "def constant(head_dim, training_length, *, frequency=0.5):\n"
+        "    return Spectrum(training_length, (frequency,) * (head_dim // 2))\n"
+    )
+    load_plugins([str(plugin)])
+    assert spectrum("constant", 8, frequency=0.25).inv_freq == (0.25,) * 4
+
+
+@pytest.mark.usefixtures("registry")
+def test_an_encoding_that_rotates_more_channels_than_there_are_is_refused(tmp_path):
+    plugin = tmp_path / "wide.py"
+    plugin.write_text(
+        "from trainer.positional.encodings import encoding, rope\n"
+        "@encoding\n"
+        "def wide(head_dim, training_length):\n"
+        "    return rope(2 * head_dim, training_length)\n"
+    )
+    load_plugins([str(plugin)])
+    with pytest.raises(UserError, match="wide: rotates 128 channels, but a head has 64"):
+        spectrum("wide")
+
+
+@pytest.mark.parametrize("content", [None, "import no_such_module_anywhere", "def broken(:"])
+def test_a_plugin_that_cannot_be_loaded_is_named(tmp_path, content):
+    plugin = tmp_path / "bad.py"
+    if content is not None:
+        plugin.write_text(content)
+    with pytest.raises(UserError, match=re.escape(str(plugin))):
+        load_plugins([str(plugin)])
