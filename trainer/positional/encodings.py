@@ -78,7 +78,8 @@ def make_spectrum(
         else f"positional.encodings.{name}.{key}: expected a number, got {value!r}."
         for key, value in given.items()
         if key not in known
-        or (value is not None and (isinstance(value, bool) or not isinstance(value, int | float)))
+        or isinstance(value, bool)
+        or not (isinstance(value, int | float) or (value is None and known[key] is None))
     ]
     if problems:
         raise UserError(*problems)
@@ -113,7 +114,7 @@ def rotated_pairs(head_dim: int, fraction: float) -> int:
 
 def geometric(base: float, pairs: int) -> tuple[float, ...]:
     """Frequencies ``base ** (-m / pairs)``, m = 0 .. pairs - 1 (Su et al. 2021)."""
-    if base <= 1:
+    if not base > 1:
         raise ValueError(f"base must be greater than 1, got {base:g}.")
     return tuple(base ** (-m / pairs) for m in range(pairs))
 
@@ -149,7 +150,9 @@ def high_frequency(head_dim: int, training_length: int, *, base: float | None = 
 
     ``base`` overrides C / 2 pi.
     """
-    return rope(head_dim, training_length, base=base or training_length / (2 * math.pi))
+    if base is None:
+        base = training_length / (2 * math.pi)
+    return rope(head_dim, training_length, base=base)
 
 
 @encoding
@@ -169,11 +172,13 @@ def rope_id(
     ``slowest_wavelength`` defaults to C / 2, two full turns in the training length. At a training
     length of 64 the paper's fastest wavelength would equal the slowest, hence the parameter.
     """
+    if slowest_wavelength is None:
+        slowest_wavelength = training_length / 2
     return Spectrum(
         training_length,
         between_wavelengths(
             fastest_wavelength,
-            slowest_wavelength or training_length / 2,
+            slowest_wavelength,
             rotated_pairs(head_dim, rotary_fraction),
         ),
         Temperature(coefficient=temperature, exponent=exponent),

@@ -181,7 +181,9 @@ class RunConfig:
             *self.drop.problems(
                 self.trainer.max_steps, self.tokens_per_step, self.model.num_hidden_layers
             ),
-            *self.evaluation.problems(self.data.sequence_length),
+            *self.evaluation.problems(
+                self.data.sequence_length if self.data.sequence_length > 1 else None
+            ),
         ]
         if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
             found.append(
