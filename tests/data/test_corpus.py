@@ -31,7 +31,8 @@ def config(tmp_path):
 def test_streams_are_the_documents_with_an_end_after_each(config):
     corpus = prepare_corpus(config, TokenizerConfig(vocab_size=300))
     stream = corpus.train.windows(np.array([0]), len(corpus.train))[0]
-    texts = [corpus.tokenizer.decode(part.tolist()) for part in np.split(stream, np.flatnonzero(stream == corpus.end_of_text) + 1)]
+    parts = np.split(stream, np.flatnonzero(stream == corpus.end_of_text) + 1)
+    texts = [corpus.tokenizer.decode(part.tolist()) for part in parts]
     whole = [text for text in texts[:-1] if text]
     assert len(whole) > 20
     assert all(text.startswith("This is document number") for text in whole)
@@ -67,7 +68,9 @@ def test_second_preparation_opens_the_first_and_other_text_does_not(config, tmp_
 def test_windows_cross_blocks(config):
     stream = prepare_corpus(config, TokenizerConfig(vocab_size=300)).train
     whole = stream.windows(np.array([0]), len(stream))[0]
-    np.testing.assert_array_equal(stream.windows(np.array([5, 30]), 40), [whole[5:45], whole[30:70]])
+    np.testing.assert_array_equal(
+        stream.windows(np.array([5, 30]), 40), [whole[5:45], whole[30:70]]
+    )
 
 
 def test_text_too_short_leaves_nothing_behind(config, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,9 @@ from trainer.data.dataset import CountingSampler, TrainingSamples, as_batch, hel
 def corpus_and_config(tmp_path_factory):
     directory = tmp_path_factory.mktemp("text")
     path = directory / "a.jsonl"
-    path.write_text("".join('{"text": "Sentence %d of the text. "}\n' % i * 3 for i in range(400)))
+    path.write_text(
+        "".join(json.dumps({"text": f"Sentence {i} of the text. "}) + "\n" for i in range(1200))
+    )
     config = DataConfig(
         source="files",
         files=[str(path)],

@@ -17,7 +17,9 @@ def test_every_epoch_visits_every_item_once(seed, size):
 
 
 def test_epochs_and_seeds_differ():
-    orders = [tuple(sample_indices(seed, np.arange(40) + 40 * e, 40)) for seed in (0, 1) for e in (0, 1)]
+    orders = [
+        tuple(sample_indices(seed, np.arange(40) + 40 * e, 40)) for seed in (0, 1) for e in (0, 1)
+    ]
     assert len(set(orders)) == 4
 
 
@@ -32,7 +34,7 @@ def test_batching_does_not_matter(cut):
 
 def test_uniforms_are_uniform_and_independent():
     u = uniforms(3, np.arange(20_000), 4)
-    assert 0 <= u.min()
+    assert u.min() >= 0
     assert u.max() < 1
     # Standard errors: mean 0.29 / sqrt(n), correlation 1 / sqrt(n); five of them.
     assert abs(u.mean() - 0.5) < 5 * 0.29 / np.sqrt(u.size)

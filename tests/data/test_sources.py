@@ -78,5 +78,5 @@ def test_hub_dataset_that_cannot_be_had_says_what_is_missing(monkeypatch):
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(UserError, match="'some/text' .* not on this machine"):
+    with pytest.raises(UserError, match=r"'some/text' .* not on this machine"):
         read_documents(DataConfig(source="hub", hub_name="some/text"))

@@ -80,9 +80,7 @@ def uninterrupted(tmp_path_factory):
     [("metrics.csv", 16), ("metrics.csv", 44), ("controls/nope/metrics.csv", 20)],
     ids=["before the drop", "after the drop", "in a control"],
 )
-def test_killed_and_restarted_run_ends_with_the_same_report(
-    uninterrupted, tmp_path, where, step
-):
+def test_killed_and_restarted_run_ends_with_the_same_report(uninterrupted, tmp_path, where, step):
     whole_dir, whole = uninterrupted
     run_dir = tmp_path / "run"
     kill_after(run_dir, run_dir / where, step)

@@ -14,7 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import UserError, did_you_mean
 
-
 Values = dict[str, Any]
 
 

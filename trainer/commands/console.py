@@ -40,6 +40,6 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
         )
     if existing:
         console.print(
-            f"This run was finished before; nothing was trained. overwrite=true starts again."
+            "This run was finished before; nothing was trained. overwrite=true starts again."
         )
     console.print(f"Report: {Path(run_dir) / 'report.html'}", highlight=False)

@@ -1,4 +1,4 @@
-"""``python -m trainer evaluate checkpoint=PATH ...``: retrieval and loss beyond the training length."""
+"""``python -m trainer evaluate checkpoint=PATH ...``: how far does a checkpoint reach?"""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def _clean(text: str) -> str:
 
 
 def read_files(paths: list[str], text_field: str) -> list[str]:
-    """Documents of ``.txt`` files (one each) and ``.jsonl`` files (one a line, under ``text_field``).
+    """Documents of ``.txt`` files, one each, and ``.jsonl`` files, one a line.
+
+    ``text_field`` is the key that holds the text of a line.
 
     Raises:
         UserError: every file that is missing, empty, of another kind or malformed.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -57,5 +59,5 @@ def losses_by_position(
 def by_bucket(losses: Tensor, bucket: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Mean losses of consecutive buckets of positions, and the buckets' edges."""
     edges = (*range(0, len(losses), bucket), len(losses))
-    means = tuple(losses[a:b].mean().item() for a, b in zip(edges, edges[1:], strict=False))
+    means = tuple(losses[a:b].mean().item() for a, b in pairwise(edges))
     return edges, means

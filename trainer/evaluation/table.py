@@ -112,15 +112,16 @@ def evaluate(
             progress.advance_to(seen)
 
         done(0)
-        for subject, methods, fits in plans:
+        for subject, fixed, fits in plans:
             subject.model.eval()
+            methods = list(fixed)
             if fits:
                 coefficient = fit_temperature(subject.model, batches, config, done)
                 fitted = with_temperature(
                     subject.role, subject.name, subject.model.layout, coefficient
                 )
                 results.temperature[fitted.name] = coefficient
-                methods = [*methods, fitted]
+                methods.append(fitted)
             for method in methods:
                 results.roles[method.role] = method.name
                 _measure(subject.model, method, material, config, C, results, done)

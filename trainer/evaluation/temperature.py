@@ -27,12 +27,13 @@ def fitting_batches(
     """
     windows = windows_with_common_ends(corpus.validation, config.fit_windows, lengths)
     batches = []
-    for tokens in windows.values():
+    for text in windows.values():
+        tokens = text
         weights = np.ones(tokens.shape, dtype=np.float32)
         if needles.share:
             vocabulary = NeedleVocabulary.of(corpus.tokenizer)
             counters = np.arange(len(tokens))
-            tokens, weights = mix_needles(tokens, counters, vocabulary, needles, config.seed)
+            tokens, weights = mix_needles(text, counters, vocabulary, needles, config.seed)
         batches.append(as_batch(tokens, corpus.end_of_text, weights))
     return batches
 

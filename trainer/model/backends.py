@@ -122,12 +122,10 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     if q.shape[1] != k.shape[1]:
         raise UserError("attention_backend=flash: document masks do not work with a KV cache.")
     B, T = mask.documents.shape
-    documents = mask.documents + torch.arange(B, device=q.device)[:, None] * (T + 1)
-    starts = torch.nn.functional.pad(
-        documents.flatten().diff().ne(0).nonzero().flatten() + 1, (1, 1)
-    )
-    starts[-1] = B * T
-    bounds = starts.to(torch.int32)
+    # A document begins where its number changes and with every row.
+    begins = F.pad(mask.documents.diff(dim=1).ne(0), (1, 0), value=True)
+    starts = begins.flatten().nonzero().flatten()
+    bounds = F.pad(starts, (0, 1), value=B * T).to(torch.int32)
     longest = int(bounds.diff().max())
     out = flash_attn_varlen_func(
         *(x.reshape(B * T, *x.shape[2:]) for x in (q, k, v)),
@@ -189,8 +187,8 @@ def backend_problem(name: str, accelerator: str) -> str | None:
     """
     if name == "flash" and importlib.util.find_spec("flash_attn") is None:
         return (
-            "model.attention_backend: 'flash' needs the flash-attn package, which is not installed; "
-            "pip install 'unrope[flash]', or choose 'auto' or 'sdpa'."
+            "model.attention_backend: 'flash' needs the flash-attn package, which is not "
+            "installed; pip install 'unrope[flash]', or choose 'auto' or 'sdpa'."
         )
     if name in ("flash", "flex") and accelerator != "cuda":
         return (

@@ -27,8 +27,8 @@ class ModelConfig:
     ``vocab_size``: null takes the tokenizer's. ``head_dim``: null takes hidden_size /
     num_attention_heads. ``qkv_bias``: bias on the query, key and value projections (Qwen2).
     ``initializer``: ``normal`` draws every matrix with std ``initializer_range``; ``fan_in`` with
-    std 1 / sqrt(fan-in), embeddings with 1 and an untied head with a tenth of its fan-in value. Both
-    divide the matrices that write to the residual stream by sqrt(2 * num_hidden_layers).
+    std 1 / sqrt(fan-in), embeddings with 1 and an untied head with a tenth of its fan-in value.
+    Both divide the matrices that write to the residual stream by sqrt(2 * num_hidden_layers).
     """
 
     hidden_size: int = 576

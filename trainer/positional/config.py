@@ -62,11 +62,11 @@ def build_layout(
 
     def spectrum(name: str) -> Spectrum | None:
         given = dict(config.encodings.get(name, {}))
-        kind = given.pop("type", name)
+        kind = str(given.pop("type", name))
         if kind not in ENCODINGS:
             return None
         try:
-            return make_spectrum(kind, head_dim, training_length, given)
+            return make_spectrum(kind, head_dim, training_length, given, variant=name)
         except UserError as error:
             problems.extend(error.problems)
             return None
@@ -82,20 +82,23 @@ def build_layout(
                 f"positional.windows: a window of {window} tokens does not fit the training length "
                 f"of {training_length}; expected 1 to {training_length}, or null for none."
             )
+    counts: dict[str, int] = {}
     for name, share in config.heads.items():
-        if not 0 <= share <= 1 or share * num_key_value_heads % 1:
+        heads = share * num_key_value_heads
+        # A hundredth of a head is let pass: 0.333 is one of three.
+        if 0 <= share <= 1 and abs(heads - round(heads)) < 0.01:
+            counts[name] = round(heads)
+        else:
             problems.append(
                 f"positional.heads.{name}: {share:g} of {num_key_value_heads} key-value heads is "
                 "not a whole number of them."
             )
-    if sum(config.heads.values()) > 1:
+    if sum(counts.values()) > num_key_value_heads:
         problems.append("positional.heads: the shares add up to more than 1.")
     if problems:
         raise UserError(*dict.fromkeys(problems))
 
-    others = [
-        n for n, share in config.heads.items() for _ in range(int(share * num_key_value_heads))
-    ]
+    others = [name for name, count in counts.items() for _ in range(count)]
 
     def layer(index: int) -> LayerEncoding:
         main = config.layers[index % len(config.layers)]

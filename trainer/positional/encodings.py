@@ -56,7 +56,12 @@ def parameters(name: str) -> dict[str, Any]:
 
 
 def make_spectrum(
-    name: str, head_dim: int, training_length: int, given: dict[str, Any]
+    name: str,
+    head_dim: int,
+    training_length: int,
+    given: dict[str, Any],
+    *,
+    variant: str | None = None,
 ) -> Spectrum:
     """The spectrum of a registered encoding.
 
@@ -65,6 +70,7 @@ def make_spectrum(
         head_dim: channels a head, even.
         training_length: C, tokens.
         given: parameters that differ from the encoding's defaults.
+        variant: the name they stand under in the configuration, where it is not the encoding's.
 
     Raises:
         UserError: the name, a parameter's name or a parameter's value is wrong.
@@ -72,10 +78,11 @@ def make_spectrum(
     if name not in ENCODINGS:
         raise UserError(f"positional: unknown encoding {name!r}.{did_you_mean(name, ENCODINGS)}")
     known = parameters(name)
+    where = f"positional.encodings.{variant or name}"
     problems = [
-        f"positional.encodings.{name}: unknown parameter {key!r}.{did_you_mean(key, known)}"
+        f"{where}: unknown parameter {key!r}.{did_you_mean(key, known)}"
         if key not in known
-        else f"positional.encodings.{name}.{key}: expected a number, got {value!r}."
+        else f"{where}.{key}: expected a number, got {value!r}."
         for key, value in given.items()
         if key not in known
         or isinstance(value, bool)
@@ -86,11 +93,10 @@ def make_spectrum(
     try:
         spectrum = ENCODINGS[name](head_dim, training_length, **given)
     except ValueError as error:
-        raise UserError(f"positional.encodings.{name}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
     if spectrum.rotary_dim > head_dim:
         raise UserError(
-            f"positional.encodings.{name}: rotates {spectrum.rotary_dim} channels, "
-            f"but a head has {head_dim}."
+            f"{where}: rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
         )
     return spectrum
 
@@ -103,7 +109,7 @@ def rotated_pairs(head_dim: int, fraction: float) -> int:
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"rotary_fraction must be in (0, 1], got {fraction}.")
-    rotary_dim = head_dim * fraction
+    rotary_dim = round(head_dim * fraction, 6)  # 100 * 0.14 is 14.000000000000002
     if rotary_dim % 2:
         raise ValueError(
             f"rotary_fraction {fraction} of head_dim {head_dim} is {rotary_dim:g} channels; "
@@ -217,5 +223,5 @@ def nope(head_dim: int, training_length: int, *, temperature: float = 0.0) -> Sp
 
 @encoding
 def alibi(head_dim: int, training_length: int) -> Spectrum:
-    """ALiBi (Press et al. 2021): a bias linear in the distance, see :mod:`trainer.positional.alibi`."""
+    """ALiBi (Press et al. 2021): a bias linear in the distance; the slopes are in ``alibi.py``."""
     return Spectrum(training_length, alibi=True)

@@ -12,13 +12,13 @@ from trainer.recalibration.schedule import ScheduleConfig
 class DropConfig:
     """When the encoding is dropped, what replaces it, and how training goes on.
 
-    ``at``: a step (integer) or a fraction of the run (0.85); ``at_tokens``: the first step by which
-    so many tokens were seen; both null: never. ``enabled``: false leaves out a drop that is set. ``layers``: indices, null for all. ``to``: the
-    encoding that replaces it. ``qk_norm_gain``: where QK-norm comes on at the drop, its gain is 1 or
-    matched to the RMS that queries and keys have on the effect batch. ``optimizer_state``: keep,
-    reset, or reset for the new parameters only. ``schedule``: the learning rate from the drop to
-    the end. ``effect_sequences``: size of the fixed held-out batch whose loss is reported before
-    and after.
+    ``at``: a step (integer) or a fraction of the run (0.85); ``at_tokens``: the first step by
+    which so many tokens were seen; both null: never. ``enabled``: false leaves out a drop that is
+    set. ``layers``: indices, null for all. ``to``: the encoding that replaces it.
+    ``qk_norm_gain``: where QK-norm comes on at the drop, its gain is 1 or matched to the RMS that
+    queries and keys have on the effect batch. ``optimizer_state``: keep, reset, or reset for the
+    new parameters only. ``schedule``: the learning rate from the drop to the end.
+    ``effect_sequences``: size of the fixed held-out batch whose loss is reported before and after.
     """
 
     enabled: bool = True
@@ -48,11 +48,11 @@ class DropConfig:
             found.append("drop: give either drop.at or drop.at_tokens, not both.")
         step = self.step(max_steps, tokens_per_step)
         if step is not None and not 0 < step < max_steps:
-            key, value = ("at", self.at) if self.at is not None else ("at_tokens", self.at_tokens)
+            key = "at" if self.at_tokens is None else "at_tokens"
             found.append(
-                f"drop.{key}: {value} is step {step}, but the run has steps 1 to {max_steps - 1} to "
-                f"drop at (trainer.max_steps is {max_steps}); give such a step, a fraction between "
-                "0 and 1, or null for no drop."
+                f"drop.{key}: {getattr(self, key)} is step {step}, but the run has steps 1 to {max_steps - 1} "
+                f"to drop at (trainer.max_steps is {max_steps}); give such a step, a fraction "
+                "between 0 and 1, or null for no drop."
             )
         found += [
             f"drop.layers: layer {i} does not exist in a model of {num_layers} layers."

@@ -21,6 +21,7 @@ _BASE = {
     "rope_yarn": "rope",
     "rope_temperature": "rope",
     "drope_temperature": "drope",
+    "nope_temperature": "nope",
     "rope_id_temperature": "rope_id",
 }
 
@@ -69,9 +70,10 @@ class Measured:
     cells: Sequence[Cell]
     roles: Mapping[str, str]
 
-    def has(self, role: str) -> bool:
-        """Whether the role has a method with cells."""
-        return any(cell.method == self.roles.get(role) for cell in self.cells)
+    def with_temperature(self, role: str) -> str:
+        """The role with a temperature where that was measured, else the role itself."""
+        scaled = f"{role}_temperature"
+        return scaled if any(c.method == self.roles.get(scaled) for c in self.cells) else role
 
     def at(self, role: str, length: int) -> Cell | None:
         """The cell of a role's method at a length, if there is one."""

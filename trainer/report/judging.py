@@ -3,40 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from trainer.report.comparison import Measured, certainly_exceeds, loss_change, pair_in_words
 from trainer.report.results import Arm, Cell, Observation
 
-OPEN = " The rates agree with the claim, but their 95% intervals leave it open."
+_OPEN = " The rates agree with the claim, but their 95% intervals leave it open."
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, and where."""
+
+    text: str
+    source: str
+
+    def judged(self, shown: bool | None, evidence: str) -> Observation:
+        """The claim with its verdict."""
+        return Observation(self.text, self.source, shown, evidence)
 
 
 def judge(
     run: Measured,
-    claim: str,
-    source: str,
+    claim: Claim,
     pairs: Sequence[tuple[Cell, Cell]],
     times: float,
     learned: Sequence[str],
+    *,
     note: str = "",
 ) -> Observation:
     """In every pair the first retrieves more than ``times`` the second, beyond the intervals; not
     judged when a role in ``learned`` has not learned the task."""
     obstacle = run.not_learned(*learned)
     if obstacle:
-        return Observation(claim, source, None, obstacle)
+        return claim.judged(None, obstacle)
     shown = all(certainly_exceeds(a, b, times) for a, b in pairs)
     evidence = " ".join(pair_in_words(a, b) for a, b in pairs) + note
     if not shown and all((a.retrieval or 0) > times * (b.retrieval or 0) for a, b in pairs):
-        evidence += OPEN
-    return Observation(claim, source, shown, evidence)
+        evidence += _OPEN
+    return claim.judged(shown, evidence)
 
 
 def reach(
     run: Measured,
-    claim: str,
-    source: str,
+    claim: Claim,
     roles: tuple[str, str],
     times: float,
+    *,
     from_factor: float | None = None,
     note: str = "",
 ) -> Iterator[Observation]:
@@ -48,40 +61,36 @@ def reach(
     ]
     pairs = [(run.cell(roles[0], n), run.cell(roles[1], n)) for n in far or lengths[-1:]]
     if pairs:
-        yield judge(run, claim, source, pairs, times, roles, note)
+        yield judge(run, claim, pairs, times, roles, note=note)
 
 
-def fall(run: Measured, claim: str, source: str, role: str) -> Iterator[Observation]:
+def fall(run: Measured, claim: Claim, role: str) -> Iterator[Observation]:
     """At the longest length a role has lost more than half of its retrieval."""
     trained, beyond = run.trained(role), run.beyond(role)
     if trained and beyond:
         pair = (trained, run.cell(role, beyond[-1]))
-        yield judge(run, claim, source, [pair], 2, (role,))
+        yield judge(run, claim, [pair], 2, (role,))
 
 
-def rising_loss(
-    run: Measured, claim: str, source: str, role: str, margin: float
-) -> Iterator[Observation]:
+def rising_loss(run: Measured, claim: Claim, role: str, margin: float) -> Iterator[Observation]:
     """At the longest length the loss is more than ``margin`` above the training length's."""
     trained, beyond = run.trained(role, "loss"), run.beyond(role, quantity="loss")
     if trained and beyond:
         longest = run.cell(role, beyond[-1])
         shown = loss_change(longest, trained) > margin
-        yield Observation(claim, source, shown, losses_in_words(longest, trained))
+        yield claim.judged(shown, losses_in_words(longest, trained))
 
 
 def same_loss(
-    run: Measured, claim: str, source: str, roles: tuple[str, str], margin: float
+    run: Measured, claim: Claim, roles: tuple[str, str], margin: float
 ) -> Iterator[Observation]:
     """At the training length the first role's loss is at most ``margin`` above the second's."""
     a, b = (run.trained(role, "loss") for role in roles)
     if a and b:
-        yield Observation(claim, source, loss_change(a, b) <= margin, losses_in_words(a, b))
+        yield claim.judged(loss_change(a, b) <= margin, losses_in_words(a, b))
 
 
-def cropping(
-    run: Measured, claim: str, source: str, role: str, margin: float
-) -> Iterator[Observation]:
+def cropping(run: Measured, claim: Claim, role: str, margin: float) -> Iterator[Observation]:
     """At the longest length a role's loss is within ``margin`` of its base at the training length,
     while it has lost more than half of the retrieval."""
     loss, retrieval = run.trained(role, "loss"), run.trained(role)
@@ -89,13 +98,13 @@ def cropping(
     if loss and retrieval and both:
         longest = run.cell(role, both[-1])
         pair = (retrieval, longest)
-        fallen = judge(run, claim, source, [pair], 2, (role,), f" {losses_in_words(longest, loss)}")
+        fallen = judge(run, claim, [pair], 2, (role,), note=f" {losses_in_words(longest, loss)}")
         holds = loss_change(longest, loss) <= margin
         shown = None if fallen.shown is None else fallen.shown and holds
-        yield Observation(claim, source, shown, fallen.evidence)
+        yield claim.judged(shown, fallen.evidence)
 
 
-def slower(claim: str, source: str, fast: Arm, slow: Arm, margin: float) -> Iterator[Observation]:
+def slower(claim: Claim, fast: Arm, slow: Arm, margin: float) -> Iterator[Observation]:
     """The training loss averaged over the steps both logged is more than ``margin`` higher."""
     curves = [dict(arm.curve) for arm in (slow, fast)]
     pairs = [(curves[0][step], curves[1][step]) for step in curves[0] if step in curves[1]]
@@ -106,7 +115,7 @@ def slower(claim: str, source: str, fast: Arm, slow: Arm, margin: float) -> Iter
             f"Averaged over the {len(finite)} logged points of training the loss of {slow.name} is "
             f"{a:.3f}, that of {fast.name} {b:.3f} nats/token ({a / b - 1:+.1%})."
         )
-        yield Observation(claim, source, a / b - 1 > margin, evidence)
+        yield claim.judged(a / b - 1 > margin, evidence)
 
 
 def losses_in_words(a: Cell, b: Cell) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from trainer.errors import did_you_mean
 from trainer.report.comparison import Measured, certainly_exceeds, loss_change, pair_in_words
 from trainer.report.judging import (
+    Claim,
     cropping,
     fall,
     judge,
@@ -35,6 +36,7 @@ ROLES = {
     "drope": "DroPE",
     "drope_temperature": "DroPE with a temperature",
     "nope": "NoPE from scratch",
+    "nope_temperature": "NoPE from scratch with a temperature",
     "half_rope": "HalfRoPE",
     "high_frequency": "high-frequency RoPE",
     "rope_id": "RoPE-ID",
@@ -83,68 +85,79 @@ def _rope(run: Measured) -> Iterator[Observation]:
         ("rope", "DroPE, Obs. 2 and Table 1; RoPE-ID, Table 1"),
         ("half_rope", "RoPE-ID, Table 1"),
     ):
-        claim = f"{ROLES[role]} loses more than half of its retrieval beyond its training length"
-        yield from fall(run, claim, source, role)
-    claim = f"RoPE's text loss rises beyond its training length too, by more than {RISEN_LOSS:.0%}"
-    yield from rising_loss(run, claim, "DroPE, Sec. 1", "rope", RISEN_LOSS)
-    claim = "YaRN retrieves at least twice as much as RoPE at the longest length"
-    yield from reach(run, claim, "RoPE-ID, Table 1", ("rope_yarn", "rope"), 2)
-    claim = f"YaRN keeps its text loss (within {RISEN_LOSS:.0%}) at the longest length, and yet \
-loses more than half of its retrieval"
-    yield from cropping(run, claim, "DroPE, Sec. 4 and Fig. 5", "rope_yarn", RISEN_LOSS)
+        text = f"{ROLES[role]} loses more than half of its retrieval beyond its training length"
+        yield from fall(run, Claim(text, source), role)
+    text = f"RoPE's text loss rises beyond its training length too, by more than {RISEN_LOSS:.0%}"
+    yield from rising_loss(run, Claim(text, "DroPE, Sec. 1"), "rope", RISEN_LOSS)
+    text = "YaRN retrieves at least twice as much as RoPE at the longest length"
+    yield from reach(run, Claim(text, "RoPE-ID, Table 1"), ("rope_yarn", "rope"), 2)
+    text = (
+        f"YaRN keeps its text loss (within {RISEN_LOSS:.0%}) at the longest length, and yet loses "
+        "more than half of its retrieval"
+    )
+    yield from cropping(run, Claim(text, "DroPE, Sec. 4 and Fig. 5"), "rope_yarn", RISEN_LOSS)
 
 
 def _nope(run: Measured, arms: Mapping[str, Arm]) -> Iterator[Observation]:
     if "rope" in arms and "nope" in arms:
-        claim = f"NoPE learns more slowly than RoPE: a training loss {SAME_LOSS:.0%} higher or more"
-        yield from slower(claim, "DroPE, Obs. 1", arms["rope"], arms["nope"], SAME_LOSS)
-    rope, nope = (run.trained(role) for role in ("rope", "nope"))
+        text = (
+            f"NoPE learns more slowly than RoPE: its training loss is over {SAME_LOSS:.0%} higher"
+        )
+        yield from slower(Claim(text, "DroPE, Obs. 1"), arms["rope"], arms["nope"], SAME_LOSS)
+    rope, nope = run.trained("rope"), run.trained("nope")
     if rope and nope:
         worse = certainly_exceeds(rope, nope, 1)
         evidence = pair_in_words(rope, nope)
         if rope.loss is not None and nope.loss is not None:
             worse = worse or loss_change(nope, rope) > SAME_LOSS
             evidence += f" {losses_in_words(nope, rope)}"
-        claim = "NoPE from scratch ends behind RoPE on the same budget, in retrieval or text loss"
-        yield Observation(claim, "DroPE, Obs. 1 and Fig. 3", worse, evidence)
+        text = (
+            "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over "
+            f"{SAME_LOSS:.0%} in text loss"
+        )
+        yield Claim(text, "DroPE, Obs. 1 and Fig. 3").judged(worse, evidence)
 
 
 def _drop(drop: Drop | None) -> Iterator[Observation]:
     if drop is None:
         return
-    claim = f"Recalibration wins back at least {KEPT:.0%} of the loss that the drop costs"
+    text = f"Recalibration wins back at least {KEPT:.0%} of the loss that the drop costs"
+    claim = Claim(text, "DroPE, Obs. 3 and Sec. 5.1")
     before, after, end = drop.loss_before, drop.loss_after, drop.loss_end
     if before is None or after is None or end is None:
-        shown, evidence = None, "Not judged: a loss before, after or at the end is missing."
+        yield claim.judged(None, "Not judged: a loss before, after or at the end is missing.")
     elif after <= before:
-        shown, evidence = None, f"Not judged: the drop costs nothing ({before:.3f}, {after:.3f})."
+        what = f"the loss does not rise at the drop ({before:.3f} before, {after:.3f} after)"
+        yield claim.judged(None, f"Not judged: {what}.")
     else:
         share = (after - end) / (after - before)
-        shown = share >= KEPT
         evidence = (
             f"At step {drop.step} the loss rises from {before:.3f} to {after:.3f} nats/token and "
             f"ends at {end:.3f}: {share:.0%} of the rise is won back."
         )
-    yield Observation(claim, "DroPE, Obs. 3 and Sec. 5.1", shown, evidence)
+        yield claim.judged(share >= KEPT, evidence)
 
 
 def _drope(run: Measured) -> Iterator[Observation]:
     rope, drope = run.trained("rope"), run.trained("drope")
     if rope and drope:
-        claim = f"DroPE keeps at least {KEPT:.0%} of RoPE's retrieval at the training length"
-        yield judge(run, claim, "DroPE, Obs. 3", [(drope, rope)], KEPT, ("rope",))
+        text = f"DroPE keeps at least {KEPT:.0%} of RoPE's retrieval at the training length"
+        yield judge(run, Claim(text, "DroPE, Obs. 3"), [(drope, rope)], KEPT, ("rope",))
     source = "DroPE, Fig. 2 and Table 7"
-    claim = f"DroPE's text loss at the training length matches RoPE's, within {SAME_LOSS:.0%}"
-    yield from same_loss(run, claim, source, ("drope", "rope"), SAME_LOSS)
-    claim = f"DroPE's text loss is no worse than that of NoPE from scratch, within {NEAR_LOSS:.0%}"
-    yield from same_loss(run, claim, source, ("drope", "nope"), NEAR_LOSS)
-    claim = "DroPE retrieves at least twice as much as RoPE from 4× the training length on"
-    yield from reach(run, claim, "DroPE, Obs. 3 and Table 3", ("drope", "rope"), 2, 4)
-    # The paper's DroPE is evaluated with its fitted temperature.
-    best = "drope_temperature" if run.has("drope_temperature") else "drope"
+    text = f"DroPE's text loss at the training length matches RoPE's, within {SAME_LOSS:.0%}"
+    yield from same_loss(run, Claim(text, source), ("drope", "rope"), SAME_LOSS)
+    text = f"DroPE's text loss is no worse than that of NoPE from scratch, within {NEAR_LOSS:.0%}"
+    yield from same_loss(run, Claim(text, source), ("drope", "nope"), NEAR_LOSS)
+    text = "DroPE retrieves at least twice as much as RoPE from 4× the training length on"
+    claim = Claim(text, "DroPE, Obs. 3 and Table 3")
+    yield from reach(run, claim, ("drope", "rope"), 2, from_factor=4)
+    # The paper evaluates DroPE and NoPE with a fitted temperature.
+    best = run.with_temperature("drope")
     for rival in ("rope_pi", "rope_ntk", "rope_yarn", "alibi", "nope", "rnope_swa"):
-        claim = f"DroPE retrieves more than {ROLES[rival]} at the longest length"
-        yield from reach(run, claim, "DroPE, Table 1", (best, rival), 1)
+        claim = Claim(
+            f"DroPE retrieves more than {ROLES[rival]} at the longest length", "DroPE, Table 1"
+        )
+        yield from reach(run, claim, (best, run.with_temperature(rival)), 1)
 
 
 def _temperature(run: Measured, fitted: Mapping[str, float | None]) -> Iterator[Observation]:
@@ -152,20 +165,22 @@ def _temperature(run: Measured, fitted: Mapping[str, float | None]) -> Iterator[
         scaled = f"{role}_temperature"
         c = fitted.get(run.roles.get(scaled, ""))
         note = "" if c is None else f" Fitted coefficient c = {c:.3f}."
-        claim = f"A softmax temperature helps {ROLES[role]} at the longest length"
-        yield from reach(run, claim, source, (scaled, role), 1, note=note)
+        text = f"A softmax temperature helps {ROLES[role]} at the longest length"
+        yield from reach(run, Claim(text, source), (scaled, role), 1, note=note)
 
 
 def _rope_id(run: Measured) -> Iterator[Observation]:
-    best = "rope_id_temperature" if run.has("rope_id_temperature") else "rope_id"
+    best = run.with_temperature("rope_id")
     trained, beyond = run.trained(best), run.beyond(best)
-    source = "RoPE-ID, Table 1"
     if trained and beyond:
-        claim = f"RoPE-ID keeps at least {HELD:.0%} of its retrieval at the longest length"
-        yield judge(run, claim, source, [(run.cell(best, beyond[-1]), trained)], HELD, (best,))
-    claim = "RoPE-ID retrieves at least twice as much as RoPE at the longest length"
-    yield from reach(run, claim, source, (best, "rope"), 2)
+        claim = Claim(
+            f"RoPE-ID keeps at least {HELD:.0%} of its retrieval at the longest length",
+            "RoPE-ID, Table 1",
+        )
+        yield judge(run, claim, [(run.cell(best, beyond[-1]), trained)], HELD, (best,))
+    text = "RoPE-ID retrieves at least twice as much as RoPE at the longest length"
+    yield from reach(run, Claim(text, "RoPE-ID, Table 1"), (best, "rope"), 2)
     rope, fast = run.trained("rope"), run.trained("high_frequency")
     if rope and fast:
-        claim = "High-frequency RoPE retrieves less than RoPE already at the training length"
-        yield judge(run, claim, source, [(rope, fast)], 1, ("rope",))
+        text = "High-frequency RoPE retrieves less than RoPE already at the training length"
+        yield judge(run, Claim(text, "RoPE-ID, Table 1"), [(rope, fast)], 1, ("rope",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.report.results import Observation, Report
+from trainer.report.results import Cell, Observation, Report
 
 VERDICTS = {True: "shown", False: "not shown", None: "not judged"}
 
@@ -15,6 +15,11 @@ def factor_label(factor: float) -> str:
 def percent(fraction: float) -> str:
     """``97.3`` for 0.973."""
     return f"{100 * fraction:.1f}"
+
+
+def half_width(cell: Cell) -> float | None:
+    """Half the width of a cell's 95% interval, as a fraction; ``None`` without an interval."""
+    return None if cell.retrieval_ci is None else (cell.retrieval_ci[1] - cell.retrieval_ci[0]) / 2
 
 
 def summary(report: Report) -> str:
@@ -46,7 +51,7 @@ def _reach(report: Report) -> str:
 def _tally(observations: tuple[Observation, ...]) -> str:
     if not observations:
         return ""
-    counts = {word: 0 for word in VERDICTS.values()}
+    counts = dict.fromkeys(VERDICTS.values(), 0)
     for observation in observations:
         counts[VERDICTS[observation.shown]] += 1
     said = ", ".join(f"{count} {word}" for word, count in counts.items() if count)

@@ -133,10 +133,11 @@ class LoggerConfig:
 class RunConfig:
     """Everything that defines a run.
 
-    ``label``: how the run is called in tables (null: by its encoding). ``run_dir``: where it lives; stable, so that the same command resumes. ``controls``: other runs
-    of the same experiment by name, each a set of changes to this configuration, trained for the
-    same budget and reported in the same table; one with ``branch: drop`` goes on from this run's
-    state just before its drop. ``plugins``: Python files that register encodings.
+    ``label``: how the run is called in tables (null: by its encoding). ``run_dir``: where it
+    lives; stable, so that the same command resumes. ``controls``: other runs of the same experiment
+    by name, each a set of changes to this configuration, trained for the same budget and reported
+    in the same table; one with ``branch: drop`` goes on from this run's state just before its drop.
+    ``plugins``: Python files that register encodings.
     """
 
     name: str = "run"
@@ -186,14 +187,13 @@ class RunConfig:
             ),
         ]
         if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
-            found.append(
-                f"drop.to: unknown encoding {self.drop.to!r}.{did_you_mean(self.drop.to, ENCODINGS)}"
-            )
+            near = did_you_mean(self.drop.to, ENCODINGS)
+            found.append(f"drop.to: unknown encoding {self.drop.to!r}.{near}")
         no_drop = self.drop.at is None and self.drop.at_tokens is None
         if self.model.qk_norm.when == "after_drop" and no_drop:
             found.append(
-                "model.qk_norm.when: 'after_drop', but there is no drop; set drop.at, or 'never' or "
-                "'always'."
+                "model.qk_norm.when: 'after_drop', but there is no drop; set drop.at, or choose "
+                "'never' or 'always'."
             )
         found += unknown_encodings(self.positional)
         if not model_problems and self.data.sequence_length > 1:

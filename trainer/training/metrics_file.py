@@ -1,4 +1,9 @@
-"""``metrics.csv``: one row a logged step, no gap and no duplicate, however often a run resumes."""
+"""``metrics.csv``: one row a logged step, no gap and no duplicate, however often a run resumes.
+
+Columns: ``phase`` is 0 before the drop and 1 after it; ``loss`` (nats per token, weighted as
+trained) is the mean since the row before; the ``drop/`` columns are filled in the first row after
+the drop and in the last.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +78,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = []
     # A row that a killed process left without its line end is incomplete.
     for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
-        rows.append(
-            {k: v if k == "phase" else _number(v) for k, v in row.items() if v not in ("", None)}
-        )
+        rows.append({key: _number(value) for key, value in row.items() if value not in ("", None)})
     return rows
 
 

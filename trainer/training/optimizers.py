@@ -1,4 +1,4 @@
-"""AdamW, or Muon for the matrices of the blocks and AdamW for everything else, behind one object."""
+"""AdamW, or Muon for the matrices of the blocks and AdamW for the rest, behind one object."""
 
 from __future__ import annotations
 

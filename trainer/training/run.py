@@ -17,15 +17,15 @@ from lightning.pytorch.loggers.logger import Logger
 
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, as_batch, held_out_windows
-from trainer.errors import UserError
 from trainer.model.decoder import Decoder
 from trainer.report.progress import Progress
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.drop import Drop
 from trainer.training.callbacks.metrics import Metrics
 from trainer.training.checkpoints import check_same_shape, newest_checkpoint, read_checkpoint
-from trainer.training.config import LoggerConfig, RunConfig
+from trainer.training.config import RunConfig
 from trainer.training.data_module import TrainingData
+from trainer.training.loggers import other_loggers
 from trainer.training.metrics_file import MetricsFile
 from trainer.training.module import LanguageModule, make_decoder
 
@@ -154,42 +154,3 @@ def make_trainer(
         num_sanity_val_steps=0,
         default_root_dir=config.run_dir,
     )
-
-
-def other_loggers(config: RunConfig) -> list[Logger]:
-    """wandb and TensorBoard, where the configuration has them.
-
-    Raises:
-        UserError: TensorBoard is asked for and not installed.
-    """
-    loggers: list[Logger] = []
-    settings = config.logger
-    if settings.wandb:
-        from lightning.pytorch.loggers import WandbLogger
-
-        loggers.append(
-            WandbLogger(
-                name=config.name,
-                project=settings.project,
-                entity=settings.entity,
-                save_dir=config.run_dir,
-                offline=settings.offline or not _has_wandb_key(settings),
-            )
-        )
-    if settings.tensorboard:
-        from lightning.pytorch.loggers import TensorBoardLogger
-
-        try:
-            loggers.append(TensorBoardLogger(config.run_dir, name="tensorboard", version=""))
-        except ModuleNotFoundError as error:
-            raise UserError(
-                "logger.tensorboard: TensorBoard is not installed; "
-                "pip install 'unrope[tensorboard]'."
-            ) from error
-    return loggers
-
-
-def _has_wandb_key(_: LoggerConfig) -> bool:
-    import wandb
-
-    return bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)

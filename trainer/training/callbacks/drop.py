@@ -87,9 +87,7 @@ class Drop(L.Callback):
             before,
             self.effect["loss_after"],
         )
-        self.add_metrics(
-            {f"drop/{key}": self.effect[key] for key in ("loss_before", "loss_after")}
-        )
+        self.add_metrics({f"drop/{key}": self.effect[key] for key in ("loss_before", "loss_after")})
 
     def dropped_layout(self, module: LanguageModule) -> Layout:
         """The layout after the drop."""

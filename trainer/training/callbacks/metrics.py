@@ -47,7 +47,7 @@ class Metrics(L.Callback):
         assert module.gradient_norm is not None
         metrics = {
             "tokens": step * self.config.tokens_per_step,
-            "phase": phase_at(module.phases, step - 1).name,
+            "phase": module.phases.index(phase_at(module.phases, step - 1)),
             "loss": loss,
             "gradient_norm": module.gradient_norm.item(),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],

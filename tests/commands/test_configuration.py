@@ -1,0 +1,120 @@
+"""From words to a checked configuration: every mistake is named, all at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.commands.configuration import compose_values, config_directory, options
+from trainer.commands.train import read_config
+from trainer.errors import UserError
+
+
+def problems(*words):
+    with pytest.raises(UserError) as error:
+        read_config(list(words))
+    return error.value.problems
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+def test_every_experiment_is_a_valid_configuration(name):
+    assert read_config([f"+experiment={name}"]).name == name
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [
+        (g.name, o)
+        for g in sorted(config_directory().iterdir())
+        if g.is_dir() and g.name != "experiment"
+        for o in options(g.name)
+    ],
+)
+def test_every_option_of_every_group_is_valid(group, option):
+    extra = {("data", "files"): ["data.files=[a.txt]"], ("positional", "rnope_swa"): [
+        "data.sequence_length=256"
+    ]}.get((group, option), [])  # fmt: skip
+    read_config([f"{group}={option}", *extra])
+
+
+def test_every_yaml_key_is_in_its_schema_and_every_schema_key_in_the_yaml():
+    from dataclasses import fields, is_dataclass
+    from typing import get_type_hints
+
+    from trainer.training.config import RunConfig
+
+    values, _ = compose_values([])
+
+    def compare(schema, given, path):
+        hints = get_type_hints(schema)
+        assert set(given) == {f.name for f in fields(schema)}, path
+        for key, value in given.items():
+            if is_dataclass(hints[key]):
+                compare(hints[key], value, f"{path}.{key}")
+
+    compare(RunConfig, values, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.hiden_size=64"], "model.hiden_size: unknown key. Did you mean 'hidden_size'?"),
+        (["trainer.max_step=5"], "trainer.max_step: unknown key. Did you mean 'max_steps'?"),
+        (["optimizer.lr=fast"], "optimizer.lr: got 'fast'; input should be a valid number"),
+        (["optimizer.name=adam"], "Did you mean 'adamw'?"),
+        (["optimizer=adam"], "optimizer: there is no optimizer 'adam'. Did you mean 'adamw'?"),
+        (["model.head_dim=15"], "model.head_dim: 15 is odd"),
+        (["model.num_attention_heads=5"], "5 heads do not divide hidden_size 64"),
+        (["model.num_key_value_heads=4"], "4 does not divide num_attention_heads 2"),
+        (["drop.at=5000"], "drop.at: 5000 is step 5000, but the run has steps 1 to 999"),
+        (["drop.at=1.5"], "drop.at: 1.5 is step 1500"),
+        (["drop.at=10", "drop.at_tokens=10"], "either drop.at or drop.at_tokens"),
+        (["drop.at=10", "drop.to=nop"], "drop.to: unknown encoding 'nop'. Did you mean 'nope'?"),
+        (["drop.at=10", "drop.layers=[3]"], "drop.layers: layer 3 does not exist"),
+        (["positional.encodings.rope.rotary_fraction=1.5"], "rotary_fraction must be in (0, 1]"),
+        (["positional.encodings.rope.base=1"], "base must be greater than 1"),
+        (["+positional.encodings.rope.bas=2"], "unknown parameter 'bas'. Did you mean 'base'?"),
+        (["positional.layers=[rop]"], "unknown encoding 'rop'. Did you mean 'rope'?"),
+        (["positional=alibi", "positional.windows=[128]"], "window of 128 tokens does not fit"),
+        (["+positional.heads.nope=0.3"], "is not a whole number"),
+        (["+experiment=drope_dem"], "no experiment 'drope_dem'. Did you mean 'drope_demo'?"),
+        (["experiment=drope_demo"], "write +experiment=drope_demo"),
+        (["data.sequence_length=-3"], "data.sequence_length: expected 2 or more tokens, got -3"),
+        (["data.source=files"], "data.files: data.source is 'files', but no file is named"),
+        (["data.needles.share=2"], "data.needles.share: expected a share from 0 to 1, got 2"),
+        (["data.needles.share=1", "data.needles.mentions=[2,40]"], "do not fit"),
+        (["data.test=1.5"], "data.validation, data.test"),
+        (["tokenizer.vocab_size=10"], "tokenizer.vocab_size"),
+        (["trainer.micro_batch_size=5"], "5 does not divide trainer.batch_size 32"),
+        (["schedule.final=2"], "schedule.final: expected a fraction"),
+        (["model.qk_norm.when=after_drop"], "but there is no drop"),
+        (["evaluation.rescalings=[yarm]"], "unknown method 'yarm'. Did you mean 'yarn'?"),
+        (["evaluation.lengths=[0]"], "evaluation.lengths: expected multiples"),
+        (["plugins=[nowhere.py]"], "plugins: there is no file 'nowhere.py'"),
+        (["+controls.x.modell.hidden_size=1"], "controls.x: modell: unknown key"),
+        (["seed=[1"], "expected key=value"),
+    ],
+)  # fmt: skip
+def test_mistake_is_named(words, said):
+    assert any(said in problem for problem in problems(*words))
+
+
+def test_all_mistakes_are_named_at_once():
+    found = problems(
+        "model.hiden_size=1", "optimizer.lr=x", "drop.at=9999", "+experiment=nothing",
+        "positional.layers=[rop]", "model.head_dim=15",
+    )  # fmt: skip
+    assert len(found) == 6
+
+
+def test_overrides_reach_the_configuration():
+    config = read_config(
+        [
+            "+experiment=drope_demo",
+            "seed=3",
+            "trainer.max_steps=50",
+            "positional.encodings.rope.base=99",
+        ]
+    )
+    assert (config.seed, config.trainer.max_steps, config.drop_step) == (3, 50, 42)
+    assert config.positional.encodings["rope"]["base"] == 99
+    assert config.run_dir == "runs/drope_demo"

@@ -1,0 +1,265 @@
+"""Every backend computes the same attention; each is called with what its kernel means."""
+
+import importlib.machinery
+import math
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from tests.reference import attend
+from trainer.errors import UserError
+from trainer.model import backends
+from trainer.model.backends import BACKENDS, Mask, choose_backend, eager, probabilities
+
+B, HEADS, KV_HEADS, T, D = 2, 4, 2, 12, 8
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 4 + [2] * 7])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0])
+MASKS = {
+    "plain": Mask(),
+    "window": Mask(window=4),
+    "window of one": Mask(window=1),
+    "window beyond the sequence": Mask(window=100),
+    "documents": Mask(documents=DOCUMENTS),
+    "alibi": Mask(slopes=SLOPES),
+    "window and alibi": Mask(window=4, slopes=SLOPES),
+    "all": Mask(window=4, documents=DOCUMENTS, slopes=SLOPES),
+}
+masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+new_tokens = pytest.mark.parametrize("new", [T, 5, 1], ids=["all", "last five", "last one"])
+
+
+def inputs(new=T, kv_heads=KV_HEADS):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(B, HEADS, T, D, generator=generator)
+    k, v = (torch.randn(B, kv_heads, T, D, generator=generator) for _ in range(2))
+    return q[:, :, -new:], k, v
+
+
+def loop(q, k, v, mask):
+    """The definition, one query and one key at a time in float64."""
+    past, out = k.shape[2] - q.shape[2], torch.empty(q.shape, dtype=torch.float64)
+    for b in range(B):
+        for h in range(HEADS):
+            shared = h // (HEADS // k.shape[1])
+
+            def sees(i, j, b=b):
+                near = mask.window is None or i - j < mask.window
+                return near and (
+                    mask.documents is None or mask.documents[b, i] == mask.documents[b, j]
+                )
+
+            def bias(i, j, h=h):
+                return 0.0 if mask.slopes is None else -float(mask.slopes[h]) * (i - j)
+
+            rows = [[0.0] * D] * past + q[b, h].double().tolist()
+            keys, values = (x[b, shared].double().tolist() for x in (k, v))
+            head = attend(rows, keys, values, bias=bias, sees=sees)
+            out[b, h] = torch.tensor(head[past:], dtype=torch.float64)
+    return out
+
+
+def assert_is_attention(backend, mask, new=T, kv_heads=KV_HEADS):
+    q, k, v = inputs(new, kv_heads)
+    torch.testing.assert_close(
+        backend(q, k, v, mask).double(), loop(q, k, v, mask), rtol=0, atol=1e-5
+    )
+
+
+@masks
+@new_tokens
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_attention_on_the_cpu(name, mask, new):
+    assert_is_attention(BACKENDS[name], mask, new)
+
+
+@masks
+@pytest.mark.parametrize("block", [1, 5, 12])
+def test_sdpa_in_blocks_of_queries(monkeypatch, mask, block):
+    monkeypatch.setattr(backends, "QUERY_BLOCK", block)
+    assert_is_attention(BACKENDS["sdpa"], mask)
+    assert_is_attention(BACKENDS["sdpa"], mask, new=7)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_other_groupings_of_heads(kv_heads):
+    for name in ("sdpa", "eager"):
+        assert_is_attention(BACKENDS[name], MASKS["all"], kv_heads=kv_heads)
+
+
+def test_sdpa_with_a_window_reads_its_window_of_the_keys_only(monkeypatch):
+    """So that memory and time are linear in the length."""
+    monkeypatch.setattr(backends, "QUERY_BLOCK", 3)
+    widths, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(q, k, v, **options):
+        widths.append(k.shape[2])
+        return kernel(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    assert_is_attention(BACKENDS["sdpa"], Mask(window=4))
+    assert max(widths) == 3 + 4 - 1
+
+
+def test_probabilities_sum_to_one_over_what_a_query_sees():
+    q, k, _ = inputs()
+    rows = probabilities(q, k, MASKS["all"])
+    torch.testing.assert_close(rows.sum(-1), torch.ones(B, HEADS, T))
+    assert rows[0, :, 5, :5].eq(0).all()  # the document before
+    assert rows[0, :, 11, :8].eq(0).all()  # out of the window
+
+
+@masks
+@new_tokens
+def test_flex(monkeypatch, mask, new):
+    """Without compiling, which takes long; torch then runs the same definition slowly."""
+    monkeypatch.setattr(backends, "_compiled_flex", lambda: torch_flex.flex_attention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_is_attention(BACKENDS["flex"], mask, new)
+
+
+@pytest.fixture
+def fake_flash(monkeypatch):
+    """A flash_attn package with the semantics of its documentation, in plain torch.
+
+    Layout ``[B, T, H, D]`` or packed ``[sum T, H, D]``; causal and windowed masks aligned to the
+    last key; ``window_size`` (left, right) counts neighbours beside the key itself, -1 for all.
+    """
+    calls = []
+
+    def one(q, k, v, causal, window_size, alibi_slopes):
+        tq, tk = q.shape[0], k.shape[0]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
+        i, j = torch.arange(tq)[:, None] + tk - tq, torch.arange(tk)
+        if alibi_slopes is not None:
+            assert alibi_slopes.dtype == torch.float32
+            scores = scores - alibi_slopes[:, None, None] * (i - j).abs()
+        left, right = window_size
+        hidden = (j > i) if causal else torch.zeros(tq, tk, dtype=torch.bool)
+        hidden = hidden | ((i - j > left) if left >= 0 else False)
+        hidden = hidden | ((j - i > right) if right >= 0 else False)
+        return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+    def flash_attn_func(q, k, v, *, causal=False, window_size=(-1, -1), alibi_slopes=None):
+        calls.append("dense")
+        rows = zip(q, k, v, strict=True)
+        return torch.stack([one(*row, causal, window_size, alibi_slopes) for row in rows])
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, longest_q, longest_k, *, causal, window_size, alibi_slopes
+    ):
+        calls.append("packed")
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert cu_q[0] == 0
+        assert cu_q[-1] == len(q)
+        assert cu_q.diff().min() > 0
+        assert (longest_q, longest_k) == (cu_q.diff().max(), cu_k.diff().max())
+        parts = zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)
+        return torch.cat(
+            [one(q[a:b], k[a:b], v[a:b], causal, window_size, alibi_slopes) for a, b in parts]
+        )
+
+    module = types.ModuleType("flash_attn")
+    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    module.flash_attn_func = flash_attn_func
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return calls
+
+
+@masks
+def test_flash(fake_flash, mask):
+    assert_is_attention(BACKENDS["flash"], mask)
+    assert fake_flash == ["dense" if mask.documents is None else "packed"]
+
+
+@pytest.mark.usefixtures("fake_flash")
+@pytest.mark.parametrize("new", [5, 1])
+@pytest.mark.parametrize("name", ["plain", "window", "alibi", "window and alibi"])
+def test_flash_with_a_cache(name, new):
+    assert_is_attention(BACKENDS["flash"], MASKS[name], new)
+
+
+@pytest.mark.usefixtures("fake_flash")
+def test_flash_keeps_documents_of_different_rows_apart_whatever_their_numbers():
+    """Numbers may repeat in the next row, or differ by any offset."""
+    for last, first in [(7, 7), (7 + T, 7), (7 + T + 1, 7), (7, 7 + T + 1)]:
+        documents = torch.tensor([[0] * 4 + [last] * 8, [first] * 6 + [99] * 6])
+        assert_is_attention(BACKENDS["flash"], Mask(documents=documents))
+
+
+@pytest.mark.usefixtures("fake_flash")
+def test_flash_refuses_documents_with_a_cache():
+    with pytest.raises(UserError, match="attention_backend=flash: document masks"):
+        BACKENDS["flash"](*inputs(new=5), Mask(documents=DOCUMENTS))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_gradients_are_those_of_the_definition(name):
+    q, k, v = (x.requires_grad_() for x in inputs())
+    weights = torch.randn(B, HEADS, T, D)
+    ours = torch.autograd.grad((BACKENDS[name](q, k, v, MASKS["all"]) * weights).sum(), (q, k, v))
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    same = DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None, :]
+    seen = same & (j <= i) & (i - j < 4)
+    scores = q @ keys.mT / math.sqrt(D) - SLOPES[:, None, None] * (i - j)
+    out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+    expected = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5)
+
+
+def test_eager_keeps_the_type_of_its_queries():
+    assert eager(*(x.bfloat16() for x in inputs()), Mask()).dtype == torch.bfloat16
+
+
+def without_flash(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "flash_attn" else find(name)
+    )
+
+
+@pytest.mark.parametrize("name", ["flash", "flex"])
+def test_a_gpu_backend_on_the_cpu_is_an_error(fake_flash, name):
+    with pytest.raises(UserError, match=f"model.attention_backend: '{name}' needs a GPU"):
+        choose_backend(name, "cpu", masked=False)
+
+
+def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch):
+    without_flash(monkeypatch)
+    with pytest.raises(UserError, match=r"pip install 'unrope\[flash\]'"):
+        choose_backend("flash", "cuda", masked=False)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_what_is_asked_for_is_what_runs(name):
+    assert choose_backend(name, "cpu", masked=True) == name
+
+
+def test_auto_is_sdpa_on_the_cpu(fake_flash):
+    assert choose_backend("auto", "cpu", masked=True) == "sdpa"
+
+
+def test_auto_on_a_gpu_is_flash_else_flex_for_masks_else_sdpa(monkeypatch, fake_flash):
+    assert choose_backend("auto", "cuda", masked=False) == "flash"
+    without_flash(monkeypatch)
+    assert choose_backend("auto", "cuda", masked=True) == "flex"
+    assert choose_backend("auto", "cuda", masked=False) == "sdpa"
+
+
+def test_a_decoder_runs_on_the_backend_it_was_given(tiny_decoder):
+    model, ids = tiny_decoder(windows=[8]), torch.arange(20)[None]
+    assert model.use_backend("auto") == "sdpa"
+    expected = model(ids)
+    assert model.use_backend("eager") == "eager"
+    torch.testing.assert_close(model(ids), expected, rtol=0, atol=1e-5)
+    with pytest.raises(UserError):
+        model.use_backend("flex")

@@ -1,0 +1,76 @@
+"""Initial weights have the standard deviations that the configuration promises."""
+
+import math
+
+import pytest
+import torch
+
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.config import PositionalConfig, build_layout
+
+
+def decoder(**more):
+    config = ModelConfig(128, 192, 8, 4, 2, vocab_size=200, qkv_bias=True, **more)
+    layout = build_layout(
+        PositionalConfig(),
+        num_layers=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        training_length=64,
+    )
+    torch.manual_seed(0)
+    return Decoder(config, layout)
+
+
+def std(model, name):
+    """Over all layers together."""
+    found = [p for n, p in model.named_parameters() if name in n and p.dim() == 2]
+    return torch.cat([p.detach().flatten() for p in found]).std().item()
+
+
+INTO, OUT_OF = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], ["o_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("std_of_all", [0.02, 0.1])
+def test_normal_has_one_standard_deviation_but_for_what_writes_to_the_stream(std_of_all):
+    model = decoder(initializer_range=std_of_all)
+    for name in ["embed_tokens", *INTO]:
+        assert std(model, name) == pytest.approx(std_of_all, rel=0.03)
+    for name in OUT_OF:
+        assert std(model, name) == pytest.approx(std_of_all / math.sqrt(16), rel=0.03)
+
+
+def test_fan_in_keeps_the_size_of_activations():
+    model = decoder(initializer="fan_in", tie_word_embeddings=False)
+    assert std(model, "embed_tokens") == pytest.approx(1, rel=0.03)
+    assert std(model, "lm_head") == pytest.approx(0.1 / math.sqrt(128), rel=0.03)
+    for name in INTO:
+        assert std(model, name) == pytest.approx(1 / math.sqrt(128), rel=0.03)
+    assert std(model, "o_proj") == pytest.approx(1 / math.sqrt(128 * 16), rel=0.03)
+    assert std(model, "down_proj") == pytest.approx(1 / math.sqrt(192 * 16), rel=0.03)
+
+
+def test_a_tied_head_is_the_embedding():
+    model = decoder(initializer="fan_in")
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert std(model, "embed_tokens") == pytest.approx(1, rel=0.03)
+    assert decoder(tie_word_embeddings=False).lm_head.weight is not model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("initializer", ["normal", "fan_in"])
+def test_norms_start_at_one_and_biases_at_zero(initializer):
+    vectors = [
+        (n, p) for n, p in decoder(initializer=initializer).named_parameters() if p.dim() == 1
+    ]
+    assert len(vectors) == 8 * (2 + 3) + 1
+    for name, value in vectors:
+        assert (value == (0 if name.endswith("bias") else 1)).all(), name
+
+
+def test_the_seed_decides_every_weight():
+    first, second = decoder(), decoder()
+    weights = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in weights)
+    second.reset_parameters()
+    assert not torch.equal(first.embed_tokens.weight, second.embed_tokens.weight)

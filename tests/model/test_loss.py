@@ -1,0 +1,163 @@
+"""The chunked cross-entropy is the plain one, and never holds all logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.model import loss
+from trainer.model.loss import linear_cross_entropy, token_losses
+
+WIDTH, VOCAB = 6, 11
+
+
+def problem(tokens, seed=0, vocab=VOCAB, width=WIDTH):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=generator)
+    weight = torch.randn(vocab, width, generator=generator)
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+    weights = torch.rand(tokens, generator=generator) + 0.1
+    return hidden, weight, targets, weights
+
+
+def plain(hidden, weight, targets, weights, z_loss=0.0):
+    """sum(w (CE + z log^2 Z)) / sum(w) in float64 by autograd; value and both gradients."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    logits = hidden @ weight.T
+    each = F.cross_entropy(logits, targets, reduction="none")
+    each = each + z_loss * logits.logsumexp(-1).square()
+    value = (weights.double() * each).sum() / weights.double().sum()
+    return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+
+
+def ours(hidden, weight, *rest, **options):
+    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
+    value = linear_cross_entropy(hidden, weight, *rest, **options)
+    return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+
+
+def assert_same(actual, expected, tolerance=1e-5):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+
+
+@given(st.integers(1, 40), st.integers(1, 17), st.integers(0, 99), st.sampled_from([0.0, 1e-2, 1]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_value_and_gradients_are_the_plain_ones_for_any_chunk(
+    monkeypatch, tokens, chunk, seed, z_loss
+):
+    monkeypatch.setattr(loss, "chunk_size", lambda _: chunk)
+    case = problem(tokens, seed)
+    assert_same(ours(*case, z_loss=z_loss), plain(*case, z_loss))
+
+
+def test_without_weights_it_is_the_mean_cross_entropy():
+    hidden, weight, targets, _ = problem(20)
+    value = linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(value, F.cross_entropy(hidden @ weight.T, targets))
+    assert value.dtype == torch.float32
+
+
+def test_a_token_of_weight_0_is_left_out():
+    hidden, weight, targets, weights = problem(20)
+    weights[5:] = 0
+    value, by_hidden, by_weight = ours(hidden, weight, targets, weights)
+    first = plain(hidden[:5], weight, targets[:5], weights[:5])
+    assert_same((value, by_hidden[:5], by_weight), first)
+    assert not by_hidden[5:].any()
+
+
+def test_weights_matter_by_their_ratio_alone():
+    hidden, weight, targets, weights = problem(20)
+    value = linear_cross_entropy(hidden, weight, targets, weights)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, 7 * weights), value)
+
+
+def test_leading_dimensions_are_tokens():
+    hidden, weight, targets, weights = problem(24)
+    shaped = (hidden.view(2, 3, 4, -1), weight, targets.view(2, 3, 4), weights.view(2, 3, 4))
+    value, by_hidden, by_weight = ours(*shaped)
+    assert by_hidden.shape == (2, 3, 4, WIDTH)
+    assert_same(
+        (value, by_hidden.flatten(0, -2), by_weight), plain(hidden, weight, targets, weights)
+    )
+
+
+def test_gradients_scale_with_what_comes_from_above():
+    hidden, weight, targets, _ = problem(20)
+    hidden.requires_grad_()
+    (3 * linear_cross_entropy(hidden, weight, targets)).backward()
+    _, expected, _ = plain(hidden, weight, targets, torch.ones(20))
+    torch.testing.assert_close(hidden.grad.double(), 3 * expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_one_side_may_be_frozen(frozen):
+    hidden, weight, targets, weights = problem(20)
+    _, by_hidden, by_weight = plain(hidden, weight, targets, weights)
+    moving, expected = (weight, by_weight) if frozen == "hidden" else (hidden, by_hidden)
+    moving.requires_grad_()
+    linear_cross_entropy(hidden, weight, targets, weights).backward()
+    torch.testing.assert_close(moving.grad.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, targets, weights = problem(20)
+    assert_same(
+        ours(100 * hidden, weight, targets, weights),
+        plain(100 * hidden, weight, targets, weights),
+        1e-3,
+    )
+
+
+def test_under_autocast_the_products_are_bfloat16_and_the_sums_float32():
+    hidden, weight, targets, weights = problem(20)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = ours(hidden, weight, targets, weights)
+    assert [x.dtype for x in actual] == [torch.float32] * 3
+    assert_same(actual, plain(hidden, weight, targets, weights), 3e-2)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 24, 100])
+def test_token_losses_are_those_of_the_logits(monkeypatch, chunk):
+    monkeypatch.setattr(loss, "chunk_size", lambda _: chunk)
+    hidden, weight, targets, _ = problem(24)
+    losses = token_losses(hidden.view(2, 12, -1), weight, targets.view(2, 12))
+    expected = F.cross_entropy(hidden @ weight.T, targets, reduction="none").view(2, 12)
+    torch.testing.assert_close(losses, expected)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+def test_the_logits_of_all_tokens_never_exist(monkeypatch):
+    monkeypatch.setattr(loss, "chunk_size", lambda _: 16)
+    hidden, weight, targets, weights = problem(1000, vocab=500, width=8)
+    allowed = max(16 * 500, 1000 * 8)
+    with LargestTensor() as chunked:
+        ours(hidden, weight, targets, weights, z_loss=1e-2)
+        token_losses(hidden, weight, targets)
+    assert chunked.elements <= allowed
+    with LargestTensor() as whole:
+        plain(hidden, weight, targets, weights)
+    assert whole.elements >= 1000 * 500
+
+
+@given(st.integers(1, 10**7))
+def test_a_chunk_of_logits_fills_at_most_32_mib_unless_it_has_16_tokens(vocab):
+    size = loss.chunk_size(vocab)
+    assert size >= 16
+    assert size == 16 or size * vocab * 4 <= 32 * 2**20
+    assert (size + 1) * vocab * 4 > 32 * 2**20

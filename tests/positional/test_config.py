@@ -1,0 +1,114 @@
+"""What a configuration of encodings means, and what is said about a wrong one."""
+
+import re
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.positional.config import PositionalConfig, build_layout
+from trainer.positional.encodings import make_spectrum
+
+
+def layout(*, depth=4, kv_heads=4, qk_norm=False, **config):
+    return build_layout(
+        PositionalConfig(**config),
+        num_layers=depth,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        training_length=512,
+        qk_norm=qk_norm,
+    )
+
+
+def spectrum(name, **given):
+    return make_spectrum(name, 8, 512, given)
+
+
+ROPE, NOPE = spectrum("rope"), spectrum("nope")
+
+
+def test_one_name_is_for_every_layer_and_head():
+    assert [layer.spectra for layer in layout().layers] == [(ROPE,) * 4] * 4
+
+
+def test_irope_repeats_over_the_depth():
+    built = layout(depth=6, layers=["rope", "rope", "rope", "nope"])
+    assert [layer.spectra[0] for layer in built.layers] == [ROPE, ROPE, ROPE, NOPE, ROPE, ROPE]
+
+
+def test_rnope_swa_has_windows_on_its_rope_layers_only():
+    built = layout(depth=8, layers=["rope", "rope", "rope", "nope"], windows=[128, 128, 128, None])
+    assert [layer.window for layer in built.layers] == [128, 128, 128, None] * 2
+    assert [layer.spectra[0] == NOPE for layer in built.layers] == [False, False, False, True] * 2
+
+
+def test_patterns_of_different_lengths_repeat_independently():
+    built = layout(depth=6, layers=["rope", "nope"], windows=[16, 32, None])
+    assert [layer.window for layer in built.layers] == [16, 32, None] * 2
+    assert [layer.spectra[0] for layer in built.layers] == [ROPE, NOPE] * 3
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "share", "count"),
+    [(4, 0.5, 2), (4, 0.0, 0), (4, 1.0, 4), (3, 0.333, 1), (3, 0.667, 2), (25, 0.28, 7)],
+)
+def test_a_share_of_heads_is_the_last_ones(kv_heads, share, count):
+    built = layout(kv_heads=kv_heads, heads={"nope": share})
+    expected = (ROPE,) * (kv_heads - count) + (NOPE,) * count
+    assert {layer.spectra for layer in built.layers} == {expected}
+
+
+def test_shares_stand_in_the_order_they_are_given():
+    built = layout(heads={"nope": 0.25, "alibi": 0.25})
+    assert built.layers[0].spectra == (ROPE, ROPE, NOPE, spectrum("alibi"))
+
+
+def test_a_variant_has_parameters_of_its_own():
+    built = layout(
+        layers=["local", "global"],
+        encodings={"local": {"type": "rope", "base": 1e2}, "global": {"type": "rope", "base": 1e6}},
+    )
+    bases = [layer.spectra[0] for layer in built.layers[:2]]
+    assert bases == [spectrum("rope", base=1e2), spectrum("rope", base=1e6)]
+
+
+def test_parameters_reach_the_encoding_of_that_name():
+    assert layout(encodings={"rope": {"base": 100}}).spectra == (spectrum("rope", base=100),)
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_every_layer_starts_with_the_qk_norm_of_the_model(qk_norm):
+    assert {layer.qk_norm for layer in layout(qk_norm=qk_norm).layers} == {qk_norm}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"layers": ["rop"]}, "positional: unknown encoding 'rop'. Did you mean 'rope'?"),
+        ({"heads": {"noppe": 0.5}}, "positional: unknown encoding 'noppe'. Did you mean 'nope'?"),
+        ({"encodings": {"lokal": {"base": 10}}}, "positional: unknown encoding 'lokal'."),
+        ({"layers": ["x"], "encodings": {"x": {"type": "rop"}}}, "unknown encoding 'rop'."),
+        ({"layers": []}, "positional.layers: expected at least one entry"),
+        ({"windows": []}, "positional.windows: expected at least one entry"),
+        ({"windows": [0]}, "positional.windows: a window of 0 tokens"),
+        ({"windows": [513]}, "positional.windows: a window of 513 tokens"),
+        ({"heads": {"nope": 0.3}}, "positional.heads.nope: 0.3 of 4 key-value heads"),
+        ({"heads": {"nope": -0.5}}, "positional.heads.nope: -0.5 of 4"),
+        ({"heads": {"nope": 1.5}}, "positional.heads.nope: 1.5 of 4"),
+        ({"heads": {"nope": 0.75, "alibi": 0.5}}, "positional.heads: the shares add up to more"),
+        ({"encodings": {"rope": {"bsae": 1e4}}}, "positional.encodings.rope: unknown parameter"),
+        (
+            {"layers": ["local"], "encodings": {"local": {"type": "rope", "base": 0.5}}},
+            "positional.encodings.local: base must be greater than 1, got 0.5",
+        ),
+    ],
+)
+def test_a_wrong_entry_is_named(config, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        layout(**config)
+
+
+def test_all_problems_come_at_once_and_each_only_once():
+    with pytest.raises(UserError) as error:
+        layout(layers=["rop", "rop"], windows=[0, 0], heads={"nope": 0.3})
+    assert len(error.value.problems) == 3

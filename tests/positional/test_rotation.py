@@ -1,0 +1,188 @@
+"""Rotation of queries and keys: geometry, precision, and what is computed when."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from tests.reference import turned
+from trainer.positional import rotation
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.rotation import encode, head_groups, rotary_table, rotate
+from trainer.positional.spectrum import Spectrum, Temperature
+
+C = 64
+ROPE, NOPE = make_spectrum("rope", 16, C, {}), Spectrum(C)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def groups_of(*spectra, positions=8, length=None):
+    at = torch.arange(positions) if isinstance(positions, int) else positions
+    (groups,) = head_groups(Layout((LayerEncoding(spectra),)), at, length or at.shape[-1])
+    return groups
+
+
+def queries_and_keys(seed=0, tokens=8, batch=2):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, 4, tokens, 16, generator=generator)
+    return q, torch.randn(batch, 2, tokens, 16, generator=generator)
+
+
+@given(seeds, st.integers(0, 10**6), st.sampled_from([0.25, 0.5, 1.0]))
+def test_rotation_keeps_norms(seed, start, fraction):
+    spectrum = make_spectrum("rope", 16, C, {"rotary_fraction": fraction})
+    q, _ = queries_and_keys(seed)
+    turned_q = rotate(q, *rotary_table(spectrum, torch.arange(start, start + 8)))
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1), rtol=1e-6, atol=0)
+
+
+@given(seeds, st.integers(0, 4096), st.integers(0, 4096), st.integers(0, 10**6))
+def test_scores_depend_on_the_distance_alone(seed, i, j, shift):
+    """In float64, with tables rounded to float32 once: 1e-6 of the norms."""
+    q, k = (x[0, 0, 0].double() for x in queries_and_keys(seed))
+
+    def score(i, j):
+        return rotate(q, *tables(i)) @ rotate(k, *tables(j))
+
+    def tables(position):
+        return [table[0] for table in rotary_table(ROPE, torch.tensor([position]))]
+
+    assert abs(score(i, j) - score(i + shift, j + shift)) < 1e-6 * q.norm() * k.norm()
+
+
+def test_channels_are_paired_like_transformers():
+    q, k = queries_and_keys()
+    cos, sin = rotary_table(ROPE, torch.arange(8))
+    both = [torch.cat([table, table], dim=-1)[None] for table in (cos, sin)]
+    for ours, theirs in zip((q, k), apply_rotary_pos_emb(q, k, *both), strict=True):
+        torch.testing.assert_close(rotate(ours, cos, sin), theirs, rtol=0, atol=1e-6)
+
+
+@given(st.integers(0, 10**6), seeds)
+def test_a_pair_is_a_complex_number_that_turns(position, seed):
+    vector = queries_and_keys(seed)[0][0, 0, 0]
+    ours = rotate(vector, *(t[0] for t in rotary_table(ROPE, torch.tensor([position]))))
+    expected = torch.tensor(turned(vector.tolist(), position, ROPE.inv_freq))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+def test_tables_are_right_to_float32_at_a_million_tokens_where_naive_phases_are_not():
+    positions = torch.cat([torch.arange(1000), torch.arange(999_000, 1_000_001)])
+    exact = positions.double()[:, None] * torch.tensor(ROPE.inv_freq, dtype=torch.float64)
+    naive = positions.float()[:, None] * torch.tensor(ROPE.inv_freq)
+
+    def error(cos, sin):
+        return max((cos - exact.cos()).abs().max(), (sin - exact.sin()).abs().max())
+
+    assert error(*rotary_table(ROPE, positions)) < 1e-6
+    assert error(naive.cos(), naive.sin()) > 1e-2
+
+
+def test_channels_beyond_the_rotary_ones_pass_through():
+    half = make_spectrum("half_rope", 16, C, {})
+    q, k = queries_and_keys()
+    new_q, new_k = encode(q, k, groups_of(half, half))
+    assert torch.equal(new_q[..., 8:], q[..., 8:])
+    assert torch.equal(new_k[..., 8:], k[..., 8:])
+    assert not torch.equal(new_q[..., :8], q[..., :8])
+
+
+def test_position_0_is_not_rotated():
+    q, k = queries_and_keys()
+    new_q, new_k = encode(q, k, groups_of(ROPE, ROPE))
+    assert torch.equal(new_q[:, :, 0], q[:, :, 0])
+    assert torch.equal(new_k[:, :, 0], k[:, :, 0])
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The spectra whose tables were computed."""
+    calls, table = [], rotation.rotary_table
+    monkeypatch.setattr(
+        rotation, "rotary_table", lambda *args: calls.append(args[0]) or table(*args)
+    )
+    return calls
+
+
+def test_a_table_is_computed_once_for_each_distinct_spectrum(tiny_decoder, computed):
+    model = tiny_decoder(
+        layers=["rope", "slow", "rope", "nope"],
+        heads={"nope": 0.5},
+        encodings={"slow": {"type": "rope", "base": 1e6}},
+        model={"num_hidden_layers": 6},
+    )
+    model(torch.arange(8)[None])
+    assert len(computed) == 2
+    model(torch.arange(8)[None])
+    assert len(computed) <= 4
+
+
+@pytest.mark.parametrize("name", ["nope", "alibi"])
+def test_no_table_is_computed_where_nothing_rotates(tiny_decoder, computed, name):
+    tiny_decoder(layers=[name])(torch.arange(8)[None])
+    assert computed == []
+
+
+def test_without_rotation_queries_and_keys_are_the_same_objects():
+    q, k = queries_and_keys()
+    new_q, new_k = encode(q, k, groups_of(NOPE, NOPE))
+    assert new_q is q
+    assert new_k is k
+
+
+def test_half_of_the_heads_without_rotation_keep_their_queries_and_keys():
+    q, k = queries_and_keys()
+    new_q, new_k = encode(q, k, groups_of(ROPE, NOPE))
+    rotated_q, rotated_k = encode(q, k, groups_of(ROPE, ROPE))
+    torch.testing.assert_close(new_q, torch.cat([rotated_q[:, :2], q[:, 2:]], dim=1))
+    torch.testing.assert_close(new_k, torch.cat([rotated_k[:, :1], k[:, 1:]], dim=1))
+
+
+@pytest.mark.parametrize("spectra", [(ROPE, ROPE), (ROPE, NOPE)])
+def test_every_sequence_may_have_positions_of_its_own(spectra):
+    q, k = queries_and_keys()
+    positions = torch.stack([torch.arange(8), torch.tensor([5, 0, 900, 7, 1, 1, 2, 3])])
+    together = encode(q, k, groups_of(*spectra, positions=positions))
+    for b in range(2):
+        alone = encode(q[b : b + 1], k[b : b + 1], groups_of(*spectra, positions=positions[b]))
+        for ours, expected in zip(together, alone, strict=True):
+            torch.testing.assert_close(ours[b : b + 1], expected)
+
+
+def test_temperature_of_the_sequence_multiplies_queries_alone():
+    q, k = queries_and_keys()
+    tempered = Spectrum(C, temperature=Temperature(0.5))
+    new_q, new_k = encode(q, k, groups_of(tempered, tempered, length=4 * C))
+    torch.testing.assert_close(new_q, q * (1 + 0.5 * math.log(4)))
+    assert torch.equal(new_k, k)
+
+
+def test_temperature_inside_the_training_length_changes_nothing():
+    q, k = queries_and_keys()
+    tempered = Spectrum(C, temperature=Temperature(0.5))
+    assert encode(q, k, groups_of(tempered, tempered, length=C))[0] is q
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_temperature_per_query_is_that_of_the_keys_it_sees(batched):
+    q, k = queries_and_keys(tokens=2 * C)
+    spectrum = Spectrum(C, temperature=Temperature(0.1, 2.0, 1.5, per="query"))
+    positions = torch.arange(2 * C)
+    if batched:
+        positions = torch.stack([positions, positions + 100])
+    new_q, _ = encode(q, k, groups_of(spectrum, spectrum, positions=positions))
+    for b, i in [(0, 0), (0, C - 1), (0, C), (1, 2 * C - 1)]:
+        seen = i + 1 + (100 if batched and b else 0)
+        factor = 1.5 * (1 + 0.1 * math.log(max(seen, C) / C)) ** 2
+        torch.testing.assert_close(new_q[b, :, i], q[b, :, i] * factor)
+
+
+def test_bfloat16_stays_bfloat16():
+    spectrum = make_spectrum("rope_id", 16, 128, {})
+    q, k = (x.bfloat16() for x in queries_and_keys())
+    new_q, new_k = encode(q, k, groups_of(spectrum, spectrum, length=256))
+    assert new_q.dtype == new_k.dtype == torch.bfloat16

@@ -1,0 +1,69 @@
+"""When the drop happens, and which drops are impossible."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.recalibration.config import DropConfig
+from trainer.recalibration.schedule import ScheduleConfig
+
+
+@pytest.mark.parametrize(
+    ("drop", "step"),
+    [
+        (DropConfig(), None),
+        (DropConfig(at=85), 85),
+        (DropConfig(at=0.85), 850),
+        (DropConfig(at=1), 1),
+        (DropConfig(at=1.0), 1000),
+        (DropConfig(at_tokens=64_000), 500),
+        (DropConfig(at_tokens=64_001), 501),
+        (DropConfig(at_tokens=1), 1),
+    ],
+)
+def test_the_step_of_a_drop(drop, step):
+    assert drop.step(max_steps=1000, tokens_per_step=128) == step
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**6))
+def test_at_tokens_is_the_first_step_by_which_so_many_were_seen(tokens, per_step):
+    step = DropConfig(at_tokens=tokens).step(10**9, per_step)
+    assert (step - 1) * per_step < tokens <= step * per_step
+
+
+@pytest.mark.parametrize(
+    "drop", [DropConfig(), DropConfig(at=1), DropConfig(at=999), DropConfig(at=0.5)]
+)
+def test_possible_drops(drop):
+    assert drop.problems(1000, 128, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("drop", "start"),
+    [
+        (DropConfig(at=0), "drop.at: 0 is step 0,"),
+        (DropConfig(at=1000), "drop.at: 1000 is step 1000,"),
+        (DropConfig(at=1.0), "drop.at: 1.0 is step 1000,"),
+        (DropConfig(at=-0.5), "drop.at: -0.5 is step -500,"),
+        (DropConfig(at=85.0), "drop.at: 85.0 is step 85000,"),
+        (DropConfig(at_tokens=10**6), "drop.at_tokens: 1000000 is step 7813,"),
+        (DropConfig(at=5, at_tokens=640), "drop: give either drop.at or drop.at_tokens, not both"),
+        (DropConfig(layers=[0, 4]), "drop.layers: layer 4 does not exist in a model of 4 layers"),
+        (DropConfig(layers=[-5]), "drop.layers: layer -5 does not exist"),
+        (DropConfig(effect_sequences=0), "drop.effect_sequences: expected 1 or more, got 0"),
+        (DropConfig(schedule=ScheduleConfig(peak=-1)), "drop.schedule.peak: expected a positive"),
+    ],
+)
+def test_an_impossible_drop_is_named(drop, start):
+    (problem,) = drop.problems(1000, 128, 4)
+    assert problem.startswith(start)
+
+
+def test_of_two_times_the_one_that_counts_is_named():
+    """``at_tokens`` decides the step, so the step it leads to is reported under its name."""
+    problems = DropConfig(at=5, at_tokens=10**6).problems(1000, 128, 4)
+    assert problems[1].startswith("drop.at_tokens: 1000000 is step 7813,")
+
+
+def test_layers_may_count_from_the_last():
+    assert DropConfig(layers=[-4, -1, 3]).problems(1000, 128, 4) == []

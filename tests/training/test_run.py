@@ -1,0 +1,212 @@
+"""Training runs: resuming is bitwise, the drop does what it says, controls branch off."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.training.checkpoints import BEFORE_DROP, read_checkpoint, step_file
+from trainer.training.metrics_file import read_metrics
+
+
+def final_state(config):
+    name = step_file(config.trainer.max_steps)
+    return read_checkpoint(Path(config.run_dir) / "checkpoints" / name)
+
+
+def flat(value, path=""):
+    """Every leaf of nested dictionaries and lists, by its path."""
+    if isinstance(value, dict):
+        return {k: v for key in value for k, v in flat(value[key], f"{path}/{key}").items()}
+    if isinstance(value, list | tuple):
+        return {k: v for i, x in enumerate(value) for k, v in flat(x, f"{path}/{i}").items()}
+    return {path: value}
+
+
+def assert_same_state(a, b):
+    for part in ("state_dict", "optimizer_states", "callbacks"):
+        left, right = flat(a[part]), flat(b[part])
+        assert left.keys() == right.keys()
+        for key, value in left.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, right[key]), key
+            else:
+                assert value == right[key], key
+    assert a["unrope"]["layout"] == b["unrope"]["layout"]
+
+
+def rows_of(config):
+    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+
+VARIANTS = {
+    "fp32 AdamW": {},
+    "bf16": {"trainer": {"precision": "bf16"}},
+    "Muon": {"optimizer": {"name": "muon"}},
+    "accumulation": {"trainer": {"micro_batch_size": 2}},
+    "kept optimizer": {"drop": {"optimizer_state": "keep"}},
+    "workers": {"data": {"num_workers": 2}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resumed_run_is_bitwise_the_uninterrupted_run(run, tmp_path, variant):
+    whole, _ = run("whole", **VARIANTS[variant])
+    for step in (3, 6, 9):  # before, at and after the drop
+        target = tmp_path / f"from{step}" / "checkpoints"
+        target.mkdir(parents=True)
+        shutil.copy(Path(whole.run_dir) / "checkpoints" / step_file(step), target)
+        shutil.copy(Path(whole.run_dir) / "metrics.csv", target.parent)
+        resumed, _ = run(f"from{step}", **VARIANTS[variant])
+        assert_same_state(final_state(resumed), final_state(whole))
+        assert rows_of(resumed) == rows_of(whole)
+
+
+def test_drop_is_recorded_everywhere(run):
+    config, trained = run()
+    effect = trained.effect
+    assert effect["step"] == 6
+    assert set(effect) == {"step", "loss_before", "loss_after", "loss_end"}
+    rows = rows_of(config)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
+    assert [row["phase"] for row in rows] == [0] * 3 + [1] * 3
+    after_drop, last = rows[3], rows[-1]
+    assert after_drop["drop/loss_before"] == effect["loss_before"]
+    assert after_drop["drop/loss_after"] == effect["loss_after"]
+    assert last["drop/loss_end"] == effect["loss_end"]
+
+
+def test_checkpoint_before_the_drop_rotates_and_the_last_does_not(run):
+    config, trained = run()
+    before = read_checkpoint(Path(config.run_dir) / "checkpoints" / BEFORE_DROP)["unrope"]["layout"]
+    assert any(spectrum["inv_freq"] for spectrum in before["spectra"])
+    assert not any(layer["qk_norm"] for layer in before["layers"])
+    layout = trained.model.layout
+    assert not any(spectrum.rotates for spectrum in layout.spectra)
+    assert all(layer.qk_norm for layer in layout.layers)
+
+
+def test_optimizer_policies_at_the_crossing(run):
+    """The Adam step count tells which state survived: 12 updates in all, 6 of them since."""
+    for policy, old, new in (("reset", 6, 6), ("keep", 12, 12), ("reset_new", 12, 6)):
+        config, trained = run(policy, drop={"optimizer_state": policy})
+        state = final_state(config)["optimizer_states"][0]["state"]
+        groups = final_state(config)["optimizer_states"][0]["param_groups"]
+        from trainer.training.optimizers import make_optimizer
+
+        order = [
+            p
+            for g in make_optimizer(trained.model, config.optimizer).param_groups
+            for p in g["params"]
+        ]
+        names = {id(p): n for n, p in trained.model.named_parameters()}
+        ids = [i for group in groups for i in group["params"]]
+        steps = {names[id(p)]: int(state[i]["step"]) for p, i in zip(order, ids, strict=True)}
+        for name, steps_taken in steps.items():
+            expected = new if "q_norm" in name or "k_norm" in name else old
+            assert steps_taken == expected, (policy, name)
+
+
+def test_learning_rates_follow_the_phases(run):
+    config, _ = run(trainer={"log_every": 1})
+    rates = [row["learning_rate"] / config.optimizer.lr for row in rows_of(config)]
+    assert rates[0] == pytest.approx(0.5)  # warm-up over two steps
+    assert rates[1] == pytest.approx(1.0)
+    assert rates[6] == pytest.approx(0.5)  # warm-up again after the drop
+    assert rates[7] == pytest.approx(1.0)
+    assert rates[-1] < rates[8]
+
+
+def test_only_chosen_layers_drop(run):
+    _, trained = run(drop={"layers": [-1]})
+    first, last = trained.model.layout.layers
+    assert first.spectra[0].rotates
+    assert not first.qk_norm
+    assert not last.spectra[0].rotates
+    assert last.qk_norm
+
+
+def test_matched_gain_is_the_rms_of_queries_and_keys(run, base):
+    """With matched gains the mean square of the normalised queries is that of the raw ones."""
+    from trainer.data.corpus import prepare_corpus
+    from trainer.recalibration.gain import match_gains
+    from trainer.training.run import effect_batch
+
+    config, trained = run(drop={"at": None}, model={"qk_norm": {"when": "always"}})
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    ids = effect_batch(config, corpus)["input_ids"]
+    model = trained.model
+    match_gains(model, ids)
+    for index, block in enumerate(model.layers):
+        x = model.embed_tokens(ids)
+        inputs = []
+        handle = block.self_attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        model.hidden_states(ids)
+        handle.remove()
+        for projection, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm")):
+            raw = getattr(block.self_attn, projection)(inputs[0]).double()
+            if index == 0:  # later layers see the change of the first
+                expected = raw.pow(2).mean().sqrt()
+                weight = getattr(block.self_attn, norm).weight
+                torch.testing.assert_close(
+                    weight.double(), expected.expand_as(weight), rtol=1e-4, atol=0
+                )
+        del x
+
+
+def test_control_branches_off_before_the_drop(run, base, tmp_path):
+    from trainer.data.corpus import prepare_corpus
+    from trainer.training.config import merged, parse_config
+    from trainer.training.run import train
+
+    main, _ = run()
+    changes = {"run_dir": str(tmp_path / "rope"), "drop": {"enabled": False}}
+    config = parse_config(merged(base, changes))
+    (tmp_path / "rope").mkdir()
+    branch = Path(main.run_dir) / "checkpoints" / BEFORE_DROP
+    control = train(config, prepare_corpus(config.data, config.tokenizer), branch)
+    assert control.model.layout.layers[0].spectra[0].rotates
+    # The same run from the beginning, without the drop, ends at the same weights.
+    whole, _ = run("whole", drop={"enabled": False})
+    for key in ("state_dict", "optimizer_states"):
+        left, right = flat(final_state(config)[key]), flat(final_state(whole)[key])
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            same = (
+                torch.equal(value, right[name]) if torch.is_tensor(value) else value == right[name]
+            )
+            assert same, name
+    assert rows_of(config) == rows_of(whole)
+
+
+def test_checkpoints_rotate(run):
+    config, _ = run(trainer={"keep_checkpoints": 2})
+    names = sorted(p.name for p in (Path(config.run_dir) / "checkpoints").iterdir())
+    assert names == [BEFORE_DROP, step_file(9), step_file(12)]
+
+
+def test_checkpoint_of_another_shape_is_refused(run):
+    from trainer.errors import UserError
+
+    run()
+    with pytest.raises(UserError, match=r"model\.hidden_size.*32.*64"):
+        run(model={"hidden_size": 64})
+
+
+def test_tensorboard_events_are_written(run):
+    pytest.importorskip("tensorboard")
+    config, _ = run(logger={"tensorboard": True})
+    assert list(Path(config.run_dir).rglob("events.out.tfevents*"))
+
+
+def test_wandb_runs_offline_without_a_key(run, monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config, _ = run(logger={"wandb": True})
+    (record,) = Path(config.run_dir).rglob("*.wandb")
+    assert record.stat().st_size > 0

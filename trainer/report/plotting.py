@@ -1,0 +1,229 @@
+"""How figures look: one palette, one way to lay out few or many series, one way to save.
+
+Up to ``OVERLAY`` series share one panel with the legend beside it. More than that become small
+multiples: each series in its own panel, over all others in grey, so that eighteen stay legible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from trainer.report.atomic import write_atomically
+
+OVERLAY = 8
+_WIDTH = 6.75  # inches, the text width of a two-column paper
+
+# Okabe and Ito's colours for all kinds of colour vision, without the yellow that fades on white.
+_COLOURS = ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7")
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
+_MARKERS = "osD^vPX<>*"
+_REFERENCE = "#707070"
+_REFERENCE_DASHES = (":", "-.")
+
+_RC = {
+    "font.family": "DejaVu Sans",  # ships with matplotlib, hence the same everywhere
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+    "figure.dpi": 100,
+    "savefig.dpi": 300,
+    "svg.fonttype": "path",  # looks the same without the font
+    "svg.hashsalt": "unrope",  # otherwise the identifiers in the file are random
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line: ``y`` over ``x`` with NaN where nothing was measured, optionally the 95% interval
+    (``low`` to ``high``) and the unsmoothed values (``raw``), each as long as ``x``. ``style``
+    numbers its look, the same number in every figure of a report."""
+
+    label: str
+    style: int
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    raw: Sequence[float] | None = None
+    marked: bool = True
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What surrounds the lines: axis labels, up to two horizontal reference lines named in the
+    legend, and ``prepare``, which sets scale, ticks and limits of every panel."""
+
+    x_label: str
+    y_label: str
+    prepare: Callable[[Axes], None]
+    vertical: tuple[float, str] | None = None  # where, and what is written above it
+    horizontal: tuple[tuple[float, str], ...] = ()
+
+
+def paper_style() -> AbstractContextManager[None]:
+    """A context in which figures are drawn; global settings are as before when it ends."""
+    return mpl.rc_context(_RC)
+
+
+def draw(series: Sequence[Series], frame: Frame) -> Figure:
+    """One panel, or small multiples when there are more than ``OVERLAY`` series."""
+    many = len(series) > OVERLAY
+    columns = min((4, 3), key=lambda count: -len(series) % count)  # the fuller last row
+    rows = math.ceil(len(series) / columns)
+    figure = Figure(figsize=(_WIDTH, 0.75 + 1.22 * rows if many else 3.1), layout="constrained")
+    FigureCanvasAgg(figure)
+    if many:
+        _small_multiples(figure, series, frame, (rows, columns))
+    else:
+        _overlay(figure, series, frame)
+    return figure
+
+
+def save(figure: Figure, stem: Path) -> Path:
+    """Write ``stem.png`` (300 dpi) and ``stem.svg``, without dates; return the latter's path."""
+    path = stem.with_suffix(".svg")
+    for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
+        buffer = BytesIO()
+        figure.savefig(buffer, format=suffix, metadata=metadata)
+        write_atomically(stem.with_suffix(f".{suffix}"), buffer.getvalue())
+    return path
+
+
+def _overlay(figure: Figure, series: Sequence[Series], frame: Frame) -> None:
+    axes = figure.add_subplot()
+    for item in series:
+        _draw_line(axes, item)
+    _finish(axes, frame, with_note=True)
+    axes.set_xlabel(frame.x_label)
+    axes.set_ylabel(frame.y_label)
+    # In the order of the right ends of the lines, as the eye meets them.
+    ranked = sorted(series, key=_last_value, reverse=True)
+    handles = [Line2D([], [], label=item.label, **_look(item)) for item in ranked]
+    figure.legend(
+        handles=[*handles, *_reference_handles(frame)],
+        loc="outside right center",
+        frameon=False,
+        handlelength=2.6,
+    )
+
+
+def _small_multiples(
+    figure: Figure, series: Sequence[Series], frame: Frame, shape: tuple[int, int]
+) -> None:
+    grid = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False)
+    panels = list(grid.flat)
+    for axes, item in zip(panels, series, strict=False):
+        for other in series:
+            axes.plot(other.x, other.y, color="#d0d0d0", linewidth=0.6, zorder=1)
+        _draw_line(axes, item)
+        _finish(axes, frame, with_note=False)
+        axes.set_title(item.label, color=_look(item)["color"], pad=3, fontsize=7.5)
+    for axes in panels[len(series) :]:
+        axes.remove()
+    # The panels above a gap in the last row carry the tick labels of their column.
+    for axes in panels[max(0, len(series) - shape[1]) : len(series)]:
+        axes.tick_params(labelbottom=True)
+    figure.supxlabel(frame.x_label, fontsize=8)
+    figure.supylabel(frame.y_label, fontsize=8)
+    figure.legend(
+        handles=_reference_handles(frame, with_vertical=True),
+        loc="outside upper center",
+        ncols=4,
+        frameon=False,
+    )
+
+
+def _draw_line(axes: Axes, item: Series) -> None:
+    look = _look(item)
+    if item.raw is not None:
+        axes.plot(item.x, item.raw, color=look["color"], alpha=0.3, linewidth=0.6, zorder=2)
+    if item.low is not None and item.high is not None:
+        below = [y - low for y, low in zip(item.y, item.low, strict=True)]
+        above = [high - y for y, high in zip(item.y, item.high, strict=True)]
+        axes.errorbar(
+            item.x,
+            item.y,
+            yerr=[below, above],
+            fmt="none",
+            ecolor=look["color"],
+            elinewidth=0.8,
+            capsize=1.5,
+            capthick=0.8,
+            zorder=2,
+        )
+    axes.plot(item.x, item.y, zorder=3, **look)
+
+
+def _finish(axes: Axes, frame: Frame, with_note: bool) -> None:
+    frame.prepare(axes)
+    for (height, _), dash in zip(frame.horizontal, _REFERENCE_DASHES, strict=False):
+        axes.axhline(height, color=_REFERENCE, linewidth=0.8, linestyle=dash, zorder=1)
+    if frame.vertical is None:
+        return
+    x, note = frame.vertical
+    axes.axvline(x, color=_REFERENCE, linewidth=0.8, linestyle="--", zorder=1)
+    if with_note:
+        # Above the axes, where it covers no data; it grows towards the wider side.
+        fraction = axes.transLimits.transform(axes.transScale.transform((x, 1)))[0]
+        align = "left" if fraction < 0.33 else "right" if fraction > 0.67 else "center"
+        axes.annotate(
+            note,
+            (x, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha=align,
+            va="bottom",
+            color=_REFERENCE,
+            fontsize=7.5,
+        )
+
+
+def _reference_handles(frame: Frame, with_vertical: bool = False) -> list[Line2D]:
+    style: dict[str, Any] = {"color": _REFERENCE, "linewidth": 0.8}
+    handles = [
+        Line2D([], [], linestyle=dash, label=text, **style)
+        for (_, text), dash in zip(frame.horizontal, _REFERENCE_DASHES, strict=False)
+    ]
+    if with_vertical and frame.vertical is not None:
+        handles.append(
+            Line2D([], [], linestyle="--", label=frame.vertical[1].replace("\n", ": "), **style)
+        )
+    return handles
+
+
+def _look(item: Series) -> dict[str, Any]:
+    colour = _COLOURS[item.style % len(_COLOURS)]
+    look = {"color": colour, "linestyle": _DASHES[item.style // len(_COLOURS) % len(_DASHES)]}
+    if item.marked:
+        look["marker"] = _MARKERS[item.style % len(_MARKERS)]
+    return look
+
+
+def _last_value(item: Series) -> float:
+    return next((y for y in reversed(item.y) if math.isfinite(y)), -math.inf)
