@@ -31,8 +31,8 @@ def attend(queries, keys, values, *, factor=1.0, bias=None, sees=None):
             + (bias(i, j) if bias else 0.0)
             for j in seen
         ]
-        mixture = zip(softmax(scores), (values[j] for j in seen), strict=True)
-        out.append([math.fsum(column) for column in zip(*([p * x for x in v] for p, v in mixture))])
+        mixture = list(zip(softmax(scores), (values[j] for j in seen), strict=True))
+        out.append([math.fsum(p * v[d] for p, v in mixture) for d in range(len(values[0]))])
     return out
 
 

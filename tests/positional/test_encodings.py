@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.errors import UserError
 from trainer.positional.encodings import ENCODINGS, load_plugins, make_spectrum
+import itertools
 
 
 def spectrum(name, head_dim=64, training_length=4096, **given):
@@ -106,7 +107,7 @@ def test_hope_spans_two_pi_to_the_training_length_on_half_of_the_channels():
     assert len(wavelengths) == 16
     assert wavelengths[0] == pytest.approx(2 * math.pi)
     assert wavelengths[-1] == pytest.approx(4096)
-    ratios = [b / a for a, b in zip(wavelengths, wavelengths[1:], strict=False)]
+    ratios = [b / a for a, b in itertools.pairwise(wavelengths)]
     assert ratios == pytest.approx([ratios[0]] * 15)
 
 

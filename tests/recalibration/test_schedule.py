@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -64,19 +65,19 @@ def test_rates_lie_between_zero_and_the_peak_and_reach_final_at_the_end(schedule
 @given(schedules, st.integers(60, 200))
 def test_after_the_warmup_the_rate_never_rises(schedule, length):
     rates = [schedule.factor(step, length) for step in range(schedule.warmup_steps, length + 10)]
-    assert all(b <= a + 1e-12 for a, b in zip(rates, rates[1:], strict=False))
+    assert all(b <= a + 1e-12 for a, b in pairwise(rates))
 
 
 @given(schedules, st.integers(60, 200))
 def test_neighbouring_steps_have_neighbouring_rates(schedule, length):
-    """No jump beyond the slope of the steepest part: warm-up, linear fall, or the cosine's middle."""
+    """No jump beyond the steepest slope: of the warm-up, the linear fall or the cosine."""
     steepest = max(
         1 / max(schedule.warmup_steps, 1) if schedule.warmup_steps else 0,
         math.pi / 2 / (length - schedule.warmup_steps),
         1 / max(round(length * schedule.decay_fraction) - 1, 1),
     )
     rates = [schedule.factor(step, length) for step in range(length)]
-    jumps = [abs(b - a) for a, b in zip(rates, rates[1:], strict=False)]
+    jumps = [abs(b - a) for a, b in pairwise(rates)]
     assert max(jumps) <= schedule.peak * steepest * (1 + 1e-9)
 
 

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.data.corpus import prepare_corpus
+from trainer.errors import UserError
+from trainer.recalibration.gain import match_gains
 from trainer.training.checkpoints import BEFORE_DROP, read_checkpoint, step_file
+from trainer.training.config import merged, parse_config
 from trainer.training.metrics_file import read_metrics
+from trainer.training.optimizers import make_optimizer
+from trainer.training.run import effect_batch, train
 
 
 def final_state(config):
@@ -96,8 +102,6 @@ def test_optimizer_policies_at_the_crossing(run):
         config, trained = run(policy, drop={"optimizer_state": policy})
         state = final_state(config)["optimizer_states"][0]["state"]
         groups = final_state(config)["optimizer_states"][0]["param_groups"]
-        from trainer.training.optimizers import make_optimizer
-
         order = [
             p
             for g in make_optimizer(trained.model, config.optimizer).param_groups
@@ -130,39 +134,22 @@ def test_only_chosen_layers_drop(run):
     assert last.qk_norm
 
 
-def test_matched_gain_is_the_rms_of_queries_and_keys(run, base):
-    """With matched gains the mean square of the normalised queries is that of the raw ones."""
-    from trainer.data.corpus import prepare_corpus
-    from trainer.recalibration.gain import match_gains
-    from trainer.training.run import effect_batch
-
+def test_matched_gain_is_the_rms_of_queries_and_keys(run):
     config, trained = run(drop={"at": None}, model={"qk_norm": {"when": "always"}})
     corpus = prepare_corpus(config.data, config.tokenizer)
     ids = effect_batch(config, corpus)["input_ids"]
-    model = trained.model
-    match_gains(model, ids)
-    for index, block in enumerate(model.layers):
-        x = model.embed_tokens(ids)
-        inputs = []
-        handle = block.self_attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-        model.hidden_states(ids)
-        handle.remove()
-        for projection, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm")):
-            raw = getattr(block.self_attn, projection)(inputs[0]).double()
-            if index == 0:  # later layers see the change of the first
-                expected = raw.pow(2).mean().sqrt()
-                weight = getattr(block.self_attn, norm).weight
-                torch.testing.assert_close(
-                    weight.double(), expected.expand_as(weight), rtol=1e-4, atol=0
-                )
-        del x
+    first = trained.model.layers[0]
+    match_gains(trained.model, ids)
+    inputs = first.input_layernorm(trained.model.embed_tokens(ids))
+    for projection, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm")):
+        raw = getattr(first.self_attn, projection)(inputs).double()
+        weight = getattr(first.self_attn, norm).weight.double()
+        torch.testing.assert_close(
+            weight, raw.pow(2).mean().sqrt().expand_as(weight), rtol=1e-4, atol=0
+        )
 
 
 def test_control_branches_off_before_the_drop(run, base, tmp_path):
-    from trainer.data.corpus import prepare_corpus
-    from trainer.training.config import merged, parse_config
-    from trainer.training.run import train
-
     main, _ = run()
     changes = {"run_dir": str(tmp_path / "rope"), "drop": {"enabled": False}}
     config = parse_config(merged(base, changes))
@@ -190,8 +177,6 @@ def test_checkpoints_rotate(run):
 
 
 def test_checkpoint_of_another_shape_is_refused(run):
-    from trainer.errors import UserError
-
     run()
     with pytest.raises(UserError, match=r"model\.hidden_size.*32.*64"):
         run(model={"hidden_size": 64})

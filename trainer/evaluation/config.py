@@ -14,8 +14,8 @@ class EvaluationConfig:
 
     ``lengths``: multiples of the training length. ``trials``: retrieval trials a length, the same
     for every method; 0 leaves retrieval out. ``needles``: statements in each trial.
-    ``loss_windows``: held-out windows a length. ``rescalings``: methods tried on models that rotate.
-    ``temperature_grid``: coefficients c of 1 + c ln s tried on models without rotation, on
+    ``loss_windows``: held-out windows a length. ``rescalings``: methods tried on models that
+    rotate. ``temperature_grid``: coefficients c of 1 + c ln s tried on models without rotation, on
     validation text; empty leaves them out. ``fit_windows``: validation sequences a length for that.
     ``batch_tokens``: tokens in one forward pass. ``enabled``: whether a training run ends with an
     evaluation.

@@ -50,9 +50,9 @@ class DropConfig:
         if step is not None and not 0 < step < max_steps:
             key = "at" if self.at_tokens is None else "at_tokens"
             found.append(
-                f"drop.{key}: {getattr(self, key)} is step {step}, but the run has steps 1 to {max_steps - 1} "
-                f"to drop at (trainer.max_steps is {max_steps}); give such a step, a fraction "
-                "between 0 and 1, or null for no drop."
+                f"drop.{key}: {getattr(self, key)} is step {step}, but the run has steps 1 to "
+                f"{max_steps - 1} to drop at (trainer.max_steps is {max_steps}); give such a step, "
+                "a fraction between 0 and 1, or null for no drop."
             )
         found += [
             f"drop.layers: layer {i} does not exist in a model of {num_layers} layers."
