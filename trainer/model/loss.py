@@ -12,12 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = 32 * 2**20
+from trainer.model.attention import product
+
+# A C allocator hands blocks of more than 32 MiB back to the system, and the page faults of getting
+# them again cost more than the softmax.
+CHUNK_BYTES = 16 * 2**20
+# With fewer tokens a chunk, adding to the head's gradient costs more than the products.
+MIN_TOKENS = 128
+# Rows of the head's gradient that are computed and added at once.
+ROWS = 8192
 
 
 def chunk_size(vocab_size: int) -> int:
-    """Tokens whose float32 logits fill about 32 MiB."""
-    return max(16, CHUNK_BYTES // (4 * vocab_size))
+    """Tokens whose float32 logits fill about 16 MiB, and at least 128."""
+    return max(MIN_TOKENS, CHUNK_BYTES // (4 * vocab_size))
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -41,33 +49,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], size):
             part = slice(start, start + size)
             x, y, w = hidden[part].to(dtype), targets[part], weights[part]
-            logits = (x @ head.T).float()
-            log_z = logits.logsumexp(dim=-1, keepdim=True)
+            logits = product(x, head).float()
+            top = logits.amax(dim=-1, keepdim=True)
             picked = logits.gather(-1, y[:, None])
+            # One pass in the logits' memory; the likeliest token's probability gives log_z back.
+            grad = torch.softmax(logits, dim=-1, out=logits)
+            log_z = top - grad.amax(dim=-1, keepdim=True).log()
             total += (w[:, None] * (log_z - picked + z_loss * log_z.square())).sum()
             if grad_hidden is None or grad_weight is None:
                 continue
-            # d/dlogits = w * (softmax * (1 + 2 z log_z) - onehot), built in the logits' memory.
-            grad = logits.sub_(log_z).exp_()
+            # d/dlogits = w * (softmax * (1 + 2 z log_z) - onehot)
             grad *= w[:, None] * (1 + 2 * z_loss * log_z) if z_loss else w[:, None]
             grad.scatter_add_(-1, y[:, None], -w[:, None])
             grad = grad.to(dtype)
-            grad_hidden[part] = grad @ head
-            if dtype == torch.float32:
-                grad_weight.addmm_(grad.T, x)
-            else:
-                grad_weight += grad.T @ x
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            grad_hidden[part] = product(grad, head.T)
+            for rows in range(0, weight.shape[0], ROWS):
+                grad_weight[rows : rows + ROWS] += product(grad.T[rows : rows + ROWS], x.T)
+        ctx.gradients = grad_hidden, grad_weight
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
-        grad_hidden, grad_weight = ctx.saved_tensors
+        if ctx.gradients is None:
+            raise RuntimeError("linear_cross_entropy: backward ran twice; call the loss again.")
+        grad_hidden, grad_weight = ctx.gradients
+        ctx.gradients = None  # scaled in place, so there is no second time
         return (
-            grad_hidden * scale.to(grad_hidden.dtype),
-            (grad_weight * scale).to(ctx.weight_dtype),
+            grad_hidden.mul_(scale),
+            grad_weight.mul_(scale).to(ctx.weight_dtype),
             None,
             None,
             None,
@@ -106,7 +117,7 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     flat, y = hidden.flatten(0, -2), targets.flatten()
     head = weight.to(_compute_dtype(hidden))
     losses = [
-        F.cross_entropy((x.to(head.dtype) @ head.T).float(), t, reduction="none")
+        F.cross_entropy(product(x.to(head.dtype), head).float(), t, reduction="none")
         for x, t in zip(
             flat.split(chunk_size(weight.shape[0])),
             y.split(chunk_size(weight.shape[0])),

@@ -63,7 +63,6 @@ def write_html(report: Report, figures: Mapping[str, Path], path: Path) -> None:
         "factor": factor_label,
         "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
         "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
-        "words": lambda key: str(key).replace("_", " "),
     }
     text = page.get_template("report.html.j2").render(
         report=report,

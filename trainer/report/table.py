@@ -14,7 +14,7 @@ WIDTH = 100
 _LENGTHS_PER_TABLE = 4  # as many as fit into WIDTH beside a method's name
 _CELL = len("100.0 ±10.5 10.53")
 _LEGEND = (
-    "Each cell: retrieval in %, ± half of its 95% Wilson interval, then held-out text loss in "
+    "Each cell: retrieval in %, ± half of its 95% Wilson interval, then held-out text loss in\n"
     "nats per token. Bold: the highest retrieval at a length. · not measured."
 )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,10 @@ def open_run_directory(config: RunConfig) -> Path:
     """Make or reopen the directory of a run, and write its ``config.yaml``.
 
     Raises:
-        UserError: it cannot be written, is no run directory, or holds another run.
+        UserError: it is no run directory, or holds another run.
     """
     directory = Path(config.run_dir)
     record = directory / "config.yaml"
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"run_dir: {config.run_dir!r} is a file; give the name of a directory.")
     if config.overwrite and record.exists():
         shutil.rmtree(directory)
     if directory.is_dir() and any(directory.iterdir()) and not record.exists():
@@ -61,15 +59,10 @@ def open_run_directory(config: RunConfig) -> Path:
                 ),
                 "Choose another name=, or overwrite=true to start again.",
             )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        temporary = record.with_suffix(".yaml.partial")
-        temporary.write_text(yaml.safe_dump(plain(config), sort_keys=False), encoding="utf-8")
-        temporary.replace(record)
-    except OSError as error:
-        raise UserError(
-            f"run_dir: {config.run_dir!r} cannot be written ({error.strerror})."
-        ) from error
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = record.with_suffix(".yaml.partial")
+    temporary.write_text(yaml.safe_dump(plain(config), sort_keys=False), encoding="utf-8")
+    temporary.replace(record)
     return directory
 
 
@@ -91,13 +84,17 @@ def differences(
 
 
 def writable_problem(run_dir: str) -> str | None:
-    """Why a run directory cannot be made, or None; creates nothing."""
+    """Why a run directory cannot be made, or None; leaves nothing behind."""
     place = Path(run_dir)
-    while not place.exists() and place != place.parent:
+    if place.exists() and not place.is_dir():
+        return f"run_dir: {run_dir!r} is a file; give the name of a directory."
+    while not place.is_dir():
         place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        return f"run_dir: {run_dir!r} cannot be written: no permission to create files there."
-    return None
+    try:
+        with tempfile.TemporaryDirectory(dir=place):
+            return None
+    except OSError as error:
+        return f"run_dir: {run_dir!r} cannot be written ({error.strerror})."
 
 
 def log_to_file(directory: Path) -> None:

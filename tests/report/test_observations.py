@@ -1,0 +1,220 @@
+"""Every claim is judged from the numbers: shown, not shown, or not judged."""
+
+import pytest
+
+from tests.report.examples import cells
+from trainer.report.comparison import certainly_exceeds
+from trainer.report.observations import ROLES, observe
+from trainer.report.results import Arm, Cell, Drop, wilson_interval
+
+GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 60, 55), (100, 60, 20, 10)
+ASTRAY = (30, 20, 15, 10)  # never learned the task
+
+
+def judge(claim, roles, **others):
+    """The verdict and evidence of the one observation whose claim contains ``claim``.
+
+    ``roles``: role to rates, or to (rates, losses).
+    """
+    table = []
+    for role, numbers in roles.items():
+        rates, losses = numbers if isinstance(numbers[0], tuple) else (numbers, (4.0,) * 4)
+        table += cells(ROLES[role], rates, losses)
+    found = [
+        o
+        for o in observe(table, {role: ROLES[role] for role in roles}, **others)
+        if claim in o.claim
+    ]
+    assert len(found) == 1, [o.claim for o in found]
+    return found[0].shown, found[0].evidence
+
+
+def losses(*values):
+    return GOOD, values
+
+
+BOTH_WAYS = [
+    ("RoPE loses more than half", {"rope": BAD}, {"rope": HALF}),
+    ("HalfRoPE loses more than half", {"half_rope": BAD}, {"half_rope": GOOD}),
+    ("RoPE's text loss rises", {"rope": losses(4, 5, 7, 9)}, {"rope": losses(4, 4, 4, 4.1)}),
+    (
+        "YaRN retrieves at least twice",
+        {"rope": BAD, "rope_yarn": GOOD},
+        {"rope": HALF, "rope_yarn": GOOD},
+    ),
+    (
+        "YaRN keeps its text loss",
+        {"rope_yarn": (BAD, (4, 4, 4, 4.1))},
+        {"rope_yarn": (BAD, (4, 5, 6, 7))},
+    ),
+    ("NoPE from scratch ends behind", {"rope": GOOD, "nope": ASTRAY}, {"rope": GOOD, "nope": GOOD}),
+    (
+        "NoPE from scratch ends behind",
+        {"rope": losses(4, 4, 4, 4), "nope": losses(4.2, 4, 4, 4)},
+        {"rope": losses(4, 4, 4, 4), "nope": losses(4.01, 4, 4, 4)},
+    ),
+    ("DroPE keeps", {"rope": BAD, "drope": GOOD}, {"rope": BAD, "drope": (90, 80, 70, 60)}),
+    (
+        "matches RoPE's",
+        {"rope": losses(4, 4, 4, 4), "drope": losses(4.03, 4, 4, 4)},
+        {"rope": losses(4, 4, 4, 4), "drope": losses(4.3, 4, 4, 4)},
+    ),
+    (
+        "no worse than that of NoPE",
+        {"nope": losses(4, 4, 4, 4), "drope": losses(4.07, 4, 4, 4)},
+        {"nope": losses(4, 4, 4, 4), "drope": losses(4.3, 4, 4, 4)},
+    ),
+    (
+        "DroPE retrieves at least twice",
+        {"rope": BAD, "drope": GOOD},
+        {"rope": (100, 90, 60, 10), "drope": GOOD},  # at 8 times, not at 4 times
+    ),
+    *(
+        (
+            f"DroPE retrieves more than {ROLES[rival]}",
+            {rival: HALF, "drope": GOOD} | base,
+            {rival: GOOD, "drope": HALF} | base,
+        )
+        for rival, base in (
+            ("rope_pi", {"rope": BAD}),
+            ("rope_ntk", {"rope": BAD}),
+            ("rope_yarn", {"rope": BAD}),
+            ("alibi", {}),
+            ("nope", {}),
+            ("rnope_swa", {}),
+        )
+    ),
+    (
+        "temperature helps DroPE",
+        {"drope": HALF, "drope_temperature": GOOD},
+        {"drope": GOOD, "drope_temperature": HALF},
+    ),
+    (
+        "temperature helps RoPE-ID",
+        {"rope_id": HALF, "rope_id_temperature": GOOD},
+        {"rope_id": GOOD, "rope_id_temperature": HALF},
+    ),
+    ("RoPE-ID keeps", {"rope_id": GOOD}, {"rope_id": HALF}),
+    (
+        "RoPE-ID retrieves at least twice",
+        {"rope": BAD, "rope_id": GOOD},
+        {"rope": HALF, "rope_id": GOOD},
+    ),
+    (
+        "High-frequency RoPE retrieves less",
+        {"rope": BAD, "high_frequency": ASTRAY},
+        {"rope": BAD, "high_frequency": GOOD},
+    ),
+]
+
+
+@pytest.mark.parametrize(("claim", "for_it", "against_it"), BOTH_WAYS)
+def test_the_numbers_decide(claim, for_it, against_it):
+    assert judge(claim, for_it)[0] is True
+    assert judge(claim, against_it)[0] is False
+
+
+@pytest.mark.parametrize(
+    ("claim", "roles"),
+    [
+        ("RoPE loses more than half", {"rope": ASTRAY}),
+        ("DroPE keeps", {"rope": ASTRAY, "drope": GOOD}),
+        ("DroPE retrieves at least twice", {"rope": BAD, "drope": ASTRAY}),
+        ("DroPE retrieves more than ALiBi", {"alibi": ASTRAY, "drope": GOOD}),
+        ("RoPE-ID keeps", {"rope_id": ASTRAY}),
+        ("High-frequency RoPE retrieves less", {"rope": ASTRAY, "high_frequency": BAD}),
+    ],
+)
+def test_the_reach_of_a_model_that_did_not_learn_the_task_is_not_judged(claim, roles):
+    shown, evidence = judge(claim, roles)
+    assert shown is None
+    assert "has not learned the task" in evidence
+    assert "30.1% (24.8–36.0)" in evidence  # 77 of 256
+
+
+def test_overlapping_intervals_are_not_taken_for_a_lead():
+    roles = {"drope": (100, 99, 98, 97), "alibi": (100, 99, 97, 95)}
+    shown, evidence = judge("DroPE retrieves more than ALiBi", roles)
+    assert shown is False
+    assert evidence.endswith("their 95% intervals leave it open.")
+
+
+def test_evidence_gives_both_rates_with_intervals():
+    _, evidence = judge("RoPE loses more than half", {"rope": BAD})
+    low, high = wilson_interval(26, 256)
+    assert f"RoPE 10.2% ({100 * low:.1f}–{100 * high:.1f}) at 512" in evidence
+    assert "100.0% (98.5–100.0) at 64 tokens" in evidence
+
+
+def test_drope_competes_with_its_temperature_where_it_has_one():
+    roles = {"drope": HALF, "drope_temperature": GOOD, "alibi": HALF}
+    shown, evidence = judge("DroPE retrieves more than ALiBi", roles)
+    assert shown is True
+    assert "DroPE with a temperature" in evidence
+
+
+def test_extensions_not_measured_at_the_training_length_are_what_they_extend():
+    roles = {"rope": BAD, "drope": GOOD, "rope_pi": (None, 50, 50, 50)}
+    assert judge("DroPE retrieves more than PI", roles)[0] is True
+
+
+def test_a_fitted_coefficient_is_named():
+    roles = {"drope": HALF, "drope_temperature": GOOD}
+    name = ROLES["drope_temperature"]
+    assert "c = 0.412" in judge("temperature helps", roles, temperature={name: 0.412})[1]
+
+
+@pytest.mark.parametrize(
+    ("drop", "shown", "said"),
+    [
+        (Drop(800, 4.0, 6.0, 4.05), True, "98% of the rise is won back"),
+        (Drop(800, 4.0, 6.0, 4.4), False, "80% of the rise is won back"),
+        (Drop(800, 4.0, 3.9, 3.8), None, "does not rise"),
+        (Drop(800, 4.0, 6.0, None), None, "missing"),
+    ],
+)
+def test_recalibration_is_measured_by_the_rise_it_wins_back(drop, shown, said):
+    (observation,) = observe((), {}, drop=drop)
+    assert observation.shown is shown
+    assert said in observation.evidence
+
+
+@pytest.mark.parametrize(("slow", "shown"), [(5.0, True), (4.0, False)])
+def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
+    arms = {
+        "rope": Arm("RoPE", "rope", 1, 2, 3, None, ((1, 5.0), (2, 3.0), (3, None), (4, 99.0))),
+        "nope": Arm("NoPE", "nope", 1, 2, 3, None, ((1, slow), (2, slow), (3, 99.0))),
+    }
+    (observation,) = observe((), {}, arms=arms)
+    assert observation.shown is shown
+    assert f"NoPE is {slow:.3f}, that of RoPE 4.000" in observation.evidence
+
+
+def test_claims_about_absent_methods_are_left_out():
+    assert observe((), {}) == ()
+    claims = [o.claim for o in observe(cells("ALiBi", GOOD), {"alibi": "ALiBi"})]
+    assert claims == []
+    claims = [o.claim for o in observe(cells("RoPE", GOOD), {"rope": "RoPE"})]
+    assert all(claim.startswith("RoPE") for claim in claims)
+
+
+def test_a_run_without_retrieval_is_judged_by_its_losses():
+    none = (None,) * 4
+    shown, _ = judge("matches RoPE's", {"rope": (none, (4,) * 4), "drope": (none, (4,) * 4)})
+    assert shown is True
+
+
+def test_an_unknown_role_is_a_mistake_of_the_caller():
+    with pytest.raises(ValueError, match="Did you mean 'drope'"):
+        observe((), {"dropee": "DroPE"})
+
+
+def test_exceeding_takes_the_intervals_of_both_sides():
+    def cell(rate, trials):
+        return Cell("m", 64, 1.0, rate, wilson_interval(round(rate * trials), trials))
+
+    assert not certainly_exceeds(cell(0.6, 50), cell(0.5, 50), 1)
+    assert certainly_exceeds(cell(0.6, 5000), cell(0.5, 5000), 1)
+    assert not certainly_exceeds(cell(0.6, 5000), cell(0.5, 20), 1)
+    assert not certainly_exceeds(cell(0.0, 100), cell(0.0, 100), 2)
+    assert certainly_exceeds(Cell("m", 64, 1.0, 0.6), Cell("m", 64, 1.0, 0.5), 1)

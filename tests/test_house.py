@@ -1,0 +1,58 @@
+"""The structure of the package: imports run downwards, and two rooms keep their libraries."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_imports_run_downwards_only():
+    result = subprocess.run(
+        [str(Path(sys.executable).with_name("lint-imports"))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("room", ["positional", "model", "data", "recalibration", "report"])
+def test_rooms_import_without_the_training_stack(room):
+    """Each room can be used on its own."""
+    modules = [
+        f"trainer.{room}.{path.stem}"
+        for path in (ROOT / "trainer" / room).glob("*.py")
+        if path.stem != "__init__"
+    ]
+    code = f"import sys, {', '.join(modules)}; sys.exit('lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_every_dependency_is_used_and_every_import_is_a_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    names = {"hydra": "hydra-core", "yaml": "pyyaml", "flash_attn": "flash-attn"}
+    imported = set()
+    for path in (ROOT / "trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.split(".")[0])
+    third_party = {
+        names.get(name, name)
+        for name in imported - set(sys.stdlib_module_names) - {"trainer", "omegaconf"}
+    }
+    declared = {
+        requirement.split(">")[0].split("=")[0]
+        for requirement in [*project["dependencies"], *extras["flash"]]
+    }
+    assert third_party == declared - {"wandb"}  # wandb is imported by Lightning's logger
