@@ -1,5 +1,6 @@
 """Every encoding against its paper or transformers; wrong settings against their messages."""
 
+import itertools
 import math
 import re
 
@@ -14,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.errors import UserError
 from trainer.positional.encodings import ENCODINGS, load_plugins, make_spectrum
-import itertools
 
 
 def spectrum(name, head_dim=64, training_length=4096, **given):
@@ -176,8 +176,13 @@ def registry():
 def test_a_plugin_adds_an_encoding(tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
         "from trainer.positional.encodings import encoding\n"
         "from trainer.positional.spectrum import Spectrum\n"
+        "@dataclass\n"
+        "class Anything:\n"
+        "    number: int = 1\n"
         "@encoding\n"
         "def constant(head_dim, training_length, *, frequency=0.5):\n"
         "    return Spectrum(training_length, (frequency,) * (head_dim // 2))\n"

@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.rescaling import RESCALINGS, ntk_aware, position_interpolation, yarn
+from trainer.positional.spectrum import Spectrum
 
 C = 2048
 cases = pytest.mark.parametrize(
@@ -118,6 +119,12 @@ def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
             assert g == f
         if n < 0.8:
             assert g == pytest.approx(f / s, rel=1e-12)
+
+
+def test_yarn_leaves_a_spectrum_of_one_speed_alone():
+    """Its ramp goes from fast pairs to slow ones, and there are none."""
+    for inv_freq in [(0.5,), (0.5, 0.5), (0.5, 0.0)]:
+        assert yarn(Spectrum(C, inv_freq), 4.0) == Spectrum(C, inv_freq)
 
 
 def test_pi_at_a_longer_length_has_the_angles_of_the_training_length():

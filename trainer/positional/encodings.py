@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,13 @@ def load_plugins(paths: list[str]) -> None:
     for path in paths:
         if not Path(path).is_file():
             raise UserError(f"plugins: there is no file {path!r}.")
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        spec = importlib.util.spec_from_file_location(f"unrope_plugin_{Path(path).stem}", path)
         if spec is None or spec.loader is None:
             raise UserError(f"plugins: {path!r} is not a Python file (expected a name in .py).")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses look for the module of a class
         try:
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+            spec.loader.exec_module(module)
         except Exception as error:
             raise UserError(f"plugins: {path!r} failed to import: {error!r}.") from error
 

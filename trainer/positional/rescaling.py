@@ -45,7 +45,7 @@ def yarn(
     logits are multiplied by (0.1 ln s + 1)^2.
     """
     moving = [f for f in spectrum.inv_freq if f > 0]
-    if factor == 1 or len(moving) < 2:
+    if factor == 1 or len(set(moving)) < 2:
         return spectrum
     # Where on the (fractional) index axis a pair turns `turns` times within C.
     step = math.log(moving[0] / moving[-1]) / (len(moving) - 1)

@@ -12,6 +12,7 @@ import torch
 
 import trainer
 from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.data.needles import NAMES, WORDS
 from trainer.errors import UserError
 from trainer.evaluation.table import Measurements, Subject, evaluate
 from trainer.report.figures import write_figures
@@ -103,7 +104,7 @@ def make_report(
     )
     return Report(
         name=config.name,
-        config=plain(config),
+        config=without_home(plain(config)),
         environment=environment(corpus),
         arms=arms,
         drop=drop,
@@ -184,8 +185,6 @@ def _median_rate(run_dir: Path) -> float:
 
 def describe_task(config: RunConfig) -> dict[str, Any]:
     """What the retrieval trials are, for the report's text."""
-    from trainer.data.needles import NAMES, WORDS
-
     share = config.data.needles.share
     return {
         "n_trials": config.evaluation.trials if share else 0,
@@ -195,6 +194,15 @@ def describe_task(config: RunConfig) -> dict[str, Any]:
         "training_needles": bool(share),
         "training_share": share,
     }
+
+
+def without_home(value: Any) -> Any:
+    """Plain values with ``~`` for the user's home directory, so that reports can be shared."""
+    if isinstance(value, dict):
+        return {key: without_home(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_home(item) for item in value]
+    return value.replace(str(Path.home()), "~") if isinstance(value, str) else value
 
 
 def environment(corpus: Corpus) -> dict[str, Any]:
