@@ -1,0 +1,73 @@
+"""Every command that the README and the documentation show runs, on a small budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TRAIN = [
+    "trainer.max_steps=8", "trainer.batch_size=4", "trainer.micro_batch_size=2",
+    "trainer.threads=1", "drop.effect_sequences=2", "evaluation.trials=4",
+    "evaluation.loss_windows=2", "evaluation.fit_windows=1", "evaluation.temperature_grid=[0.0,0.1]",
+]  # fmt: skip
+EVALUATE = ["evaluation.trials=4", "evaluation.loss_windows=2", "evaluation.fit_windows=1"]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words behind ``python -m trainer`` of every command line in the page's sh blocks."""
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [
+        shlex.split(part)[3:]
+        for line in lines
+        for part in line.split("&&")
+        if part.strip().startswith("python -m trainer")
+    ]
+
+
+def small(words: list[str]) -> list[str]:
+    if "evaluate" in words:
+        return [*words, *EVALUATE]
+    return words if any(word.startswith("--") for word in words) else [*words, *TRAIN]
+
+
+def test_every_page_shows_commands():
+    assert all(commands(page) for page in PAGES)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with the run that some commands refer to."""
+    directory = tmp_path_factory.mktemp("reader")
+    texts = (json.dumps({"text": f"Text number {i} of one's own. " * 100}) for i in range(2000))
+    (directory / "my_text.jsonl").write_text("\n".join(texts))
+    run(directory, ["+experiment=drope_demo"])
+    return directory
+
+
+def run(directory: Path, words: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "trainer", *small(words)],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"},
+    )
+    assert result.returncode == 0, f"{words}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_the_page_run(page, place):
+    for words in commands(page):
+        run(place, words)
