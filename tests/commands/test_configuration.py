@@ -87,6 +87,7 @@ def test_every_yaml_key_is_in_its_schema_and_every_schema_key_in_the_yaml():
         (["trainer.micro_batch_size=5"], "5 does not divide trainer.batch_size 32"),
         (["schedule.final=2"], "schedule.final: expected a fraction"),
         (["model.qk_norm.when=after_drop"], "but there is no drop"),
+        (["model.attention_backend=flash"], "'flash' computes in 16 bits only"),
         (["evaluation.rescalings=[yarm]"], "unknown method 'yarm'. Did you mean 'yarn'?"),
         (["evaluation.lengths=[0]"], "evaluation.lengths: expected multiples"),
         (["plugins=[nowhere.py]"], "plugins: there is no file 'nowhere.py'"),
@@ -115,6 +116,6 @@ def test_overrides_reach_the_configuration():
             "positional.encodings.rope.base=99",
         ]
     )
-    assert (config.seed, config.trainer.max_steps, config.drop_step) == (3, 50, 42)
+    assert (config.seed, config.trainer.max_steps, config.drop_step) == (3, 50, 40)
     assert config.positional.encodings["rope"]["base"] == 99
     assert config.run_dir == "runs/drope_demo"

@@ -22,7 +22,10 @@ MISTAKES = {
     "missing text file": (["data=files", "data.files=[none.txt]"], "there is no file 'none.txt'"),
     "negative length": (["data.sequence_length=-1"], "data.sequence_length"),
     "window beyond the context": (["positional=alibi", "positional.windows=[99]"], "window of 99"),
-    "flash without the package": (["model.attention_backend=flash"], "flash-attn package"),
+    "flash without the package": (
+        ["model.attention_backend=flash", "trainer.precision=bf16"],
+        "flash-attn package",
+    ),
     "flex without a GPU": (["model.attention_backend=flex"], "needs a GPU"),
     "no GPU": (["trainer.accelerator=gpu"], "torch sees no GPU"),
     "missing tokenizer": (["tokenizer.path=none.json"], "there is no file 'none.json'"),

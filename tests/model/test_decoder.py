@@ -1,5 +1,7 @@
 """The decoder's logits are those of the published architectures with the same weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch.func import functional_call
 
 from trainer.model.config import QKNormConfig
 from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
 from trainer.recalibration.drop import drop
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -211,3 +214,15 @@ def test_a_layout_of_another_depth_is_refused(tiny_decoder):
     deeper = tiny_decoder(model={"num_hidden_layers": 3})
     with pytest.raises(ValueError, match="layout has 3 layers, the model 2"):
         Decoder(model.config, deeper.layout)
+
+
+def test_layout_of_another_shape_is_refused(tiny_decoder):
+    decoder = tiny_decoder()
+    layers = decoder.layout.layers
+    for wrong, said in (
+        (layers[:1], "1 layers, the model 2"),
+        (tuple(replace(layer, spectra=layer.spectra[:1]) for layer in layers), "key-value heads"),
+        (tuple(replace(layer, qk_norm=True) for layer in layers), "QK-norm"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            decoder.layout = Layout(wrong)

@@ -18,10 +18,9 @@ Values = dict[str, Any]
 
 
 def config_directory() -> Path:
-    """``conf/`` of the checkout, or its copy inside the installed package."""
+    """``conf/``: inside the package where it is installed, beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
-    checkout = package.parent / "conf"
-    return checkout if (checkout / "config.yaml").is_file() else package / "conf"
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 def options(group: str) -> list[str]:

@@ -198,13 +198,14 @@ def backend_problem(name: str, accelerator: str) -> str | None:
     return None
 
 
-def choose_backend(name: str, accelerator: str, masked: bool) -> str:
+def choose_backend(name: str, accelerator: str, masked: bool, half: bool = True) -> str:
     """The backend that ``auto`` stands for: flash on a GPU that has it, else flex for masks, sdpa.
 
     Args:
         name: as configured.
         accelerator: "cpu" or "cuda".
         masked: whether any layer has a window, document mask or ALiBi.
+        half: whether attention computes in 16 bits, the only precision of flash-attn.
 
     Raises:
         UserError: the backend asked for cannot run here.
@@ -215,6 +216,6 @@ def choose_backend(name: str, accelerator: str, masked: bool) -> str:
         return name
     if accelerator != "cuda":
         return "sdpa"
-    if importlib.util.find_spec("flash_attn") is not None:
+    if half and importlib.util.find_spec("flash_attn") is not None:
         return "flash"
     return "flex" if masked else "sdpa"

@@ -71,10 +71,6 @@ class Decoder(nn.Module):
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("config.vocab_size must be known when a decoder is built")
-        if len(layout.layers) != config.num_hidden_layers:
-            raise ValueError(
-                f"layout has {len(layout.layers)} layers, the model {config.num_hidden_layers}"
-            )
         self.config = config
         self.layout = layout
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -84,6 +80,30 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.reset_parameters()
+
+    @property
+    def layout(self) -> Layout:
+        """The positional encoding as it is now.
+
+        Raises:
+            ValueError: on assignment of a layout for another shape, or with norms on that the model
+                does not have.
+        """
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: Layout) -> None:
+        depth, heads = self.config.num_hidden_layers, self.config.num_key_value_heads
+        if len(layout.layers) != depth:
+            raise ValueError(f"the layout has {len(layout.layers)} layers, the model {depth}")
+        for layer in layout.layers:
+            if len(layer.spectra) != heads:
+                raise ValueError(
+                    f"the layout has {len(layer.spectra)} key-value heads, the model {heads}"
+                )
+            if layer.qk_norm and self.config.qk_norm.when == "never":
+                raise ValueError("the layout turns QK-norm on, but the model has none")
+        self._layout = layout
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -107,16 +127,19 @@ class Decoder(nn.Module):
                 if module.bias is not None:
                     module.bias.zero_()
 
-    def use_backend(self, name: str) -> str:
+    def use_backend(self, name: str, *, documents: bool = False, half: bool = True) -> str:
         """Choose the attention backend for the device the weights are on; returns its name.
+
+        ``documents``: whether batches will carry document masks; ``half``: whether attention will
+        compute in 16 bits.
 
         Raises:
             UserError: the backend cannot run here.
         """
-        masked = any(
+        masked = documents or any(
             layer.window or any(s.alibi for s in layer.spectra) for layer in self.layout.layers
         )
-        chosen = choose_backend(name, self.norm.weight.device.type, masked)
+        chosen = choose_backend(name, self.norm.weight.device.type, masked, half)
         for block in self.layers:
             block.self_attn.attend = BACKENDS[chosen]
         return chosen

@@ -189,6 +189,11 @@ class RunConfig:
         if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
             near = did_you_mean(self.drop.to, ENCODINGS)
             found.append(f"drop.to: unknown encoding {self.drop.to!r}.{near}")
+        if self.model.attention_backend == "flash" and self.trainer.precision == "fp32":
+            found.append(
+                "model.attention_backend: 'flash' computes in 16 bits only; set "
+                "trainer.precision=bf16, or choose 'auto' or 'sdpa'."
+            )
         no_drop = self.drop.at is None and self.drop.at_tokens is None
         if self.model.qk_norm.when == "after_drop" and no_drop:
             found.append(

@@ -100,7 +100,11 @@ def train(config: RunConfig, corpus: Corpus, branch: Path | None = None) -> Trai
         trainer = make_trainer(
             config, [metrics_file, *other_loggers(config)], [drop, metrics, checkpointing]
         )
-        backend = model.to(trainer.strategy.root_device).use_backend(config.model.attention_backend)
+        backend = model.to(trainer.strategy.root_device).use_backend(
+            config.model.attention_backend,
+            documents=config.data.document_mask,
+            half=config.trainer.precision == "bf16",
+        )
         log.info(
             "%s: %s parameters, attention backend %s",
             title(config),
