@@ -17,7 +17,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TRAIN = [
     "trainer.max_steps=8", "trainer.batch_size=4", "trainer.micro_batch_size=2",
     "trainer.threads=1", "drop.effect_sequences=2", "evaluation.trials=4",
-    "evaluation.loss_windows=2", "evaluation.fit_windows=1", "evaluation.temperature_grid=[0.0,0.1]",
+    "evaluation.loss_windows=2", "evaluation.fit_windows=1",
+    "evaluation.temperature_grid=[0.0,0.1]",
 ]  # fmt: skip
 EVALUATE = ["evaluation.trials=4", "evaluation.loss_windows=2", "evaluation.fit_windows=1"]
 

@@ -178,3 +178,13 @@ def test_a_second_backward_is_refused():
     value.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward ran twice"):
         value.backward()
+
+
+def test_batch_without_weight_has_no_loss_and_no_gradient():
+    hidden = torch.randn(6, 8, requires_grad=True)
+    head = torch.randn(11, 8, requires_grad=True)
+    loss = linear_cross_entropy(hidden, head, torch.arange(6), torch.zeros(6))
+    loss.backward()
+    assert loss.item() == 0
+    assert not hidden.grad.any()
+    assert not head.grad.any()

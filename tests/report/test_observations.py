@@ -81,7 +81,7 @@ BOTH_WAYS = [
             ("rope_yarn", {"rope": BAD}),
             ("alibi", {}),
             ("nope", {}),
-            ("rnope_swa", {}),
+            ("rope_nope_window", {}),
         )
     ),
     (

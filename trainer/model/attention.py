@@ -76,7 +76,8 @@ class RMSNorm(nn.Module):
 
         Several products read the result; each would cast it anew.
         """
-        out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # Of one type with x, or torch leaves its fused kernel.
+        out = F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         kind = x.device.type
         return out.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out
 

@@ -103,11 +103,11 @@ def linear_cross_entropy(
         z_loss: coefficient of the mean squared log-partition (PaLM, Sec. 5).
 
     Returns:
-        A float32 scalar: sum(w * loss) / sum(w).
+        A float32 scalar: sum(w * loss) / sum(w), and 0 where all weights are 0.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     w = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights.flatten()
-    w = w / w.sum()
+    w = w / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
     return _LinearCrossEntropy.apply(hidden, weight, targets, w, z_loss)
 
 

@@ -42,7 +42,7 @@ ROLES = {
     "rope_id": "RoPE-ID",
     "rope_id_temperature": "RoPE-ID with a temperature",
     "alibi": "ALiBi",
-    "rnope_swa": "RNoPE-SWA",
+    "rope_nope_window": "RNoPE-SWA",
 }
 
 KEPT = 0.95  # of RoPE's retrieval, and of the loss that a drop costs (DroPE, Sec. 5.1: "over 95%")
@@ -153,7 +153,7 @@ def _drope(run: Measured) -> Iterator[Observation]:
     yield from reach(run, claim, ("drope", "rope"), 2, from_factor=4)
     # The paper evaluates DroPE and NoPE with a fitted temperature.
     best = run.with_temperature("drope")
-    for rival in ("rope_pi", "rope_ntk", "rope_yarn", "alibi", "nope", "rnope_swa"):
+    for rival in ("rope_pi", "rope_ntk", "rope_yarn", "alibi", "nope", "rope_nope_window"):
         claim = Claim(
             f"DroPE retrieves more than {ROLES[rival]} at the longest length", "DroPE, Table 1"
         )

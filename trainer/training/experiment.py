@@ -147,9 +147,11 @@ def role(config: RunConfig, dropped: bool | None = None) -> str:
     """
     if config.drop_step is not None if dropped is None else dropped:
         return "drope"
-    layers = dict.fromkeys(config.positional.layers)
-    names = [str(config.positional.encodings.get(n, {}).get("type", n)) for n in layers]
-    return "_".join(names)
+    positional = config.positional
+    used = dict.fromkeys([*positional.layers, *positional.heads])
+    kinds = [str(positional.encodings.get(name, {}).get("type", name)) for name in used]
+    name = "_".join(kinds) + ("_heads" if positional.heads else "")
+    return f"{name}_window" if any(positional.windows) else name
 
 
 def label(config: RunConfig, dropped: bool | None = None) -> str:
@@ -157,7 +159,9 @@ def label(config: RunConfig, dropped: bool | None = None) -> str:
     name = role(config, dropped)
     if config.label and dropped is not False:
         return config.label
-    return "DroPE" if name == "drope" else ENCODING_TITLES.get(name, name)
+    if name == "drope":
+        return "DroPE"
+    return ENCODING_TITLES.get(name) or " + ".join(dict.fromkeys(config.positional.layers))
 
 
 def _arm(config: RunConfig, run: TrainedRun, measured: Measurements, length: int) -> Arm:

@@ -16,7 +16,7 @@ from trainer.report.html import write_html
 from trainer.report.observations import ROLES, observe
 from trainer.report.results import Report
 from trainer.training.checkpoints import find_checkpoint, load_decoder, read_checkpoint
-from trainer.training.config import EvaluationRequest, RunConfig, parse_config
+from trainer.training.config import EvaluationRequest, RunConfig, validated
 from trainer.training.experiment import describe_task, environment, label, reference_first, role
 
 
@@ -34,11 +34,11 @@ def evaluate_checkpoints(request: EvaluationRequest) -> tuple[Report, Path]:
     paths = [find_checkpoint(name) for name in names]
     contents = [read_checkpoint(path) for path in paths]
     abouts: list[dict[str, Any]] = [c["unrope"] for c in contents]
-    for key in ("tokenizer",):
-        for name, about in zip(names[1:], abouts[1:], strict=True):
-            if about[key] != abouts[0][key]:
-                raise UserError(f"compare: {name!r} has another {key} than {names[0]!r}.")
-    configs = [parse_config(about["config"]) for about in abouts]
+    for name, about in zip(names, abouts, strict=True):
+        if about["tokenizer"] != abouts[0]["tokenizer"]:
+            raise UserError(f"compare: {name!r} has another tokenizer than {names[0]!r}.")
+    # Only read, not checked: that would run the plugins a checkpoint names.
+    configs = [validated(RunConfig, about["config"])[0] for about in abouts]
     config = configs[0]
     models = [load_decoder(c) for c in contents]
     lengths = {model.layout.training_length for model in models}
