@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trainer.data.corpus import prepare_corpus
-from trainer.training.config import merged, parse_config
+from trainer.training.parsing import merged, parse_config
 from trainer.training.run import train
 
 

@@ -12,9 +12,9 @@ from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
 from trainer.recalibration.gain import match_gains
 from trainer.training.checkpoints import BEFORE_DROP, read_checkpoint, step_file
-from trainer.training.config import merged, parse_config
 from trainer.training.metrics_file import read_metrics
 from trainer.training.optimizers import make_optimizer
+from trainer.training.parsing import merged, parse_config
 from trainer.training.run import effect_batch, train
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.commands.configuration import compose_values
-from trainer.training.config import parse_request
+from trainer.training.parsing import parse_request
 
 
 def run(words: list[str]) -> None:

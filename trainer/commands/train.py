@@ -7,7 +7,8 @@ from typing import Any
 
 from trainer.commands.configuration import compose_values, config_directory
 from trainer.errors import UserError
-from trainer.training.config import RunConfig, parse_config
+from trainer.training.config import RunConfig
+from trainer.training.parsing import parse_config
 
 
 def run(words: list[str]) -> None:

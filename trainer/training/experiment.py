@@ -20,8 +20,9 @@ from trainer.report.html import write_html
 from trainer.report.observations import ROLES, observe
 from trainer.report.results import Arm, Drop, Report
 from trainer.training.checkpoints import BEFORE_DROP
-from trainer.training.config import RunConfig, control_config
+from trainer.training.config import RunConfig
 from trainer.training.metrics_file import read_metrics
+from trainer.training.parsing import control_config
 from trainer.training.run import TrainedRun, device_problems, set_threads, train
 from trainer.training.run_directory import (
     log_to_file,

@@ -16,8 +16,9 @@ from trainer.report.html import write_html
 from trainer.report.observations import ROLES, observe
 from trainer.report.results import Report
 from trainer.training.checkpoints import find_checkpoint, load_decoder, read_checkpoint
-from trainer.training.config import EvaluationRequest, RunConfig, validated
+from trainer.training.config import EvaluationRequest, RunConfig
 from trainer.training.experiment import describe_task, environment, label, reference_first, role
+from trainer.training.parsing import validated
 
 
 def evaluate_checkpoints(request: EvaluationRequest) -> tuple[Report, Path]:
