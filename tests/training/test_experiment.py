@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trainer.commands.train import read_config
-from trainer.training.experiment import label, role, without_home
+from trainer.training.experiment import label, label_problems, role, without_home
 
 EXPECTED = {
     (): ("rope", "RoPE"),
@@ -35,3 +36,10 @@ def test_run_before_its_drop_is_what_its_encoding_says():
 def test_home_directory_does_not_get_into_reports():
     values = {"files": [str(Path.home() / "a.txt")], "n": 3, "deep": {"x": f"{Path.home()}/y"}}
     assert without_home(values) == {"files": ["~/a.txt"], "n": 3, "deep": {"x": "~/y"}}
+
+
+def test_runs_that_tables_could_not_tell_apart_are_refused():
+    config = read_config(["+controls.again.seed=7", "+controls.other.seed=8"])
+    configs = {"main": config, "again": config, "other": replace(config, label="Other")}
+    (problem,) = label_problems(configs)
+    assert problem.startswith("controls.again.label: 'RoPE' is what main is called too")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool]:
     Raises:
         UserError: something given is wrong; found before anything heavy starts where possible.
     """
-    problems = device_problems(config)
+    configs = {"main": config} | {
+        name: control_config(plain(config), name) for name in config.controls
+    }
+    problems = device_problems(config) + label_problems(configs)
     if problem := writable_problem(config.run_dir):
         problems.append(problem)
     if problems:
@@ -70,9 +74,6 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool]:
     corpus = prepare_corpus(config.data, config.tokenizer)
     open_run_directory(config)
     log_to_file(directory)
-    configs = {"main": config} | {
-        name: control_config(plain(config), name) for name in config.controls
-    }
     runs = {}
     for name, arm in configs.items():
         branch = None
@@ -88,11 +89,22 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool]:
     return report, False
 
 
+def label_problems(configs: dict[str, RunConfig]) -> list[str]:
+    """Runs that tables could not tell apart, one sentence each."""
+    seen: dict[str, str] = {}
+    return [
+        f"controls.{name}.label: {text!r} is what {seen[text]} is called too; give it another."
+        for name, arm in configs.items()
+        if seen.setdefault(text := label(arm), name) != name
+    ]
+
+
 def make_report(
     config: RunConfig, configs: dict[str, RunConfig], runs: dict[str, TrainedRun], corpus: Corpus
 ) -> Report:
     """Evaluate all arms and put everything into a report."""
     subjects = [Subject(role(arm), label(arm), runs[name].model) for name, arm in configs.items()]
+    began = time.perf_counter()
     measured = (
         evaluate(reference_first(subjects), corpus, config.data.needles, config.evaluation)
         if config.evaluation.enabled
@@ -128,6 +140,7 @@ def make_report(
             "tokens_per_second": {
                 label(arm): _median_rate(Path(arm.run_dir)) for arm in configs.values()
             },
+            "evaluation_seconds": round(time.perf_counter() - began, 1),
             "training_seconds": {
                 label(arm): round(runs[name].seconds, 1) for name, arm in configs.items()
             },

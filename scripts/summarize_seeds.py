@@ -1,0 +1,69 @@
+#!/usr/bin/env python
+"""One Markdown table from several runs of the same experiment: means, and lowest to highest.
+
+python scripts/summarize_seeds.py runs/seed_0 runs/seed_1 runs/seed_2
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import mean
+
+from trainer.report.results import Report
+
+
+def spread(values: list[float], form: str) -> str:
+    """``mean (lowest to highest)``."""
+    return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def table(reports: list[Report]) -> str:
+    """Retrieval in % and text loss in nats per token, a row a method, a column a length."""
+    first = reports[0]
+    head = [f"{factor:g}x ({length} tokens)" for length, factor in first.lengths.items()]
+    rows = [["method", *head], ["---"] * (len(head) + 1)]
+    for method in first.methods:
+        row = [method]
+        for length in first.lengths:
+            cells = [cell for r in reports if (cell := r.cell(method, length)) is not None]
+            retrieval = [100 * c.retrieval for c in cells if c.retrieval is not None]
+            loss = [c.loss for c in cells if c.loss is not None]
+            row.append(f"{spread(retrieval, '.1f')}<br>{mean(loss):.3f}" if retrieval else "")
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def claims(reports: list[Report]) -> str:
+    """In how many of the runs each observation of the papers shows."""
+    rows = ["| claim | source | shown in |", "| --- | --- | --- |"]
+    for index, observation in enumerate(reports[0].observations):
+        count = sum(report.observations[index].shown is True for report in reports)
+        rows.append(f"| {observation.claim} | {observation.source} | {count} of {len(reports)} |")
+    return "\n".join(rows)
+
+
+def drops(reports: list[Report]) -> str:
+    """The effect of the drop in every run."""
+    rows = [
+        "| run | step | loss before | just after | at the end |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for report in reports:
+        if (drop := report.drop) is not None:
+            losses = (drop.loss_before, drop.loss_after, drop.loss_end)
+            cells = " | ".join("" if loss is None else f"{loss:.3f}" for loss in losses)
+            rows.append(f"| {report.name} | {drop.step} | {cells} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path)
+    reports = [Report.read(run / "report.json") for run in parser.parse_args().runs]
+    print(table(reports), drops(reports), claims(reports), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
