@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,56 +9,8 @@ from torch import Tensor, nn
 from trainer.model.backends import BACKENDS, Mask
 from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
+from trainer.model.linear import Linear
 from trainer.positional.rotation import HeadGroup, encode
-
-
-@torch.library.custom_op("unrope::onednn_product", mutates_args=())
-def _onednn_product(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-
-@_onednn_product.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x, weight = ctx.saved_tensors
-    return (
-        product(grad, weight.T) if ctx.needs_input_grad[0] else None,
-        product(grad.flatten(0, -2).T, x.flatten(0, -2).T) if ctx.needs_input_grad[1] else None,
-    )
-
-
-_onednn_product.register_autograd(
-    _product_backward,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` for ``x`` ``[..., in]`` and ``weight`` ``[out, in]``.
-
-    On a CPU in float32 through oneDNN: MKL, which torch would take, keeps to its slow kernels on
-    processors that are not Intel's. bfloat16 goes through oneDNN anyway.
-    """
-    if (
-        torch.backends.mkldnn.is_available()
-        and x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and not torch.is_autocast_enabled("cpu")
-    ):
-        return _onednn_product(x, weight)
-    return F.linear(x, weight)
-
-
-class Linear(nn.Linear):
-    """torch's, by :func:`product`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
-        out = product(x, self.weight)
-        return out if self.bias is None else out + self.bias
 
 
 class RMSNorm(nn.Module):
@@ -98,7 +48,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(config.hidden_size, q_size, bias=config.qkv_bias)
         self.k_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=False)
         self.per_head_norm = config.qk_norm.kind == "per_head"
 
         def norm(side: str, size: int) -> RMSNorm | None:

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.attention import Attention, Linear, RMSNorm
+from trainer.model.attention import Attention, RMSNorm
 from trainer.model.backends import BACKENDS, Mask, choose_backend
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
+from trainer.model.linear import Linear
 from trainer.model.loss import linear_cross_entropy, token_losses
 from trainer.positional.alibi import alibi_slopes
 from trainer.positional.layout import Layout

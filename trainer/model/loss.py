@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.model.attention import product
+from trainer.model.linear import product
 
 # A C allocator hands blocks of more than 32 MiB back to the system, and the page faults of getting
 # them again cost more than the softmax.

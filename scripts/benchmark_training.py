@@ -1,0 +1,236 @@
+#!/usr/bin/env python
+"""Speed and memory of a training step, side by side with transformers in one run.
+
+    python scripts/benchmark_training.py --precision fp32 bf16 --vocab 8192 50304
+
+A step is forward, backward, clipping by global norm and fused AdamW, for a model of 4 layers,
+width 512, MLP 1,376, 8 heads and 4 sequences of 512 tokens. The variants are ours with RoPE and
+NoPE, and ``transformers.LlamaForCausalLM`` as it is and with cos = 1, sin = 0 (how DroPE's released
+code drops RoPE), each eager and compiled (ours block by block). They take turns, step by step, so
+that a drift of the machine touches all alike; a ratio is the median over these rounds, with its
+quartiles.
+
+The ceiling is the best rate of square matrix products of 512 to 2,048 in the same run; its share
+counts 6 x parameters operations a token (without the input embedding) and ignores attention. Memory
+is the peak resident size of a process that runs one variant alone, less its peak before the first
+step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.model.linear import product
+from trainer.positional.config import PositionalConfig, build_layout
+
+BATCH, LENGTH, WIDTH, MLP, LAYERS, HEADS = 4, 512, 512, 1376, 4, 8
+VARIANTS = ("ours", "ours NoPE", "hf", "hf cos=1")
+Step = Callable[[], None]
+
+
+def ours(
+    vocab: int, encoding: str, compiled: bool
+) -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
+    """Our decoder and its loss."""
+    layout = build_layout(
+        PositionalConfig(layers=[encoding]),
+        num_layers=LAYERS,
+        num_key_value_heads=HEADS,
+        head_dim=WIDTH // HEADS,
+        training_length=LENGTH,
+    )
+    config = ModelConfig(WIDTH, MLP, LAYERS, HEADS, HEADS, None, vocab, tie_word_embeddings=False)
+    model = Decoder(config, layout)
+    if compiled:
+        for block in model.layers:
+            block.compile()
+    return model, model.loss
+
+
+def transformers_model(
+    vocab: int, constant: bool, compiled: bool
+) -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
+    """Hugging Face's Llama and its loss; ``constant``: with cos = 1 and sin = 0."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=WIDTH,
+            intermediate_size=MLP,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            use_cache=False,
+        )
+    )
+    if constant:
+
+        def unrotated(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            shape = (*position_ids.shape, WIDTH // HEADS)
+            return x.new_ones(shape), x.new_zeros(shape)
+
+        model.model.rotary_emb.forward = unrotated
+    forward = torch.compile(model) if compiled else model
+    # Its loss moves the labels itself; ours takes them moved.
+    return model, lambda ids, labels: forward(input_ids=ids, labels=ids).loss
+
+
+def make_step(variant: str, compiled: bool, vocab: int, precision: str) -> tuple[Step, int]:
+    """One training step of a variant, and its number of parameters without the input embedding."""
+    torch.manual_seed(0)
+    if variant.startswith("ours"):
+        model, loss_of = ours(vocab, "nope" if "NoPE" in variant else "rope", compiled)
+    else:
+        model, loss_of = transformers_model(vocab, "cos" in variant, compiled)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, vocab, (BATCH, LENGTH + 1), generator=generator)
+    ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = loss_of(ids, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    counted = sum(p.numel() for p in model.parameters()) - vocab * WIDTH
+    return step, counted
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def ceiling(precision: str) -> float:
+    """The best measured rate of matrix products, operations a second."""
+    best = 0.0
+    for size in (512, 1024, 2048):
+        a, b = (
+            torch.randn(size, size, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+            for _ in range(2)
+        )
+        for multiply in (torch.matmul, product):
+            best = max(best, *(2 * size**3 / seconds(partial(multiply, a, b)) for _ in range(8)))
+    return best
+
+
+def peak_memory(variant: str, compiled: bool, vocab: int, precision: str, threads: int) -> float:
+    """MiB a variant adds to a process of its own at its peak."""
+    words = [
+        "--alone",
+        json.dumps([variant, compiled, vocab, precision]),
+        "--threads",
+        str(threads),
+    ]
+    result = subprocess.run([sys.executable, __file__, *words], capture_output=True, check=True)
+    return float(result.stdout.split()[-1])
+
+
+def run_alone(variant: str, compiled: bool, vocab: int, precision: str) -> None:
+    """Print the growth of this process's peak size over three steps, in MiB."""
+    step, _ = make_step(variant, compiled, vocab, precision)
+    before = peak_kib()
+    for _ in range(3):
+        step()
+    print((peak_kib() - before) / 1024)
+
+
+def peak_kib() -> int:
+    """The peak resident size of this process (getrusage's would be its parent's at first)."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line)
+
+
+def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
+    """Measure all variants in turn and put them into a table."""
+    names = [(v, c) for c in ((False, True) if options.compiled else (False,)) for v in VARIANTS]
+    steps = {}
+    for name in names:
+        print(f"warming up {name[0]}{' compiled' if name[1] else ''}", file=sys.stderr)
+        steps[name], parameters = make_step(*name, vocab, precision)
+        for _ in range(options.warmup):
+            steps[name]()
+    times: dict[tuple[str, bool], list[float]] = {name: [] for name in names}
+    for repeat in range(options.repeats):
+        for name in names:
+            times[name].append(seconds(steps[name]))
+        print(f"round {repeat + 1} of {options.repeats}", file=sys.stderr)
+    top = ceiling(precision)
+    tokens = BATCH * LENGTH
+    table = Table(
+        title=f"{precision}, vocabulary {vocab:,}, {options.threads} threads; "
+        f"matrix ceiling {top / 1e12:.2f} TFLOP/s",
+        width=100,
+    )
+    for column in ("variant", "tokens/s", "of ceiling", "x hf eager", "x hf compiled", "peak MiB"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for name in names:
+        ratios = [
+            _ratio(times[("hf", compiled)], times[name]) if ("hf", compiled) in times else ""
+            for compiled in (False, True)
+        ]
+        rate = tokens / median(times[name])
+        memory = peak_memory(*name, vocab, precision, options.threads) if options.memory else None
+        table.add_row(
+            f"{name[0]}{' compiled' if name[1] else ''}",
+            f"{rate:,.0f}",
+            f"{100 * 6 * parameters * rate / top:.0f}%",
+            *ratios,
+            f"{memory:,.0f}" if memory is not None else "",
+        )
+    return table
+
+
+def _ratio(reference: list[float], times: list[float]) -> str:
+    """Median of the round-by-round speed ratios, and their quartiles."""
+    ratios = [a / b for a, b in zip(reference, times, strict=True)]
+    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    return f"{median(ratios):.2f} ({low:.2f}-{high:.2f})"
+
+
+def main() -> None:
+    """Run the comparison and print its tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"]
+    )
+    parser.add_argument("--vocab", nargs="+", type=int, default=[8192, 50304])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--no-compiled", dest="compiled", action="store_false")
+    parser.add_argument("--no-memory", dest="memory", action="store_false")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.alone:
+        run_alone(*json.loads(options.alone))
+        return
+    console = Console(width=100)
+    for precision in options.precision:
+        for vocab in options.vocab:
+            console.print(compare(precision, vocab, options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The product is torch's, whichever library computes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from trainer.model import linear
+from trainer.model.linear import Linear, product
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 40))
+def test_product_and_its_gradients_are_those_of_matmul(rows, fan_in, fan_out):
+    torch.manual_seed(rows)
+    x = torch.randn(2, rows, fan_in, requires_grad=True)
+    weight = torch.randn(fan_out, fan_in, requires_grad=True)
+    out = product(x, weight)
+    upstream = torch.randn_like(out)
+    got = (out, *torch.autograd.grad(out, (x, weight), upstream))
+    a, b, g = (t.detach().double() for t in (x, weight, upstream))
+    expected = (a @ b.T, g @ b, torch.einsum("bto,bti->oi", g, a))
+    for result, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(result.double(), reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("available", [True, False])
+def test_layer_is_torchs_layer(monkeypatch, dtype, available):
+    monkeypatch.setattr(linear, "HAS_ONEDNN", available)
+    torch.manual_seed(0)
+    ours, reference = Linear(8, 6).to(dtype), nn.Linear(8, 6).to(dtype)
+    reference.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 4, 8, dtype=dtype)
+    torch.testing.assert_close(ours(x), reference(x))

@@ -1,0 +1,61 @@
+"""Matrix products of the model: torch's, but for float32 on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+"""The operator that torch's own compiler emits for a linear layer on a CPU."""
+
+
+@torch.library.custom_op("unrope::onednn_product", mutates_args=())
+def _onednn_product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+@_onednn_product.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    return (
+        product(grad, weight.T) if ctx.needs_input_grad[0] else None,
+        product(grad.flatten(0, -2).T, x.flatten(0, -2).T) if ctx.needs_input_grad[1] else None,
+    )
+
+
+_onednn_product.register_autograd(
+    _product_backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` for ``x`` ``[..., in]`` and ``weight`` ``[out, in]``.
+
+    On a CPU in float32 through oneDNN: MKL, which torch would take, keeps to its slow kernels on
+    processors that are not Intel's. bfloat16 goes through oneDNN anyway.
+    """
+    if (
+        HAS_ONEDNN
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+    ):
+        return _onednn_product(x, weight)
+    return F.linear(x, weight)
+
+
+class Linear(nn.Linear):
+    """torch's, by :func:`product`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        out = product(x, self.weight)
+        return out if self.bias is None else out + self.bias
