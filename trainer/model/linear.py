@@ -36,8 +36,8 @@ _onednn_product.register_autograd(
 )
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` for ``x`` ``[..., in]`` and ``weight`` ``[out, in]``.
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` for ``x`` ``[..., in]`` and ``weight`` ``[out, in]``.
 
     On a CPU in float32 through oneDNN: MKL, which torch would take, keeps to its slow kernels on
     processors that are not Intel's. bfloat16 goes through oneDNN anyway.
@@ -48,8 +48,9 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
         and x.dtype == weight.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
     ):
-        return _onednn_product(x, weight)
-    return F.linear(x, weight)
+        out = _onednn_product(x, weight)
+        return out if bias is None else out + bias
+    return F.linear(x, weight, bias)
 
 
 class Linear(nn.Linear):
@@ -57,5 +58,4 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        out = product(x, self.weight)
-        return out if self.bias is None else out + self.bias
+        return product(x, self.weight, self.bias)
