@@ -13,32 +13,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TRAIN = [
     "trainer.max_steps=8", "trainer.batch_size=4", "trainer.micro_batch_size=2",
     "trainer.threads=1", "drop.effect_sequences=2", "evaluation.trials=4",
     "evaluation.loss_windows=2", "evaluation.fit_windows=1",
     "evaluation.temperature_grid=[0.0,0.1]",
 ]  # fmt: skip
+BENCHMARK = ["--precision=fp32", "--vocab=64", "--repeats=1", "--no-compiled", "--no-memory"]
 EVALUATE = ["evaluation.trials=4", "evaluation.loss_windows=2", "evaluation.fit_windows=1"]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words behind ``python -m trainer`` of every command line in the page's sh blocks."""
+    """The words behind ``python`` of every command line in the page's sh blocks."""
     blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [
-        shlex.split(part)[3:]
-        for line in lines
-        for part in line.split("&&")
-        if part.strip().startswith("python -m trainer")
-    ]
+    parts = [part.strip() for line in lines for part in line.split("&&")]
+    return [shlex.split(part)[1:] for part in parts if part.startswith("python ")]
 
 
 def small(words: list[str]) -> list[str]:
-    if "evaluate" in words:
-        return [*words, *EVALUATE]
-    return words if any(word.startswith("--") for word in words) else [*words, *TRAIN]
+    """The command with the least budget."""
+    if words[0] == "scripts/benchmark_training.py":
+        return [words[0], *BENCHMARK]
+    if words[0].startswith("scripts/") or any(word.startswith("--") for word in words):
+        return words
+    return [*words, *(EVALUATE if "evaluate" in words else TRAIN)]
 
 
 def test_every_page_shows_commands():
@@ -51,13 +51,14 @@ def place(tmp_path_factory):
     directory = tmp_path_factory.mktemp("reader")
     texts = (json.dumps({"text": f"Text number {i} of one's own. " * 100}) for i in range(2000))
     (directory / "my_text.jsonl").write_text("\n".join(texts))
-    run(directory, ["+experiment=drope_demo"])
+    (directory / "scripts").symlink_to(ROOT / "scripts")
+    run(directory, ["-m", "trainer", "+experiment=drope_demo"])
     return directory
 
 
 def run(directory: Path, words: list[str]) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "trainer", *small(words)],
+        [sys.executable, *small(words)],
         cwd=directory,
         capture_output=True,
         text=True,
@@ -68,7 +69,7 @@ def run(directory: Path, words: list[str]) -> None:
     assert result.returncode == 0, f"{words}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_the_page_run(page, place):
     for words in commands(page):
         run(place, words)
