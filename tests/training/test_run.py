@@ -195,3 +195,11 @@ def test_wandb_runs_offline_without_a_key(run, monkeypatch, tmp_path):
     config, _ = run(logger={"wandb": True})
     (record,) = Path(config.run_dir).rglob("*.wandb")
     assert record.stat().st_size > 0
+
+
+def test_compiled_run_agrees_with_the_eager_one(run):
+    """The drop in mid-run recompiles the blocks and changes nothing else."""
+    eager, _ = run("eager", trainer={"log_every": 1})
+    compiled, _ = run("compiled", trainer={"log_every": 1, "compile": True})
+    for a, b in zip(rows_of(eager), rows_of(compiled), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,17 +54,41 @@ def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]
     return phase.cos(), phase.sin()
 
 
+class _Rotate(torch.autograd.Function):
+    """A rotation whose gradient is the rotation back, so that it keeps no activations."""
+
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        pairs = cos.shape[-1]
+        out = torch.empty_like(x)
+        first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+        torch.mul(first, cos, out=out[..., :pairs]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out[..., pairs : 2 * pairs]).addcmul_(first, sin)
+        out[..., 2 * pairs :] = x[..., 2 * pairs :]
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _, cos, sin = inputs
+        ctx.save_for_backward(cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _Rotate.apply(grads[0], cos, -sin), None, None
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first ``2 * pairs`` channels of ``x`` ``[B, H, T, D]``; the rest passes through.
 
     The tables are rounded to the type of ``x`` first, as Hugging Face models do.
     """
-    pairs = cos.shape[-1]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if not torch.compiler.is_compiling():
+        return _Rotate.apply(x, cos, sin)
+    pairs = cos.shape[-1]
     first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if 2 * pairs < x.shape[-1]:
-        parts.append(x[..., 2 * pairs :])
+    parts = [first * cos - second * sin, second * cos + first * sin, x[..., 2 * pairs :]]
     return torch.cat(parts, dim=-1)
 
 
