@@ -29,9 +29,9 @@ WORDS = [
 ]
 
 
-def start(run_dir: Path) -> subprocess.Popen[bytes]:
+def start(run_dir: Path, *changes: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "trainer", *WORDS, f"run_dir={run_dir}"],
+        [sys.executable, "-m", "trainer", *WORDS, f"run_dir={run_dir}", *changes],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -114,3 +114,15 @@ def test_run_directory_holds_what_is_promised(uninterrupted):
         "method", "length", "factor", "retrieval", "retrieval_ci", "loss",
     }  # fmt: skip
     assert not list(run_dir.rglob("*.partial"))
+
+
+def test_another_run_does_not_take_the_directory(uninterrupted):
+    run_dir, _ = uninterrupted
+    process = start(run_dir, "seed=5", "model.hidden_size=32")
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 2
+    text = errors.decode()
+    assert "model.hidden_size: the run in" in text
+    assert "has 64, this command 32" in text
+    assert "overwrite=true" in text
+    assert "Traceback" not in text

@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+console = Console(stderr=True)
+"""Shared by progress and log, so that a line of the log does not break the bar."""
+
 
 class Progress:
     """A task of ``total`` steps of ``tokens_per_step`` tokens; use as a context manager.
@@ -18,21 +21,20 @@ class Progress:
 
     def __init__(self, title: str, total: float, tokens_per_step: float = 1.0) -> None:
         self.title, self.total, self.tokens_per_step = title, total, tokens_per_step
-        self.console = Console(stderr=True)
         self.bar: RichProgress | None = None
         self.start_step: float | None = None
         self.start_time = 0.0
         self.said = 0
 
     def __enter__(self) -> Progress:
-        if self.console.is_terminal:
+        if console.is_terminal:
             self.bar = RichProgress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
                 TextColumn("{task.percentage:3.0f}%  {task.fields[details]}"),
                 TextColumn("left"),
                 TimeRemainingColumn(),
-                console=self.console,
+                console=console,
                 transient=True,
             )
             self.bar.start()
@@ -64,7 +66,7 @@ class Progress:
         elif done and int(10 * step / self.total) > self.said:
             self.said = int(10 * step / self.total)
             left = elapsed / done * (self.total - step)
-            self.console.print(
+            console.print(
                 f"{self.title}  {10 * self.said}%  {details}  {left:.0f} s left",
                 highlight=False,
                 soft_wrap=True,

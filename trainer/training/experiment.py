@@ -71,6 +71,7 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool]:
     if finished.exists() and not config.overwrite:
         open_run_directory(config)
         return Report.read(finished), True
+    log.info("Preparing the text (%s)", config.data.source)
     corpus = prepare_corpus(config.data, config.tokenizer)
     open_run_directory(config)
     log_to_file(directory)
