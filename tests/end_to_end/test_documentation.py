@@ -36,7 +36,7 @@ def small(words: list[str]) -> list[str]:
     """The command with the least budget."""
     if words[0] == "scripts/benchmark_training.py":
         return [words[0], *BENCHMARK]
-    if words[0].startswith("scripts/") or any(word.startswith("--") for word in words):
+    if words[0].startswith("scripts/") or {"--help", "--cfg"} & set(words):
         return words
     return [*words, *(EVALUATE if "evaluate" in words else TRAIN)]
 

@@ -30,7 +30,8 @@ def set_up_console() -> None:
 def print_report(report: Report, run_dir: str, existing: bool) -> None:
     """The table, the observations in words, and where the rest lies."""
     out = Console(width=WIDTH)
-    out.print(terminal_table(report))
+    if report.table:
+        out.print(terminal_table(report))
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
         out.print(f"{marks[observation.shown]}: {observation.claim} [dim]{observation.source}[/]")
