@@ -92,6 +92,8 @@ def test_every_yaml_key_is_in_its_schema_and_every_schema_key_in_the_yaml():
         (["evaluation.lengths=[0]"], "evaluation.lengths: expected multiples"),
         (["plugins=[nowhere.py]"], "plugins: there is no file 'nowhere.py'"),
         (["+controls.x.modell.hidden_size=1"], "controls.x: modell: unknown key"),
+        (["positional.encodings.rope.bas=2"], "rope.bas: unknown key. Did you mean 'base'?"),
+        (["name=../out"], "name: '../out' names a directory under runs/"),
         (["seed=[1"], "expected key=value"),
     ],
 )  # fmt: skip

@@ -80,3 +80,13 @@ def test_hub_dataset_that_cannot_be_had_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(UserError, match=r"'some/text' .* not on this machine"):
         read_documents(DataConfig(source="hub", hub_name="some/text"))
+
+
+def test_one_long_text_becomes_documents_that_can_be_split(tmp_path):
+    text = "".join(f"Line {i}.\n" for i in range(20_000)) + "x" * 50_000
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    documents = read_files([str(path)], "text")
+    assert "".join(documents) == text
+    assert max(map(len, documents)) <= 2 * 8192
+    assert len(documents) > len(text) // (2 * 8192)

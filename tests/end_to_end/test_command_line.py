@@ -34,6 +34,10 @@ MISTAKES = {
     "no checkpoint": (["evaluate", "checkpoint=runs/none"], "neither a run directory"),
     "checkpoint not given": (["evaluate"], "checkpoint: give checkpoint="),
     "damaged checkpoint": (["evaluate", "checkpoint=damaged.ckpt"], "cannot be read"),
+    "output not writable": (
+        ["evaluate", "checkpoint=damaged.ckpt", "output=/proc/x"],
+        "output: '/proc/x' cannot be written",
+    ),
     "text too short": (["data=files", "data.files=[short.txt]"], "fewer tokens"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -49,8 +48,8 @@ def test_every_page_shows_commands():
 def place(tmp_path_factory):
     """A directory with the run that some commands refer to."""
     directory = tmp_path_factory.mktemp("reader")
-    texts = (json.dumps({"text": f"Text number {i} of one's own. " * 100}) for i in range(2000))
-    (directory / "my_text.jsonl").write_text("\n".join(texts))
+    lines = (f"Line number {i} of one's own.\n" * 10 for i in range(9000))
+    (directory / "my_text.txt").write_text("".join(lines))
     (directory / "scripts").symlink_to(ROOT / "scripts")
     run(directory, ["-m", "trainer", "+experiment=drope_demo"])
     return directory

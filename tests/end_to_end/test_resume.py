@@ -116,6 +116,15 @@ def test_run_directory_holds_what_is_promised(uninterrupted):
     assert not list(run_dir.rglob("*.partial"))
 
 
+def test_finished_run_does_not_answer_for_another_evaluation(uninterrupted):
+    run_dir, _ = uninterrupted
+    process = start(run_dir, "evaluation.trials=17")
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "evaluation.trials: the run in" in errors.decode()
+    assert "trainer evaluate checkpoint=" in errors.decode()
+
+
 def test_another_run_does_not_take_the_directory(uninterrupted):
     run_dir, _ = uninterrupted
     process = start(run_dir, "seed=5", "model.hidden_size=32")

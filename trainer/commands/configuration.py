@@ -107,14 +107,13 @@ def _key_problem(override: Override, base: DictConfig) -> str | None:
             return f"{'.'.join(path)}: {'.'.join(path[:depth])} is a value, not a group."
         if key not in place:
             where = ".".join(path[:depth])
-            if where in FREE_FORM or any(where.startswith(f"{free}.") for free in FREE_FORM):
-                return (
-                    None
-                    if override.is_add() or override.is_force_add()
-                    else f"{'.'.join(path)}: not set yet; write +{override.input_line}"
-                )
-            prefix = f"{where}." if where else ""
             near = did_you_mean(key, [str(k) for k in place])
+            free = where in FREE_FORM or where.startswith(tuple(f"{f}." for f in FREE_FORM))
+            if free and (override.is_add() or override.is_force_add()):
+                return None
+            if free and "mean" not in near:
+                return f"{'.'.join(path)}: not set yet; write +{override.input_line}"
+            prefix = f"{where}." if where else ""
             return f"{prefix}{key}: unknown key.{near}"
         place = place[key]
     return None

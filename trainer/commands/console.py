@@ -34,7 +34,7 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
         out.print(terminal_table(report))
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
-        out.print(f"{marks[observation.shown]}: {observation.claim} [dim]{observation.source}[/]")
+        out.print(f"{marks[observation.shown]}: {observation.claim} [dim]({observation.source})[/]")
     if existing:
         out.print("This run was finished before; nothing was trained. overwrite=true starts again.")
     out.print(f"Report: {Path(run_dir) / 'report.html'}", highlight=False)

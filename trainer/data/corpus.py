@@ -124,7 +124,8 @@ def _prepare(
             if not len(blocks):
                 raise UserError(
                     f"data: the {split} split holds fewer tokens than one sequence of "
-                    f"{config.sequence_length}; give more text or a shorter data.sequence_length."
+                    f"{config.sequence_length}; give more text (a line of a .jsonl is never cut), "
+                    "larger data.validation and data.test, or a shorter data.sequence_length."
                 )
             rows = datasets.Dataset.from_dict({"input_ids": blocks.astype(np.int32)})
             _save(rows, partial / split)

@@ -51,7 +51,7 @@ def _clean(text: str) -> str:
 
 
 def read_files(paths: list[str], text_field: str) -> list[str]:
-    """Documents of ``.txt`` files, one each, and ``.jsonl`` files, one a line.
+    """Documents of ``.txt`` files, in pieces, and of ``.jsonl`` files, one a line.
 
     ``text_field`` is the key that holds the text of a line.
 
@@ -69,7 +69,7 @@ def read_files(paths: list[str], text_field: str) -> list[str]:
         else:
             try:
                 text = path.read_text(encoding="utf-8")
-                found = [text] if path.suffix == ".txt" else _jsonl(text, name, text_field)
+                found = pieces(text) if path.suffix == ".txt" else _jsonl(text, name, text_field)
             except UnicodeDecodeError:
                 problems.append(f"data.files: {name!r} is not UTF-8 text.")
             except UserError as error:
@@ -82,6 +82,18 @@ def read_files(paths: list[str], text_field: str) -> list[str]:
     if problems:
         raise UserError(*problems)
     return documents
+
+
+def pieces(text: str, size: int = 8192) -> list[str]:
+    """A long text as documents of about ``size`` characters, cut at line ends, so that a single
+    file can be split into text to train on and text to hold out."""
+    found = [""]
+    for line in text.splitlines(keepends=True):
+        for start in range(0, len(line), size):
+            if len(found[-1]) >= size:
+                found.append("")
+            found[-1] += line[start : start + size]
+    return found
 
 
 def _jsonl(text: str, name: str, text_field: str) -> list[str]:

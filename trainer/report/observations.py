@@ -1,10 +1,10 @@
 """The papers' observations held against the numbers of a run.
 
-A claim is *shown* when the numbers support it beyond their 95% intervals (retrieval) or beyond a
-stated margin (loss), *not shown* when they do not, and *not judged* when they cannot tell, as for
-the reach of a model that has not learned the task. Claims about methods that a run does not have
-are left out. "DroPE" is the paper "Extending the Context of Pretrained LLMs by Dropping Their
-Positional Embeddings", "RoPE-ID" is "Frayed RoPE and Long Inputs".
+A claim is *shown* when the numbers support it beyond the 95% interval of the difference (retrieval)
+or beyond a stated margin (loss), *not shown* when they do not, and *not judged* when they cannot
+tell, as for the reach of a model that has not learned the task. Claims about methods that a run
+does not have are left out. "DroPE" is the paper "Extending the Context of Pretrained LLMs by
+Dropping Their Positional Embeddings", "RoPE-ID" is "Frayed RoPE and Long Inputs".
 """
 
 from __future__ import annotations

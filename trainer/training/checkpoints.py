@@ -86,8 +86,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"checkpoint: {path.name!r} cannot be read: {reason}") from error
+        others = sorted(p.name for p in path.parent.glob("*.ckpt") if p != path)
+        hint = f" Others beside it: {', '.join(others)}." if others else ""
+        raise UserError(
+            f"checkpoint: {path.name!r} cannot be read; it is damaged or no checkpoint.{hint}"
+        ) from error
     if not isinstance(contents, dict) or "unrope" not in contents:
         raise UserError(f"checkpoint: {path.name!r} was not written by this program.")
     return contents

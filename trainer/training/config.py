@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -166,7 +167,13 @@ class RunConfig:
     def problems(self) -> list[str]:
         """All that is impossible in and between the groups, one sentence each."""
         model_problems = self.model.problems()
-        found = [
+        found = []
+        if not re.fullmatch(r"\w[\w.+-]*", self.name):
+            found.append(
+                f"name: {self.name!r} names a directory under runs/; expected letters, digits and "
+                "._+- only (run_dir= may be any path)."
+            )
+        found += [
             *model_problems,
             *self.data.problems(),
             *self.tokenizer.problems(),

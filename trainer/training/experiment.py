@@ -69,7 +69,7 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool]:
     directory = Path(config.run_dir)
     finished = directory / "report.json"
     if finished.exists() and not config.overwrite:
-        open_run_directory(config)
+        open_run_directory(config, finished=True)
         return Report.read(finished), True
     log.info("Preparing the text (%s)", config.data.source)
     corpus = prepare_corpus(config.data, config.tokenizer)

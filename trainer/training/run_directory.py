@@ -35,8 +35,10 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-def open_run_directory(config: RunConfig) -> Path:
+def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
     """Make or reopen the directory of a run, and write its ``config.yaml``.
+
+    ``finished``: the run is reported on already, so its evaluation may not differ either.
 
     Raises:
         UserError: it is no run directory, or holds another run.
@@ -51,13 +53,15 @@ def open_run_directory(config: RunConfig) -> Path:
         )
     if record.exists():
         saved = yaml.safe_load(record.read_text(encoding="utf-8"))
-        if differing := differences(saved, plain(config)):
+        free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
+        if differing := differences(saved, plain(config), free):
             raise UserError(
                 *(
                     f"{key}: the run in {config.run_dir!r} has {old!r}, this command {new!r}."
                     for key, old, new in differing
                 ),
-                "Choose another name=, or overwrite=true to start again.",
+                "Choose another name=, or overwrite=true to start again; "
+                f"`python -m trainer evaluate checkpoint={config.run_dir}` evaluates a run anew.",
             )
     directory.mkdir(parents=True, exist_ok=True)
     temporary = record.with_suffix(".yaml.partial")
@@ -67,34 +71,34 @@ def open_run_directory(config: RunConfig) -> Path:
 
 
 def differences(
-    old: dict[str, Any], new: dict[str, Any], path: str = ""
+    old: dict[str, Any], new: dict[str, Any], free: tuple[str, ...], path: str = ""
 ) -> list[tuple[str, Any, Any]]:
     """Keys whose values differ, with both values, but for those that are free to change."""
     found: list[tuple[str, Any, Any]] = []
     for key in dict.fromkeys([*old, *new]):
         where = f"{path}.{key}" if path else key
         a, b = old.get(key), new.get(key)
-        if a == b or where in FREE_TO_CHANGE:
+        if a == b or where in free:
             continue
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(a, b, where)
+            found += differences(a, b, free, where)
         else:
             found.append((where, a, b))
     return found
 
 
-def writable_problem(run_dir: str) -> str | None:
-    """Why a run directory cannot be made, or None; leaves nothing behind."""
-    place = Path(run_dir)
+def writable_problem(directory: str, key: str = "run_dir") -> str | None:
+    """Why a directory cannot be made, or None; leaves nothing behind."""
+    place = Path(directory)
     if place.exists() and not place.is_dir():
-        return f"run_dir: {run_dir!r} is a file; give the name of a directory."
+        return f"{key}: {directory!r} is a file; give the name of a directory."
     while not place.is_dir():
         place = place.parent
     try:
         with tempfile.TemporaryDirectory(dir=place):
             return None
     except OSError as error:
-        return f"run_dir: {run_dir!r} cannot be written ({error.strerror})."
+        return f"{key}: {directory!r} cannot be written ({error.strerror})."
 
 
 def log_to_file(directory: Path) -> None:

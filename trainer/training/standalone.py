@@ -19,6 +19,7 @@ from trainer.training.checkpoints import find_checkpoint, load_decoder, read_che
 from trainer.training.config import EvaluationRequest, RunConfig
 from trainer.training.experiment import describe_task, environment, label, reference_first, role
 from trainer.training.parsing import validated
+from trainer.training.run_directory import writable_problem
 
 
 def evaluate_checkpoints(request: EvaluationRequest) -> tuple[Report, Path]:
@@ -33,6 +34,12 @@ def evaluate_checkpoints(request: EvaluationRequest) -> tuple[Report, Path]:
     torch.set_num_threads(request.threads or os.cpu_count() or 1)
     names = [request.checkpoint, *request.compare]
     paths = [find_checkpoint(name) for name in names]
+    given = Path(request.checkpoint)
+    output = Path(
+        request.output or (given if given.is_dir() else paths[0].parent.parent) / "evaluation"
+    )
+    if problem := writable_problem(str(output), "output"):
+        raise UserError(problem)
     contents = [read_checkpoint(path) for path in paths]
     abouts: list[dict[str, Any]] = [c["unrope"] for c in contents]
     for name, about in zip(names, abouts, strict=True):
@@ -69,10 +76,6 @@ def evaluate_checkpoints(request: EvaluationRequest) -> tuple[Report, Path]:
         ),
         task=describe_task(config),
         temperature=measured.temperature,
-    )
-    given = Path(request.checkpoint)
-    output = Path(
-        request.output or (given if given.is_dir() else paths[0].parent.parent) / "evaluation"
     )
     write_html(report, write_figures(report, output / "figures"), output / "report.html")
     report.write(output / "report.json")

@@ -81,7 +81,7 @@ class Drop(L.Callback):
         }
         self._reset_optimizer(trainer, module)
         log.info(
-            "Step %d: dropped the encoding (%s); loss %.3f before, %.3f after",
+            "Step %d: dropped the encoding (%s); held-out loss %.3f before, %.3f after",
             trainer.global_step,
             settings.to,
             before,
