@@ -48,9 +48,3 @@ def test_logits_with_a_cache_are_those_without(tiny_decoder, positional, sizes):
     pieces = [model(piece, cache=cache) for piece in IDS.split(sizes, dim=1)]
     assert cache.length == 40
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(IDS), rtol=0, atol=1e-5)
-
-
-def test_positions_go_on_where_the_cache_ends(tiny_decoder):
-    cache = KVCache.empty(2)
-    tiny_decoder()(IDS[:, :7], cache=cache)
-    assert cache.positions(3, torch.device("cpu")).tolist() == [7, 8, 9]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 
@@ -54,7 +53,3 @@ class KVCache:
     def length(self) -> int:
         """Tokens read so far."""
         return self.layers[0].length
-
-    def positions(self, new_tokens: int, device: torch.device) -> Tensor:
-        """``[new_tokens]`` positions of the tokens that come next."""
-        return torch.arange(self.length, self.length + new_tokens, device=device)
