@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +13,9 @@ from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.linear import Linear
 from trainer.positional.rotation import HeadGroup, encode
+
+Observer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Told the queries and keys before their encoding and after it, ``[B, H, T, D]`` each."""
 
 
 class RMSNorm(nn.Module):
@@ -37,7 +42,8 @@ class Attention(nn.Module):
 
     The query and key norms exist from the start where the configuration has them at any time, so
     that a drop adds no parameters to a run. While they are off they take part with weight zero:
-    every parameter then has a gradient, which sharded and replicated training need.
+    every parameter then has a gradient, which sharded and replicated training need. ``observe``,
+    where it is set, reads the queries and keys of every forward pass.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -59,6 +65,7 @@ class Attention(nn.Module):
         self.q_norm = norm("q", q_size)
         self.k_norm = norm("k", kv_size)
         self.attend = BACKENDS["sdpa"]
+        self.observe: Observer | None = None
 
     def forward(
         self,
@@ -80,7 +87,10 @@ class Attention(nn.Module):
         q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
         k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
         v = self._heads(self.v_proj(x), None)
+        plain_q, plain_k = q, k
         q, k = encode(q, k, groups)
+        if self.observe is not None:
+            self.observe(plain_q, plain_k, q, k)
         if cache is not None:
             k, v = cache.append(k, v)
         out = self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))

@@ -175,6 +175,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
+        length: int | None = None,
     ) -> Tensor:
         """Normalised states before the head.
 
@@ -183,27 +184,29 @@ class Decoder(nn.Module):
             documents: ``[B, T]`` integers; attention stays within equal numbers.
             positions: ``[T]`` or ``[B, T]``; default 0 .. T - 1, or onwards from the cache.
             cache: earlier tokens, extended in place.
+            length: tokens in the whole sequence, where this is a part of it and more will follow;
+                positional encodings that depend on the length are those for it.
 
         Returns:
             ``[B, T, hidden_size]``.
         """
         past = cache.length if cache else 0
-        length = past + ids.shape[1]
+        end = past + ids.shape[1]
         begins = None
         if positions is None:
-            positions = torch.arange(past, length, device=ids.device)
+            positions = torch.arange(past, end, device=ids.device)
         if cache and cache.begins:
             begins = torch.tensor(cache.begins, device=ids.device)
-            lengths = [length - begin for begin in cache.begins]
+            lengths = [(length or end) - begin for begin in cache.begins]
             groups = ragged_head_groups(self.layout, positions - begins[:, None], lengths)
         else:
-            groups = head_groups(self.layout, positions, length)
+            groups = head_groups(self.layout, positions, length or end)
         x = self.embed_tokens(ids)
         for index, (block, encoding) in enumerate(
             zip(self.layers, self.layout.layers, strict=True)
         ):
             mask = Mask(
-                encoding.window if encoding.window and encoding.window < length else None,
+                encoding.window if encoding.window and encoding.window < end else None,
                 documents,
                 self._slopes(index, ids.device),
                 begins,
@@ -219,10 +222,13 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
+        length: int | None = None,
         last: int | None = None,
     ) -> Tensor:
         """Logits ``[B, T, vocab]``, or of the ``last`` positions only."""
-        x = self.hidden_states(ids, documents=documents, positions=positions, cache=cache)
+        x = self.hidden_states(
+            ids, documents=documents, positions=positions, cache=cache, length=length
+        )
         return product(x if last is None else x[:, -last:], self.head)
 
     def loss(

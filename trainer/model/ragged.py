@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -45,13 +46,17 @@ def _changes_with_length(layout: Layout) -> bool:
 
 def _together(groups: Sequence[HeadGroup], device: torch.device) -> HeadGroup:
     """One group for the batch from those of its rows."""
-    kv_heads, cos, sin, factor = groups[0].kv_heads, groups[0].cos, groups[0].sin, None
-    if cos is not None:
-        tables = [(group.cos, group.sin) for group in groups]
-        cos, sin = (torch.stack(rows)[:, None] for rows in zip(*tables, strict=True))
+    stacked = {
+        name: torch.stack([getattr(group, name) for group in groups])
+        for name in ("cos", "sin", "q_noise", "k_noise")
+        if getattr(groups[0], name) is not None
+    }
+    for name in stacked.keys() & {"cos", "sin"}:
+        stacked[name] = stacked[name][:, None]
+    factor = None
     if any(group.temperature is not None for group in groups):
         factors = [1.0 if g.temperature is None else g.temperature for g in groups]
         # A number for all of a row's queries, or [T, 1].
         rows = [torch.as_tensor(value, device=device).view(1, -1, 1) for value in factors]
         factor = torch.stack(rows)
-    return HeadGroup(kv_heads, cos, sin, factor)
+    return replace(groups[0], temperature=factor, **stacked)

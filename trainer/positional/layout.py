@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from trainer.positional.gains import Gains
 from trainer.positional.spectrum import Spectrum
 
 
@@ -21,11 +22,13 @@ class LayerEncoding:
 
     ``spectra``: one for every key-value head. ``window``: how many keys a query sees, itself
     included (None: all before it). ``qk_norm``: whether the layer's query and key norms are on.
+    ``gains``: an intervention on its heads, for an evaluation.
     """
 
     spectra: tuple[Spectrum, ...]
     window: int | None = None
     qk_norm: bool = False
+    gains: Gains | None = None
 
     @cached_property
     def groups(self) -> tuple[tuple[Spectrum, int], ...]:
@@ -58,7 +61,13 @@ class Layout:
         return Layout(tuple(layer.map(change) for layer in self.layers))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and checkpoints; each distinct spectrum is written once."""
+        """Plain values for JSON and checkpoints; each distinct spectrum is written once.
+
+        Raises:
+            ValueError: there are gains, which are never stored.
+        """
+        if any(layer.gains is not None for layer in self.layers):
+            raise ValueError("a layout with gains on its heads is for an evaluation, not to store")
         index = {spectrum: i for i, spectrum in enumerate(self.spectra)}
         return {
             "spectra": [spectrum.to_dict() for spectrum in self.spectra],

@@ -6,13 +6,14 @@ The channel layout is Hugging Face's rotate-half: pair m of M is channels (m, m 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.positional.gains import Gains, factors, noise
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import at_length
 from trainer.positional.spectrum import Spectrum
@@ -24,17 +25,23 @@ class HeadGroup:
 
     ``cos``, ``sin``: ``[T, pairs]`` or ``[B, 1, T, pairs]``, float32; None where nothing rotates.
     ``temperature``: factor on the queries, a number or ``[T, 1]``/``[B, 1, T, 1]``; None for 1.
+    ``q_gain``, ``k_gain``: ``[H, 1, D]``, factors on the rotated queries and keys, and ``q_noise``,
+    ``k_noise``: ``[H, T, D]`` or ``[B, H, T, D]``, added to them (see :class:`Gains`).
     """
 
     kv_heads: int
     cos: Tensor | None = None
     sin: Tensor | None = None
     temperature: float | Tensor | None = None
+    q_gain: Tensor | None = None
+    k_gain: Tensor | None = None
+    q_noise: Tensor | None = None
+    k_noise: Tensor | None = None
 
     @property
     def is_identity(self) -> bool:
         """Whether queries and keys pass unchanged."""
-        return self.cos is None and self.temperature is None
+        return all(getattr(self, field.name) is None for field in fields(self)[1:])
 
 
 def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,12 +156,45 @@ def head_groups(layout: Layout, positions: Tensor, length: int) -> list[tuple[He
     layers: dict[LayerEncoding, tuple[HeadGroup, ...]] = {}
     for layer in layout.layers:
         if layer not in layers:
-            layers[layer] = tuple(group(spectrum, n) for spectrum, n in layer.groups)
+            groups = tuple(group(spectrum, n) for spectrum, n in layer.groups)
+            layers[layer] = groups if layer.gains is None else _gained(groups, layer, positions)
     return [layers[layer] for layer in layout.layers]
 
 
+def _gained(
+    groups: tuple[HeadGroup, ...], layer: LayerEncoding, positions: Tensor
+) -> tuple[HeadGroup, ...]:
+    """The groups with each its part of the layer's gains."""
+    assert layer.gains is not None
+    whole = _gain_tensors(layer.gains, positions)
+    found, first, heads = [], 0, len(layer.spectra)
+    for group in groups:
+        part = {}
+        for name, tensor in whole.items():
+            per_key = tensor.shape[-3] // heads  # query heads a key-value head, or 1
+            begin, count = first * per_key, group.kv_heads * per_key
+            part[name] = tensor.narrow(-3, begin, count)
+        found.append(replace(group, **part))
+        first += group.kv_heads
+    return tuple(found)
+
+
+def _gain_tensors(gains: Gains, positions: Tensor) -> dict[str, Tensor]:
+    found = {}
+    for side, rows, std in (
+        ("q", gains.query, gains.query_noise),
+        ("k", gains.key, gains.key_noise),
+    ):
+        if rows:
+            found[f"{side}_gain"] = factors(rows, positions.device)
+        if std:
+            seed = 2 * gains.seed + (side == "k")
+            found[f"{side}_noise"] = noise(std, len(rows[0]), seed, positions)
+    return found
+
+
 def encode(q: Tensor, k: Tensor, groups: tuple[HeadGroup, ...]) -> tuple[Tensor, Tensor]:
-    """Rotate and temper queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, T, D]``.
+    """Rotate and temper queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, T, D]``, then their gains.
 
     The one seam between projections and scores. Returns the inputs themselves where there is
     nothing to do.
@@ -180,4 +220,10 @@ def _encode_group(q: Tensor, k: Tensor, group: HeadGroup) -> tuple[Tensor, Tenso
     if group.temperature is not None:
         factor = group.temperature
         q = q * (factor.to(q.dtype) if isinstance(factor, Tensor) else factor)
-    return q, k
+    return _with_gain(q, group.q_gain, group.q_noise), _with_gain(k, group.k_gain, group.k_noise)
+
+
+def _with_gain(x: Tensor, gain: Tensor | None, added: Tensor | None) -> Tensor:
+    if gain is not None:
+        x = x * gain.to(x.dtype)
+    return x if added is None else x + added.to(x.dtype)

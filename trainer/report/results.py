@@ -21,7 +21,7 @@ from trainer.errors import UserError
 from trainer.report.atomic import write_atomically
 
 
-class _Json:
+class Json:
     """``to_dict`` and ``from_dict`` for a dataclass: dictionaries and lists as JSON has them."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class _Json:
 
 
 @dataclass(frozen=True)
-class Cell(_Json):
+class Cell(Json):
     """One method at one length. ``factor`` is the length in units of the training length."""
 
     method: str
@@ -56,7 +56,7 @@ class Cell(_Json):
 
 
 @dataclass(frozen=True)
-class LossByPosition(_Json):
+class LossByPosition(Json):
     """Held-out loss along sequences of ``length`` tokens: ``losses[i]`` is the mean over the
     positions ``edges[i]`` (included) to ``edges[i + 1]`` (excluded)."""
 
@@ -74,7 +74,7 @@ class LossByPosition(_Json):
 
 
 @dataclass(frozen=True)
-class Arm(_Json):
+class Arm(Json):
     """One training run of the experiment. ``final_loss`` is the held-out text loss at the training
     length; ``curve`` holds (step, training loss)."""
 
@@ -88,7 +88,7 @@ class Arm(_Json):
 
 
 @dataclass(frozen=True)
-class Drop(_Json):
+class Drop(Json):
     """The step at which the positional encoding was dropped, and the loss just before it, just
     after it, and at the end of recalibration."""
 
@@ -99,7 +99,7 @@ class Drop(_Json):
 
 
 @dataclass(frozen=True)
-class Observation(_Json):
+class Observation(Json):
     """One claim of a paper held against this run: ``shown`` is True (shown), False (not shown) or
     None (not judged, ``evidence`` says why)."""
 
@@ -110,7 +110,7 @@ class Observation(_Json):
 
 
 @dataclass(frozen=True)
-class Report(_Json):
+class Report(Json):
     """Everything a run reports.
 
     ``task`` describes the retrieval task. The report's text uses these keys, each of which may be

@@ -1,0 +1,46 @@
+"""Prompts that ask for an answer, and how a continuation is scored: what needles, RULER, LongBench
+and many-shot tasks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One trial.
+
+    ``tokens``: what the model reads, the beginning-of-text token included. ``answers``: the right
+    ones. ``new_tokens``: how many tokens it may answer with. ``depth``: where the (first) needle
+    begins, 0 at the beginning of the text and 1 at its end. ``group``: trials that differ only
+    behind a common beginning have the same number; None: nothing is shared. ``label``: what a
+    result can be averaged by, for instance a category or a length bucket.
+    """
+
+    tokens: tuple[int, ...]
+    answers: tuple[str, ...]
+    new_tokens: int
+    depth: float | None = None
+    group: int | None = None
+    label: str = ""
+
+
+Score = Callable[[str, Sequence[str]], float]
+"""What a continuation is worth, 0 to 1, given the right answers."""
+
+
+class Task(Protocol):
+    """A kind of question that can be asked at any length."""
+
+    name: str
+    score: Score
+
+    def prompts(self, length: int) -> list[Prompt]:
+        """The trials at ``length`` tokens, prompt and answer together; the same in every call.
+
+        Raises:
+            UserError: the length is too short for the task, or the text for the length.
+        """
+        ...
