@@ -98,7 +98,7 @@ def pieces(text: str, size: int = 8192) -> list[str]:
 
 def _jsonl(text: str, name: str, text_field: str) -> list[str]:
     documents = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold other line ends
         if not line.strip():
             continue
         try:

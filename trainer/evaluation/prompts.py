@@ -31,11 +31,22 @@ Score = Callable[[str, Sequence[str]], float]
 """What a continuation is worth, 0 to 1, given the right answers."""
 
 
-class Task(Protocol):
-    """A kind of question that can be asked at any length."""
+Stop = Callable[[str, Sequence[str]], bool]
+"""Whether a continuation can end here: what follows makes no difference to its score."""
 
-    name: str
-    score: Score
+
+class Task(Protocol):
+    """A kind of question that can be asked at any length. ``stop``: when an answer may end early;
+    None: never."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def score(self) -> Score: ...
+
+    @property
+    def stop(self) -> Stop | None: ...
 
     def prompts(self, length: int) -> list[Prompt]:
         """The trials at ``length`` tokens, prompt and answer together; the same in every call.

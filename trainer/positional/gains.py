@@ -47,7 +47,7 @@ def noise(std: tuple[float, ...], size: int, seed: int, positions: Tensor) -> Te
     table = _table(len(std), size, seed, positions.device)[:, positions % PERIOD]
     if positions.dim() == 2:
         table = table.transpose(0, 1)
-    return table * torch.tensor(std, device=positions.device)[:, None, None]
+    return table * factors(tuple((s,) for s in std), positions.device)
 
 
 @lru_cache(maxsize=64)

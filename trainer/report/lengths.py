@@ -6,6 +6,7 @@ Lengths in tokens, losses in nats per token, scores from 0 to 1.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from trainer.report.results import Json
@@ -38,6 +39,18 @@ class LengthCell(Json):
     last_loss: float | None = None
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        where = f"{self.task!r} of {self.model!r} with {self.method!r} at {self.length}"
+        for name in ("depths", "labels"):
+            if getattr(self, name) and len(getattr(self, name)) != len(self.scores):
+                raise ValueError(
+                    f"{where} has {len(self.scores)} scores but {len(getattr(self, name))} {name}"
+                )
+        if self.losses and len(self.edges) != len(self.losses) + 1:
+            raise ValueError(f"{where} has {len(self.losses)} losses but {len(self.edges)} edges")
+        if not all(0 <= score <= 1 for score in self.scores):
+            raise ValueError(f"{where} has a score that is not between 0 and 1")
+
 
 @dataclass(frozen=True)
 class LengthReport(Json):
@@ -56,3 +69,9 @@ class LengthReport(Json):
     notes: tuple[str, ...]
     settings: dict[str, object]
     environment: dict[str, object]
+
+    def __post_init__(self) -> None:
+        places = Counter((cell.model, cell.method, cell.task, cell.length) for cell in self.cells)
+        for place, times in places.items():
+            if times > 1:
+                raise ValueError(f"{times} cells are of {' / '.join(map(str, place))}")

@@ -1,0 +1,52 @@
+"""Layers to analyse, and attention written as plain float64 loops, for the tests of this room."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from tests.reference import softmax
+from trainer.analysis.capture import Heads
+from trainer.positional.alibi import alibi_slopes
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.layout import LayerEncoding
+from trainer.positional.rotation import rotary_table, rotate
+
+
+def turned(x, spectrum):
+    """``x`` ``[B, H, T, D]`` rotated by its positions."""
+    return rotate(x, *rotary_table(spectrum, torch.arange(x.shape[2])))
+
+
+def layer_of_heads(name="rope", *, texts=2, heads=4, kv_heads=2, T=40, D=8, window=None, index=0):
+    """Queries and keys around two different centres, which is what makes clusters."""
+    generator = torch.Generator().manual_seed(index)
+
+    def cloud(count):
+        centre = torch.randn(1, count, 1, D, generator=generator) * 1.5
+        return centre + torch.randn(texts, count, T, D, generator=generator)
+
+    q, k = cloud(heads), cloud(kv_heads)
+    spectrum = make_spectrum(name, D, T, {})
+    encoding = LayerEncoding((spectrum,) * kv_heads, window)
+    return Heads(index, encoding, q, k, turned(q, spectrum), turned(k, spectrum))
+
+
+def attention_of(heads, text, head, *, rotated=True):
+    """(attention, dot products) of one head: lists of rows ``[T][T]``, float64, 0 where hidden."""
+    q = (heads.rotated_q if rotated else heads.q)[text, head].double().numpy()
+    k = (heads.rotated_k if rotated else heads.k)[text, head // heads.queries_per_key]
+    k, T = k.double().numpy(), len(q)
+    slope = 0.0
+    if rotated and heads.encoding.spectra[0].alibi:
+        slope = alibi_slopes(heads.q.shape[1])[head]
+    attention, dots = np.zeros((T, T)), np.full((T, T), -np.inf)
+    for i in range(T):
+        first = max(0, i + 1 - (heads.encoding.window or T))
+        for j in range(first, i + 1):
+            dots[i, j] = float(q[i] @ k[j])
+        scores = [dots[i, j] / math.sqrt(q.shape[1]) - slope * (i - j) for j in range(first, i + 1)]
+        attention[i, first : i + 1] = softmax(scores)
+    return attention, dots

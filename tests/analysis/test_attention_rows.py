@@ -1,0 +1,60 @@
+"""The numbers of every row, against loops over single queries and keys in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.analysis.attention_examples import attention_of, layer_of_heads
+from trainer.analysis import attention_rows as module
+from trainer.analysis.attention_rows import attention_rows, head_attention
+
+
+def expected_rows(attention, dots):
+    T = len(attention)
+    back = np.arange(T)[:, None] - np.arange(T)
+    logs = np.log(np.where(attention > 0, attention, 1))
+    return {
+        "peak": dots.max(axis=1),
+        "sink": attention[:, 0],
+        "own": attention.diagonal(),
+        "previous": np.append(0, attention.diagonal(-1)),
+        "distance": (attention * back).sum(axis=1),
+        "entropy": -(attention * logs).sum(axis=1),
+    }
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize(
+    ("encoding", "window"), [("rope", None), ("rope", 7), ("rope", 1), ("alibi", None), ("nope", 5)]
+)
+def test_rows_are_those_of_plain_attention(encoding, window, rotated, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1)  # the smallest blocks, 16 queries
+    heads = layer_of_heads(encoding, window=window)
+    rows = attention_rows(heads, rotated=rotated)
+    for text, head in ((0, 0), (1, 3)):
+        expected = expected_rows(*attention_of(heads, text, head, rotated=rotated))
+        for name, values in expected.items():
+            found = getattr(rows, name)[text, head].numpy()
+            np.testing.assert_allclose(found, values, rtol=2e-4, atol=2e-5, err_msg=name)
+    assert rows.visible.tolist() == [min(i + 1, window or 40) for i in range(40)]
+
+
+def test_blocks_do_not_change_the_rows(monkeypatch):
+    heads = layer_of_heads(T=100)
+    whole = attention_rows(heads)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1)
+    in_blocks = attention_rows(heads)
+    for name in ("peak", "sink", "own", "previous", "distance", "entropy"):
+        np.testing.assert_allclose(
+            getattr(in_blocks, name), getattr(whole, name), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("encoding", ["rope", "alibi"])
+def test_attention_of_some_queries_of_one_head(encoding):
+    heads = layer_of_heads(encoding, window=9)
+    found = head_attention(heads, 2, slice(10, 23))
+    for text in range(2):
+        expected, _ = attention_of(heads, text, 2)
+        np.testing.assert_allclose(found[text], expected[10:23, :23], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,140 @@
+"""Capture: queries and keys as they meet in the scores, layer by layer; nothing is left behind."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.reference import turned
+from trainer.analysis.capture import capture, observing
+from trainer.model.config import QKNormConfig
+from trainer.positional.gains import Gains
+
+IDS = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(4))
+MODELS = {
+    "rope": {},
+    "half of the channels": {"encodings": {"rope": {"rotary_fraction": 0.5}}},
+    "half of the heads": {"heads": {"nope": 0.5}},
+    "nope": {"layers": ["nope"]},
+    "qk_norm": {"model": {"qk_norm": QKNormConfig("always", "per_head")}},
+}
+
+
+def all_layers(model, ids=IDS):
+    layers = []
+    states = capture(model, ids, layers.append)
+    return layers, states
+
+
+@pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
+def test_what_is_rotated_is_the_rotation_of_what_is_not(tiny_decoder, positional):
+    """Against complex numbers in float64."""
+    model = tiny_decoder(**positional)
+    for heads in all_layers(model)[0]:
+        assert heads.q.shape == (2, 4, 20, 8)
+        assert heads.k.shape == (2, 2, 20, 8)
+        assert heads.queries_per_key == 2
+        for x, rotated, per_key in ((heads.q, heads.rotated_q, 2), (heads.k, heads.rotated_k, 1)):
+            for h in range(x.shape[1]):
+                inv_freq = heads.encoding.spectra[h // per_key].inv_freq
+                expected = [turned(v, i, inv_freq) for i, v in enumerate(x[1, h].tolist())]
+                torch.testing.assert_close(
+                    rotated[1, h], torch.tensor(expected), rtol=1e-5, atol=1e-5
+                )
+
+
+@torch.no_grad()
+def test_before_the_encoding_they_are_the_projections(tiny_decoder):
+    model = tiny_decoder()
+    block = model.layers[0]
+    (first, _), _ = all_layers(model)
+    x = block.input_layernorm(model.embed_tokens(IDS))
+    for seen, linear in ((first.q, block.self_attn.q_proj), (first.k, block.self_attn.k_proj)):
+        assert torch.equal(seen, linear(x).unflatten(-1, (-1, 8)).transpose(1, 2))
+
+
+def test_temperature_and_gains_are_included(tiny_decoder):
+    model = tiny_decoder()
+    (plain, _), _ = all_layers(model)
+    layout = model.layout.map(lambda s: s.with_temperature(scale=3.0))
+    gains = Gains(key=((2.0,) * 8, (1.0,) * 8))
+    model.layout = replace(
+        layout, layers=tuple(replace(layer, gains=gains) for layer in layout.layers)
+    )
+    (changed, _), _ = all_layers(model)
+    assert changed.encoding.gains == gains
+    torch.testing.assert_close(changed.rotated_q, 3 * plain.rotated_q)
+    torch.testing.assert_close(changed.rotated_k[:, 0], 2 * plain.rotated_k[:, 0])
+    assert torch.equal(changed.rotated_k[:, 1], plain.rotated_k[:, 1])
+    assert torch.equal(changed.q, plain.q)
+
+
+@torch.no_grad()
+def test_layers_come_in_order_and_the_states_are_the_model_s(tiny_decoder):
+    model = tiny_decoder(model={"num_hidden_layers": 4})
+    layers, states = all_layers(model)
+    assert [heads.layer for heads in layers] == [0, 1, 2, 3]
+    assert torch.equal(states, model.hidden_states(IDS))
+
+
+def test_a_layer_that_is_not_kept_is_gone_before_the_next(tiny_decoder):
+    alive = []
+
+    def on_layer(heads):
+        assert not any(reference() is not None for reference in alive)
+        alive.append(weakref.ref(heads.rotated_q))
+
+    capture(tiny_decoder(model={"num_hidden_layers": 3}), IDS, on_layer)
+    assert len(alive) == 3
+
+
+def test_nothing_is_left_after_an_error(tiny_decoder):
+    model = tiny_decoder()
+
+    def fail(heads):
+        raise RuntimeError(f"in layer {heads.layer}")
+
+    with pytest.raises(RuntimeError, match="layer 0"):
+        capture(model, IDS, fail)
+    assert all(block.self_attn.observe is None for block in model.layers)
+    model(IDS)
+
+
+def test_every_pass_within_is_seen_and_none_after(tiny_decoder):
+    model, seen = tiny_decoder(), []
+    with torch.no_grad():
+        with observing(model, lambda heads: seen.append((heads.layer, heads.q.shape[2]))):
+            model(IDS)
+            model(IDS[:, :5])
+        model(IDS)
+    assert seen == [(0, 20), (1, 20), (0, 5), (1, 5)]
+
+
+def test_half_precision_comes_as_float32(tiny_decoder):
+    layers, _ = all_layers(tiny_decoder().bfloat16())
+    assert {layers[0].q.dtype, layers[0].rotated_k.dtype} == {torch.float32}
+
+
+@torch.no_grad()
+def test_compiled_blocks_are_seen_too(tiny_decoder):
+    """And nothing is compiled anew, then or after. The graphs run as they are, which is enough to
+    see when they are made."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    plain, _ = all_layers(tiny_decoder())
+    model = tiny_decoder()
+    for block in model.layers:
+        block.compile(backend=backend)
+    before, made = model(IDS), len(graphs)
+    assert made
+    layers, _ = all_layers(model)
+    assert [heads.layer for heads in layers] == [0, 1]
+    for heads, expected in zip(layers, plain, strict=True):
+        torch.testing.assert_close(heads.rotated_q, expected.rotated_q)
+    assert torch.equal(model(IDS), before)
+    assert len(graphs) == made

@@ -1,0 +1,142 @@
+"""Offset features: the published table of the bounds, the definition itself, and planted pairs."""
+
+from __future__ import annotations
+
+import cmath
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.analysis.attention_examples import layer_of_heads, turned
+from trainer.analysis.capture import Heads
+from trainer.analysis.offset_features import (
+    OffsetFeatureSearch,
+    bounds,
+    contributions,
+    pair_points,
+)
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.layout import LayerEncoding
+from trainer.positional.rescaling import yarn
+from trainer.positional.spectrum import Spectrum
+
+
+def rope(rotary_dim, base, length):
+    return make_spectrum("rope", rotary_dim, length, {"base": base})
+
+
+@pytest.mark.parametrize(
+    ("spectrum", "context_length", "percent", "mean_angle"),
+    [
+        pytest.param(rope(32, 1e4, 2048), 2048, 31, 3.93, id="Phi-1"),
+        # Table 1 says 4096 for the 8B; its row of Table 2 is that of 8192, which it was trained at.
+        pytest.param(rope(128, 5e5, 8192), 8192, 45, 3.72, id="Llama-3-8B"),
+        pytest.param(rope(128, 5e5, 8192), 8192, 45, 3.72, id="Llama-3-70B"),
+        pytest.param(yarn(rope(64, 1e4, 4096), 40), 163_840, 28, 4.26, id="DeepSeek-V2-Lite"),
+    ],
+)
+def test_table_2_from_dimensions_base_and_length_alone(
+    spectrum, context_length, percent, mean_angle
+):
+    found = bounds(spectrum, context_length)
+    assert round(100 * found.share) == percent
+    assert round(found.mean_angle, 2) == mean_angle
+
+
+def test_section_4_3_phi_1_begins_with_feature_11():
+    assert bounds(rope(32, 1e4, 2048), 2048).possible.tolist() == [False] * 11 + [True] * 5
+
+
+@given(st.floats(1e-4, 0.2), st.floats(0, 2 * math.pi), st.integers(8, 200))
+def test_the_bounds_are_definition_3_1(theta, phi, context_length):
+    """A pair stays below its value at distance 0, by the two bounds and by looking everywhere."""
+    known = bounds(Spectrum(context_length, (theta,)), context_length)
+    # Between whole tokens and at the bounds themselves the two differ by rounding only.
+    assume(abs(phi - known.angle[0]) > 1e-3)
+    assume(abs(theta - 2 * math.pi / context_length) > 1e-4)
+    assume(min(phi, 2 * math.pi - phi, abs(phi - math.pi)) > 1e-3)
+    distances = np.linspace(1e-4, context_length, 20_001)
+    below = bool((np.cos(phi - theta * distances) < math.cos(phi)).all())
+    assert below == bool(known.possible[0] and phi >= known.angle[0])
+
+
+def test_pairs_that_stand_still_are_no_offset_features():
+    found = bounds(make_spectrum("p_rope", 16, 64, {"p": 0.5}), 64)
+    assert not found.possible[4:].any()
+    none = bounds(make_spectrum("nope", 16, 64, {}), 64)
+    assert (none.share, none.mean_angle) == (0.0, None)
+
+
+def planted(angle, *, radius=10.0, pair=3, T=50):
+    """Two texts whose key head 1 and query head 2 have one pair with large means at ``angle``."""
+    spectrum = make_spectrum("rope", 8, T, {"base": 1000.0})
+    generator = torch.Generator().manual_seed(1)
+    q, k = (0.1 * torch.randn(2, n, T, 8, generator=generator) for n in (4, 2))
+    for x, head, turn in ((q, 2, 0.4), (k, 1, 0.4 + angle)):
+        z = cmath.rect(radius, turn)
+        x[:, head, :, pair] += z.real
+        x[:, head, :, pair + 4] += z.imag
+    return Heads(5, LayerEncoding((spectrum,) * 2), q, k, turned(q, spectrum), turned(k, spectrum))
+
+
+def features_of(heads):
+    search = OffsetFeatureSearch()
+    search.update(heads)
+    return search.result()
+
+
+def test_a_planted_pair_is_found_with_its_radii_and_angle():
+    found = features_of(planted(4.5))
+    assert len(found.angle) == 4 * 4
+    assert (found.context_length, found.head_dim) == (50, 8)
+    (at,) = np.flatnonzero((found.query_radius > 1) & (found.key_radius > 1))
+    assert (found.layer[at], found.head[at], found.pair[at]) == (5, 2, 3)
+    assert found.angle[at] == pytest.approx(4.5, abs=0.02)
+    assert found.key_radius[at] == pytest.approx(10, abs=0.1)
+
+
+@pytest.mark.parametrize(("above", "lower", "relaxed"), [(0.1, 1, 1), (-0.05, 0, 1), (-0.2, 0, 0)])
+def test_recall_counts_large_keys_above_the_lower_bound(above, lower, relaxed):
+    """Query heads 2 and 3 read the planted key; head 3 has no query to speak of, and any angle."""
+    bound = math.pi + 1000 ** (-3 / 4) * 50 / 2
+    heads = planted(bound + above)
+    heads.q[:, 3, :, [3, 7]] = heads.q[:, 2, :, [3, 7]]
+    six, nine, twelve = features_of(heads).recall
+    assert (six.radius, nine.radius, twelve.radius) == (6, 9, 12)
+    assert (six.positives, nine.positives, twelve.positives) == (2, 2, 0)
+    assert (six.upper, six.lower, six.relaxed) == (1, lower, relaxed)
+    assert twelve.upper is None
+
+
+def test_recall_knows_large_keys_at_high_frequency():
+    (six, *_) = features_of(planted(4.5, pair=0)).recall
+    assert (six.positives, six.upper, six.lower) == (2, 0, 0)
+
+
+def test_contributions_are_dot_products_of_rotated_means():
+    heads = layer_of_heads(D=8)
+    found = contributions(features_of(heads), 0, 3, [0, 1, 17])
+    spectrum = heads.encoding.spectra[1]
+    q, k = heads.q[:, 3].double().mean((0, 1)), heads.k[:, 1].double().mean((0, 1))
+    for at, distance in enumerate([0, 1, 17]):
+        query = turned(q.expand(1, 1, 18, 8), spectrum)[0, 0, distance]
+        for pair in range(4):
+            expected = query[[pair, pair + 4]] @ k[[pair, pair + 4]] / math.sqrt(8)
+            assert found[pair, at] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+
+
+def test_points_of_a_pair_are_the_channels_that_turn_together():
+    heads = layer_of_heads("half_rope", D=8)
+    found = pair_points(heads, 3, 1)
+    np.testing.assert_array_equal(found.query, heads.q[0, 3][:, [1, 3]])
+    np.testing.assert_array_equal(found.key, heads.k[0, 1][:, [1, 3]])
+
+
+def test_a_layer_without_rotation_has_no_features():
+    found = features_of(layer_of_heads("nope"))
+    assert len(found.angle) == 0
+    assert found.mean_lower_bound is None

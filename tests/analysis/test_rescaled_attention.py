@@ -1,0 +1,73 @@
+"""Attention under another layout, against plain attention; factors against the frequencies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.analysis.attention_examples import attention_of, layer_of_heads
+from trainer.analysis import rescaled_attention as module
+from trainer.analysis.rescaled_attention import (
+    attention_by_distance,
+    heads_of_layer,
+    last_token_attention,
+    scaling_factors,
+)
+from trainer.errors import UserError
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.rescaling import yarn
+
+IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def test_figure_6_all_methods_compress_the_low_frequencies():
+    """Fast pairs stay but for PI's, slow ones are divided by s."""
+    factors = scaling_factors(make_spectrum("rope", 64, 2048, {}), 2.0)
+    np.testing.assert_allclose(factors["pi"], 0.5)
+    np.testing.assert_allclose(factors["ntk"], 2 ** (-np.arange(32) / 31))  # Eq. 3, m from 0
+    assert factors["yarn"][0] == 1
+    for gamma in (factors[name] for name in ("pi", "ntk", "yarn")):
+        assert gamma[-1] == pytest.approx(0.5)
+        assert (np.diff(gamma) <= 1e-12).all()
+
+
+def test_a_pair_that_stands_still_has_factor_one():
+    factors = scaling_factors(make_spectrum("p_rope", 16, 64, {"p": 0.5}), 4.0)
+    assert all((gamma[4:] == 1).all() for gamma in factors.values())
+
+
+def test_profile_by_distance(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 16)
+    heads = layer_of_heads(window=30)
+    found = attention_by_distance(heads, 3, 35)
+    maps = [attention_of(heads, text, 3)[0] for text in range(2)]
+    expected = [np.mean([a.diagonal(-back) for a in maps]) for back in range(35)]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
+    assert len(attention_by_distance(heads, 0, 1000)) == 40
+
+
+def test_last_token():
+    heads = layer_of_heads()
+    found = last_token_attention(heads, 1)
+    for text in range(2):
+        np.testing.assert_allclose(found[text], attention_of(heads, text, 1)[0][-1], rtol=1e-4)
+
+
+def test_heads_are_read_with_the_layout_that_is_given(tiny_decoder):
+    model = tiny_decoder(layers=["rope"])
+    trained = model.layout
+    layout = trained.map(lambda spectrum: yarn(spectrum, 2.0))
+    heads = heads_of_layer(model, IDS, 1, layout)
+    assert (heads.layer, heads.encoding) == (1, layout.layers[1])
+    assert model.layout is trained
+    model.layout = layout
+    expected = heads_of_layer(model, IDS, 1, layout)
+    torch.testing.assert_close(heads.rotated_q, expected.rotated_q)
+    assert not torch.allclose(heads.rotated_q, heads_of_layer(model, IDS, 1, trained).rotated_q)
+
+
+def test_a_layer_that_is_not_there(tiny_decoder):
+    model = tiny_decoder()
+    with pytest.raises(UserError, match="layer: expected 0 to 1, got 2"):
+        heads_of_layer(model, IDS, 2, model.layout)

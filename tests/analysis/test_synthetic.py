@@ -1,0 +1,68 @@
+"""Closed forms of the synthetic cluster, against an SVD of the rotated vectors themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.analysis.attention_examples import turned
+from trainer.analysis.synthetic import synthetic_decay
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.rescaling import dynamic_ntk
+
+NAMES = ["rope", "half_rope", "high_frequency", "rope_id", "p_rope", "nope"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("given_vector", [False, True])
+def test_both_curves_are_those_of_rotated_copies(name, given_vector):
+    D, lengths = 16, [1, 2, 50, 700]
+    spectrum = make_spectrum(name, D, 512, {})
+    vector = np.random.default_rng(1).normal(size=D) if given_vector else np.ones(D)
+    found = synthetic_decay(
+        spectrum, D, lengths, [0, 3, 600], vector=vector if given_vector else None
+    )
+    copies = turned(torch.tensor(vector).expand(1, 1, 700, D), spectrum)[0, 0].numpy()
+    for n, ratio in zip(lengths, found.fsv_ratio, strict=True):
+        expected = np.linalg.norm(copies[:n], 2) / (np.sqrt(n) * np.linalg.norm(vector))
+        assert ratio == pytest.approx(expected, abs=1e-6)
+    for distance, dot in zip(found.distances, found.dot, strict=True):
+        expected = copies[0] @ copies[distance] / (vector @ vector)
+        assert dot == pytest.approx(expected, abs=1e-6)
+
+
+def test_figure_7_what_each_encoding_keeps_and_when_it_gets_there():
+    """Only RoPE-ID has at the training length what it keeps for ever; HalfRoPE gets there late,
+    RoPE and high-frequency RoPE fall towards the least that 64 planes allow, the latter sooner."""
+
+    def ratios(name):
+        spectrum = make_spectrum(name, 128, 4096, {})
+        return synthetic_decay(spectrum, 128, [4096, 65_536, 10**6], []).fsv_ratio
+
+    rope, half, fast, ours = (ratios(name) for name in NAMES[:4])
+    kept, least = np.sqrt(1 / 2), np.sqrt(1 / 128)
+    assert ours == pytest.approx(kept, abs=1e-3)
+    assert half[0] - kept > 0.05
+    assert half[2] == pytest.approx(kept, abs=1e-3)
+    assert rope[0] - fast[0] > 0.2
+    assert fast[2] == pytest.approx(least, abs=1e-3)
+    assert rope[2] - least < 0.01
+
+
+@given(st.integers(1, 10**7))
+def test_ratios_lie_between_the_limit_and_one_at_any_length(length):
+    spectrum = make_spectrum("rope", 16, 64, {})
+    (ratio,) = synthetic_decay(spectrum, 16, [length], []).fsv_ratio
+    assert np.sqrt(1 / 16) - 1e-9 <= ratio <= 1 + 1e-9
+
+
+def test_a_spectrum_that_depends_on_the_length_is_taken_at_that_length():
+    spectrum = make_spectrum("rope", 16, 64, {})
+    growing = dynamic_ntk(spectrum, 1.0)
+    same, other = (synthetic_decay(s, 16, [64, 640], [600]) for s in (spectrum, growing))
+    assert same.fsv_ratio[0] == other.fsv_ratio[0]
+    assert other.fsv_ratio[1] > same.fsv_ratio[1] + 0.01
+    assert other.dot[0] != pytest.approx(same.dot[0], abs=1e-3)

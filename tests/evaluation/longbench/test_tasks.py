@@ -1,0 +1,129 @@
+"""Prompts of files: the wording, the cut in the middle, what is scored, what is left out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.errors import UserError
+from trainer.evaluation.longbench.task import middle_out
+from trainer.evaluation.longbench.tasks import LongBenchSettings, longbench_tasks
+
+
+def settings(file, **more):
+    return LongBenchSettings(str(file.parent), **more)
+
+
+def test_a_short_text_is_asked_whole(write_rows, byte_tokenizer):
+    file = write_rows("hotpotqa", {"context": "Passage 1: {x} é", "length": 4000})
+    (task,), notes = longbench_tasks(settings(file, tasks=["hotpotqa"]), byte_tokenizer, bos=5)
+    (prompt,) = task.prompts(4096)
+    instruction = (
+        "Answer the question based on the given passages. "
+        "Only give me the answer and do not output any other words."
+    )
+    assert prompt.tokens[0] == 5
+    assert byte_tokenizer.decode(prompt.tokens[1:]) == (
+        f"{instruction}\n\nThe following are given passages.\nPassage 1: {{x}} é\n\n"
+        f"{instruction}\n\nQuestion: Who?\nAnswer:"
+    )
+    assert (prompt.answers, prompt.new_tokens) == (("Alice",), 32)
+    assert (task.name, prompt.label) == ("longbench_hotpotqa", "Multi-Document QA|4–8K")
+    assert notes == []
+
+
+@pytest.mark.parametrize("bos", [None, 5])
+@pytest.mark.parametrize("length", [300, 301])
+def test_a_long_text_loses_its_middle(write_rows, byte_tokenizer, bos, length):
+    file = write_rows("lcc", {"context": "abc" * 500})
+    (task,), _ = longbench_tasks(settings(file, tasks=["lcc"]), byte_tokenizer, bos)
+    (prompt,) = task.prompts(length)
+    whole = byte_tokenizer.encode(
+        f"Please complete the code given below. \n{'abc' * 500}Next line of code:\n"
+    ).ids
+    whole = whole if bos is None else [bos, *whole]
+    half = (length - 64) // 2
+    assert list(prompt.tokens) == whole[:half] + whole[-half:]
+    assert length - 1 <= len(prompt.tokens) + prompt.new_tokens <= length
+    assert task.prompts(length) == [prompt]
+
+
+@given(st.integers(0, 30), st.integers(2, 40))
+def test_the_cut_keeps_both_ends_and_fits(size, room):
+    ids = np.arange(size, dtype=np.int32)
+    kept = middle_out(ids, room).tolist()
+    if size <= room:
+        assert kept == list(range(size))
+    else:
+        half = len(kept) // 2
+        assert room - 1 <= 2 * half == len(kept) <= room
+        assert kept[:half] == list(range(half))
+        assert kept[half:] == list(range(size - half, size))
+
+
+def test_a_length_without_room_for_a_question_is_refused(write_rows, byte_tokenizer):
+    file = write_rows("gov_report", {})
+    (task,), _ = longbench_tasks(settings(file, tasks=["gov_report"]), byte_tokenizer, None)
+    with pytest.raises(UserError, match=r"evaluation.lengths: .* 514 or more, got 513"):
+        task.prompts(513)
+    (prompt,) = task.prompts(514)
+    assert byte_tokenizer.decode(prompt.tokens) == "Y:"
+
+
+def test_the_best_of_several_answers_counts(write_rows, byte_tokenizer):
+    classes = ["Date", "Price"]
+    rows = {"answers": ["Date"], "all_classes": classes}
+    file = write_rows("trec", rows)
+    write_rows("samsum", {})
+    trec, samsum = longbench_tasks(settings(file, tasks=["trec", "samsum"]), byte_tokenizer, None)[
+        0
+    ]
+    assert trec.score("\nDate\nQuestion: a Price?", ("Date",)) == 1
+    assert trec.score("a Date, a Price", ("Date",)) == 0.5
+    assert trec.stop("Date\n", ("Date",))
+    assert samsum.score("a b\nc", ("x", "c", "b a b")) == pytest.approx(1, abs=1e-7)
+
+
+def test_a_classification_without_classes_is_refused(write_rows, byte_tokenizer):
+    file = write_rows("trec", {})
+    with pytest.raises(UserError, match=r"trec\.jsonl' line 1: all_classes"):
+        longbench_tasks(settings(file, tasks=["trec"]), byte_tokenizer, None)
+
+
+def test_tasks_without_a_file_are_named_in_notes(write_rows, byte_tokenizer, tmp_path):
+    file = write_rows("qasper", {})
+    tasks, notes = longbench_tasks(settings(file), byte_tokenizer, None)
+    assert [task.name for task in tasks] == ["longbench_qasper"]
+    assert len(notes) == 13
+    assert notes[0] == (
+        f"LongBench's narrativeqa was not run: there is no file '{tmp_path / 'narrativeqa.jsonl'}'."
+    )
+    file.unlink()
+    with pytest.raises(UserError, match=r"holds none of the tasks' files, such as .*\.jsonl"):
+        longbench_tasks(settings(file), byte_tokenizer, None)
+
+
+def test_a_limit_draws_the_same_questions_every_time(write_rows, byte_tokenizer):
+    file = write_rows("qasper", *({"answers": [f"{i:03}"]} for i in range(100)))
+
+    def asked(**more):
+        (task,), _ = longbench_tasks(settings(file, tasks=["qasper"], **more), byte_tokenizer, None)
+        return [prompt.answers[0] for prompt in task.prompts(2048)]
+
+    ten = asked(limit=10)
+    assert len(ten) == 10
+    assert ten == sorted(ten) == asked(limit=10) != asked(limit=10, seed=1)
+    assert asked(limit=200) == asked() == [f"{i:03}" for i in range(100)]
+
+
+def test_all_problems_of_settings_are_told_at_once(tmp_path):
+    wrong = LongBenchSettings(str(tmp_path / "none"), ["quasper", "lcc"], limit=0)
+    problems = wrong.problems()
+    assert len(problems) == 3
+    assert "evaluation.longbench.tasks: unknown task 'quasper'. Did you mean 'qasper'?" in problems
+    assert "evaluation.longbench.limit: expected 1 or more, got 0." in problems
+    assert "there is no directory" in problems[2]
+    assert LongBenchSettings(tasks=[]).problems()
+    assert not LongBenchSettings(str(tmp_path)).problems()

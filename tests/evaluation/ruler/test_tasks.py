@@ -1,0 +1,131 @@
+"""All thirteen tasks keep to the length, depend on nothing else, and are asked in RULER's words."""
+
+import hashlib
+import re
+
+import pytest
+
+from tests.evaluation.ruler.conftest import BOS, DOCUMENTS
+from trainer.errors import UserError
+from trainer.evaluation.ruler import niah, question_answering, variable_tracking, word_extraction
+from trainer.evaluation.ruler.tasks import TASKS, RulerSettings, ruler_tasks
+from trainer.evaluation.scoring import string_match_all, string_match_part
+
+LENGTHS = (2048, 6144)
+NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
+DIGESTS = {
+    "SEVERAL": "56437a37b2a7bdff",
+    "ONE": "ddf294761fae9f05",
+    "vt": "975610e0dbf30fce",
+    "cwe": "6fdd67d5e5140c97",
+    "fwe": "cbf6e2c4e9cbf0e6",
+    "qa": "b4d25d28a140b511",
+}
+
+
+def longest_unit(name, text, tokenizer):
+    """Tokens of the largest thing that a haystack can grow by."""
+    if name.startswith("qa"):
+        units = re.split(r"(?=Document \d+:)", text)
+    elif name in ("vt", "niah_single_1", "niah_multikey_2", "niah_multikey_3"):
+        units = text.split("\n")[1:-1]
+    elif name == "cwe":
+        units = [3 * max(re.findall(r" \d+\. [^\d\n]+", text), key=len)]
+    elif name == "fwe":
+        units = [" qwanqa" * 5]  # several ranks can get their next word at once
+    else:
+        units = [" word"]
+    return max(len(tokenizer.encode(unit + "\n").ids) for unit in units)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", TASKS)
+def test_prompt_and_answer_fill_the_length(task, tokenizer, name, length):
+    made = task(name)
+    prompts = made.prompts(length)
+    assert len(prompts) == 5
+    for prompt in prompts:
+        assert prompt.new_tokens == NEW_TOKENS.get(name, 128)
+        empty = length - len(prompt.tokens) - prompt.new_tokens
+        text = tokenizer.decode(list(prompt.tokens[1:]))
+        assert 0 <= empty <= max(longest_unit(name, text, tokenizer), length / 256)
+        assert prompt.tokens == (BOS, *tokenizer.encode(text, add_special_tokens=False).ids)
+    assert made.score is (string_match_part if name.startswith("qa") else string_match_all)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_trial_depends_on_seed_task_length_and_number_alone(task, name):
+    prompts = task(name).prompts(2048)
+    assert task(name).prompts(2048) == prompts
+    assert task(name, trials=2).prompts(2048) == prompts[:2]
+    assert len({prompt.tokens for prompt in prompts}) == 5
+    others = task(name, seed=2).prompts(2048)
+    assert all(a.tokens != b.tokens for a, b in zip(prompts, others, strict=True))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_too_short_a_length_names_the_least_one(task, name):
+    made = task(name)
+    with pytest.raises(
+        UserError, match=f"for RULER's {name} with this tokenizer, got 100"
+    ) as error:
+        made.prompts(100)
+    least = int(re.search(r"at least (\d+) tokens", str(error.value))[1])
+    assert all(len(p.tokens) + p.new_tokens <= least for p in made.prompts(least))
+
+
+def test_nothing_goes_before_without_a_first_token(task):
+    with_one, without = (task("niah_single_1", bos=bos).prompts(1024) for bos in (BOS, None))
+    assert [p.tokens[0] for p in with_one] == [BOS] * 5
+    assert BOS not in {p.tokens[0] for p in without}
+
+
+def test_the_words_are_those_of_the_benchmark():
+    """Digests of the templates in RULER's data/synthetic/constants.py, filled in likewise."""
+    blanks = {"context": "C", "query": "Q"}
+    filled = {
+        "SEVERAL": niah.SEVERAL.format(value="number", **blanks),
+        "ONE": niah.ONE.format(value="number", **blanks),
+        "vt": variable_tracking.TEMPLATE.format(value=7, count=5, **blanks),
+        "cwe": word_extraction.COMMON_TEMPLATE.format(**blanks),
+        "fwe": word_extraction.FREQUENT_TEMPLATE.format(**blanks),
+        "qa": question_answering.TEMPLATE.format(**blanks),
+    }
+    digests = {k: hashlib.sha256(text.encode()).hexdigest()[:16] for k, text in filled.items()}
+    assert digests == DIGESTS
+
+
+def test_tasks_without_their_files_are_noted(tokenizer):
+    tasks, notes = ruler_tasks(RulerSettings(trials=3), tokenizer, DOCUMENTS, BOS)
+    assert [task.name for task in tasks] == [name for name in TASKS if not name.startswith("qa")]
+    assert notes == [
+        "qa_1 was not run: it needs evaluation.ruler.squad_file, SQuAD's dev-v2.0.json.",
+        "qa_2 was not run: it needs evaluation.ruler.hotpotqa_file, "
+        "HotpotQA's hotpot_dev_distractor_v1.json.",
+    ]
+
+
+def test_a_file_with_fewer_questions_than_trials_is_noted(tokenizer, question_files):
+    settings = RulerSettings(["qa_2"], trials=500, **question_files)
+    (made,), (note,) = ruler_tasks(settings, tokenizer, DOCUMENTS, BOS)
+    assert note == "qa_2 has 6 questions only: evaluation.ruler.hotpotqa_file holds no more."
+    assert len(made.prompts(2048)) == 6
+
+
+def test_documents_without_a_word_are_refused(tokenizer):
+    with pytest.raises(UserError, match="hold no text"):
+        ruler_tasks(RulerSettings(), tokenizer, ["", " \n"], BOS)
+
+
+def test_settings_that_are_impossible():
+    settings = RulerSettings(["vt", "niah_singel_1"], trials=0, squad_file="/no/file.json")
+    task, trials, file = settings.problems()
+    assert (
+        task
+        == "evaluation.ruler.tasks: unknown task 'niah_singel_1'. Did you mean 'niah_single_1'?"
+    )
+    assert trials == "evaluation.ruler.trials: expected 1 or more, got 0."
+    assert file == "evaluation.ruler.squad_file: there is no file '/no/file.json'."
+    assert not RulerSettings().problems()
+    assert RulerSettings().trials == 500
+    assert len(RulerSettings().tasks) == 13

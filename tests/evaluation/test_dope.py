@@ -1,0 +1,299 @@
+"""DoPE: which heads are chosen, and what becomes of them."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from trainer.analysis.capture import capture
+from trainer.analysis.matrix_entropy import matrix_entropies
+from trainer.errors import UserError
+from trainer.evaluation.dope import (
+    PAIR_BY_PAIR,
+    Chosen,
+    DopeSettings,
+    Selection,
+    apply,
+    select,
+)
+from trainer.model.generation import generate
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import RESCALINGS, at_length, dynamic
+
+IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(7))
+SHAPE = {"num_hidden_layers": 3}
+VARIANTS = {
+    f"{variant}, {removal}, {by}": DopeSettings(variant, by, removal=removal)
+    for variant, removal, by in (
+        *product(("by_parts", "by_all"), ("unrotate", "zero"), ("query", "key")),
+        ("by_gaussian", "zero", "query"),
+        ("by_gaussian", "zero", "key"),
+    )
+}
+every_variant = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+
+
+@pytest.fixture
+def model(tiny_decoder):
+    """3 layers of 4 query and 2 key-value heads of 4 pairs, of which all but the fastest
+    are slower than a turn in the 32 tokens of training."""
+    return tiny_decoder(model=SHAPE)
+
+
+def places(selection):
+    return [(chosen.layer, chosen.head) for chosen in selection.heads]
+
+
+def captured(model, layout):
+    """Queries and keys of every layer under a layout."""
+    own, layers = model.layout, []
+    model.layout = layout
+    capture(model, IDS, layers.append)
+    model.layout = own
+    return layers
+
+
+def scores(model, settings):
+    """``[L, H]`` by the analysis, a function of its own."""
+    found = matrix_entropies(model, IDS, settings.by, settings.stage)
+    return torch.stack(
+        [
+            e.band_mean if settings.entropy == "vanilla" else e.effective_rank(settings.r)
+            for e in found
+        ]
+    )
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+@pytest.mark.parametrize(
+    ("entropy", "r"), [("vanilla", 1), ("trunc", 1), ("trunc", 4), ("trunc", None)]
+)
+@pytest.mark.parametrize("by", ["query", "key"])
+def test_heads_are_ranked_over_all_layers(model, by, entropy, r, order):
+    settings = DopeSettings(
+        by=by, entropy=entropy, r=r, order=order, removal="zero", heads=5, stage="pre_ntk"
+    )
+    table = scores(model, settings)
+    order = table.flatten().argsort(descending=order == "descending")
+    width = table.shape[1]
+    assert places(select(model, IDS, settings)) == [divmod(int(i), width) for i in order[:5]]
+
+
+def test_a_key_value_head_has_the_mean_score_of_its_queries(model):
+    settings = DopeSettings(heads=6, entropy="trunc", r=4)
+    table = scores(model, settings).unflatten(1, (2, 2)).mean(dim=-1)
+    selection = select(model, IDS, settings)
+    for chosen in selection.heads:
+        assert chosen.score == pytest.approx(float(table[chosen.layer, chosen.head]))
+    assert [chosen.score for chosen in selection.heads] == sorted(table.flatten().tolist())
+
+
+def test_with_r_1_the_head_of_the_largest_eigenvalue_is_the_first(model):
+    settings = DopeSettings(removal="zero", heads=1)
+    largest = torch.stack([e.eigenvalues[:, 0] for e in matrix_entropies(model, IDS, "query")])
+    assert places(select(model, IDS, settings)) == [divmod(int(largest.argmax()), 4)]
+
+
+def test_stages_see_the_rescaled_and_the_trained_frequencies(model):
+    rescaled = model.layout.map(lambda s: RESCALINGS["pi"](s, 8.0))
+
+    def found(stage, layout):
+        settings = DopeSettings(stage=stage, heads=6, entropy="vanilla")
+        return [chosen.score for chosen in select(model, IDS, settings, layout).heads]
+
+    assert found("post_ntk", None) == found("post_rope", None)
+    by_stage = [found(stage, rescaled) for stage in ("pre_ntk", "post_ntk", "post_rope")]
+    assert len(set(map(tuple, by_stage))) == 3
+
+
+@every_variant
+def test_no_head_is_the_very_same_model(model, settings):
+    selection = select(model, IDS, replace(settings, heads=0))
+    assert apply(model.layout, selection) is model.layout
+
+
+@every_variant
+@torch.no_grad()
+def test_heads_change_the_model_and_leave_its_own_layout(model, settings):
+    trained = model.layout
+    before = model(IDS)
+    selection = select(model, IDS, settings, trained.map(lambda s: RESCALINGS["yarn"](s, 4.0)))
+    assert model.layout is trained
+    model.layout = apply(trained, selection)
+    assert not torch.equal(model(IDS), before)
+    untouched = set(range(3)) - {layer for layer, _ in places(selection)}
+    for layer in untouched:
+        assert model.layout.layers[layer] is trained.layers[layer]
+
+
+@every_variant
+@torch.no_grad()
+def test_reading_in_parts_and_together_is_reading_alone(model, settings):
+    model.layout = apply(model.layout, select(model, IDS, settings))
+    prompts = [IDS[0, :9].tolist(), IDS[1, :4].tolist()]
+    assert generate(model, prompts, 8) == [generate(model, [p], 8)[0] for p in prompts]
+
+
+def chosen_by_hand(model, settings, layer, head):
+    """A selection of one head, by the rules of the settings."""
+    selection = select(model, IDS, replace(settings, heads=1))
+    bands = (1, 2, 3) if settings.variant == "by_parts" else (0, 1, 2, 3)
+    assert selection.heads[0].bands == bands
+    return replace(selection, heads=(replace(selection.heads[0], layer=layer, head=head),))
+
+
+CHANGES = (
+    {"none": lambda s: s}
+    | {name: lambda s, name=name: RESCALINGS[name](s, 4.0) for name in RESCALINGS}
+    | {f"dynamic {name}": lambda s, name=name: dynamic(s, name, 3.0) for name in PAIR_BY_PAIR}
+)
+"""What can have been done to a spectrum before; at 40 tokens the dynamic ones have an effect."""
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("variant", ["by_parts", "by_all"])
+def test_unrotated_bands_pass_and_the_others_turn(model, variant, change):
+    """With the temperature and the attention factor that they had."""
+    layout = model.layout.map(change)
+    layout = layout.map(lambda s: s.with_temperature(scale=1.7))
+    selection = chosen_by_hand(model, DopeSettings(variant), 0, 1)
+    before, after = captured(model, layout)[0], captured(model, apply(layout, selection))[0]
+    scale = at_length(layout.layers[0].spectra[0], 40).rotary_scale
+    still = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
+    turning = [c for c in range(8) if c not in still]
+    for name, heads, factor in (("q", [2, 3], 1.7 * scale), ("k", [1], scale)):
+        plain, old, new = (
+            getattr(x, side + name)
+            for x, side in ((after, ""), (before, "rotated_"), (after, "rotated_"))
+        )
+        torch.testing.assert_close(new[:, heads][..., still], factor * plain[:, heads][..., still])
+        assert torch.equal(new[:, heads][..., turning], old[:, heads][..., turning])
+        others = [h for h in range(new.shape[1]) if h not in heads]
+        assert torch.equal(new[:, others], old[:, others])
+
+
+@pytest.mark.parametrize("variant", ["by_parts", "by_all"])
+@pytest.mark.parametrize("by", ["query", "key"])
+def test_zeros_are_on_the_head_of_one_side(model, variant, by):
+    selection = chosen_by_hand(model, DopeSettings(variant, by, removal="zero"), 0, 1)
+    before, after = (captured(model, x)[0] for x in (model.layout, apply(model.layout, selection)))
+    gone = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
+    for side in ("query", "key"):
+        expected = (before.rotated_q if side == "query" else before.rotated_k).clone()
+        if side == by:
+            expected[:, 1, :, gone] = 0
+        assert torch.equal(after.rotated_q if side == "query" else after.rotated_k, expected)
+
+
+def test_bands_that_turned_in_training_stay_by_any_rescaling(model):
+    """By their frequencies as trained: a rescaling makes no other band slow."""
+    settings = DopeSettings("by_parts", heads=6)
+    theta = model.layout.layers[0].spectra[0].inv_freq
+    expected = tuple(m for m, f in enumerate(theta) if f < 2 * math.pi / 32)
+    rescaled = model.layout.map(lambda s: RESCALINGS["pi"](s, 1000.0))
+    for layout in (None, rescaled):
+        assert {c.bands for c in select(model, IDS, settings, layout).heads} == {expected}
+    spectra = apply(rescaled, select(model, IDS, settings, rescaled)).spectra
+    assert [f == 0 for f in spectra[0].inv_freq] == [m in expected for m in range(4)]
+
+
+@pytest.mark.parametrize("name", sorted(set(RESCALINGS) - set(PAIR_BY_PAIR)))
+def test_a_dynamic_method_that_looks_at_all_pairs_is_a_clear_error(model, name):
+    selection = chosen_by_hand(model, DopeSettings("by_all"), 0, 0)
+    grown = model.layout.map(lambda s: dynamic(s, name))
+    with pytest.raises(UserError, match=f"unrotate does not go with dynamic {name},"):
+        apply(grown, selection)
+    zero = chosen_by_hand(model, DopeSettings("by_all", removal="zero"), 0, 0)
+    assert not captured(model, apply(grown, zero))[0].rotated_q[:, 0].any()
+
+
+@pytest.mark.parametrize("by", ["query", "key"])
+def test_noise_has_the_deviation_of_what_the_layer_retains(model, by):
+    settings = DopeSettings("by_gaussian", by, heads=4 if by == "query" else 1)
+    selection = select(model, IDS, settings)
+    layers = captured(model, model.layout)
+    for chosen in selection.heads:
+        heads = layers[chosen.layer]
+        x = heads.rotated_q if by == "query" else heads.rotated_k
+        lost = [head for layer, head in places(selection) if layer == chosen.layer]
+        kept = [head for head in range(x.shape[1]) if head not in lost]
+        expected = float(x[:, kept].double().std(correction=0))
+        assert chosen.noise == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_layer_that_retains_nothing_has_the_noise_of_the_model(model):
+    selection = select(model, IDS, DopeSettings("by_gaussian", "key", heads=5))
+    (kept,) = {(layer, head) for layer in range(3) for head in range(2)} - set(places(selection))
+    x = captured(model, model.layout)[kept[0]].rotated_k[:, kept[1]]
+    expected = float(x.double().std(correction=0))
+    assert [c.noise for c in selection.heads] == pytest.approx([expected] * 5, rel=1e-5)
+    everything = select(model, IDS, DopeSettings("by_gaussian", "key", heads=6))
+    every = torch.stack([heads.rotated_k for heads in captured(model, model.layout)])
+    expected = float(every.double().std(correction=0))
+    assert [c.noise for c in everything.heads] == pytest.approx([expected] * 6, rel=1e-5)
+
+
+def test_noise_takes_the_place_of_the_head_and_of_no_other(model):
+    settings = DopeSettings("by_gaussian", heads=12)
+    selection = select(model, IDS, settings)
+    one = replace(selection, heads=(replace(selection.heads[0], layer=1, head=2, noise=0.5),))
+    before, after = (captured(model, x)[1] for x in (model.layout, apply(model.layout, one)))
+    noise = after.rotated_q[:, 2]
+    assert torch.equal(noise[0], noise[1])  # of the position, not of the text
+    assert float(noise.std()) == pytest.approx(0.5, rel=0.2)
+    others = [0, 1, 3]
+    assert torch.equal(after.rotated_q[:, others], before.rotated_q[:, others])
+    assert torch.equal(after.rotated_k, before.rotated_k)
+
+
+def test_layers_and_seeds_have_noise_of_their_own(model):
+    def noise(seed):
+        selection = select(model, IDS, DopeSettings("by_gaussian", heads=12, seed=seed))
+        same = replace(selection, heads=tuple(replace(c, noise=1.0) for c in selection.heads))
+        return [heads.rotated_q[0] for heads in captured(model, apply(model.layout, same))]
+
+    draws = [*noise(0), *noise(1)]
+    assert not any(torch.equal(draws[i], draws[j]) for i in range(6) for j in range(i))
+    assert all(map(torch.equal, noise(1), draws[3:]))
+
+
+def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
+    model = tiny_decoder(model=SHAPE, layers=["rope", "nope"], heads={"nope": 0.5})
+    for settings, most in (
+        (DopeSettings(), 2),
+        (DopeSettings(removal="zero"), 4),
+        (DopeSettings(by="key", removal="zero"), 2),
+    ):
+        found = places(select(model, IDS, replace(settings, heads=most)))
+        assert {layer for layer, _ in found} == {0, 2}
+        assert {head for _, head in found} == ({0, 1} if most == 4 else {0})
+        with pytest.raises(UserError, match=f"evaluation.dope.heads: expected at most {most}"):
+            select(model, IDS, replace(settings, heads=most + 1))
+
+
+def test_a_model_without_rotation_is_a_clear_error(tiny_decoder):
+    with pytest.raises(UserError, match=r"evaluation.dope: .* without rotation"):
+        select(tiny_decoder(layers=["nope"]), IDS, DopeSettings(heads=1))
+
+
+def test_impossible_settings_are_named_together(model):
+    settings = DopeSettings(r=0, heads=-1, seed=-1)
+    assert [p.split(":")[0] for p in settings.problems()] == [
+        "evaluation.dope.r",
+        "evaluation.dope.heads",
+        "evaluation.dope.seed",
+    ]
+    with pytest.raises(UserError):
+        select(model, IDS, settings)
+    assert not DopeSettings(r=None).problems()
+
+
+def test_gains_that_are_there_already_are_not_overwritten(model):
+    settings = DopeSettings(removal="zero", heads=1)
+    selection = Selection(settings, (Chosen(0, 0, 1.0, (0, 1, 2, 3)),), 4, 8)
+    once = apply(model.layout, selection)
+    assert isinstance(once, Layout)
+    with pytest.raises(ValueError, match="gains already"):
+        apply(once, selection)

@@ -1,0 +1,187 @@
+"""Many-shot prompts: what they hold, how full they are, where the needle is, what is right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer.data.tokenizer import train_tokenizer
+from trainer.errors import UserError
+from trainer.evaluation.many_shot import (
+    ManyShotSettings,
+    arithmetic,
+    many_shot_tasks,
+    read_problems,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes: a token a character."""
+    return train_tokenizer([], 257, [])
+
+
+@pytest.fixture(scope="module")
+def tasks(tokenizer):
+    """By name, of arithmetic."""
+    found, _ = many_shot_tasks(ManyShotSettings(trials=5), tokenizer, 7)
+    return {task.name: task for task in found}
+
+
+@pytest.fixture
+def math_file(tmp_path):
+    def write(*rows):
+        file = tmp_path / "math.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return str(file)
+
+    return write
+
+
+def examples(text):
+    """The solved problems of a prompt, and the question."""
+    *solved, question = text.split("\n\n")
+    return solved, question
+
+
+SHORTEST = len("Problem: What is 10 + 10?\nSolution: 10 + 10 = 20.\n\n")
+
+
+@pytest.mark.parametrize("length", [400, 1777])
+@pytest.mark.parametrize("name", ["many_shot_needle", "many_shot_skip"])
+def test_prompt_and_answer_fill_the_length(tasks, name, length):
+    prompts = tasks[name].prompts(length)
+    for prompt in prompts:
+        assert prompt.tokens[0] == 7
+        assert length - SHORTEST < len(prompt.tokens) + prompt.new_tokens <= length
+    assert tasks[name].prompts(length) == prompts
+
+
+def test_the_needle_is_the_solved_question_at_its_depth(tasks, tokenizer):
+    prompts = tasks["many_shot_needle"].prompts(2000)
+    assert len(prompts) == 5 * 4
+    assert [prompt.label for prompt in prompts[:4]] == ["0%", "33%", "67%", "100%"]
+    for prompt in prompts:
+        solved, question = examples(tokenizer.decode(prompt.tokens[1:]))
+        (place,) = [i for i, text in enumerate(solved) if text.startswith(question)]
+        assert solved[place].endswith(f" = {prompt.answers[0]}.")
+        assert place == pytest.approx(prompt.depth * (len(solved) - 1), abs=0.51)
+        assert len(set(solved)) == len(solved)
+
+
+def test_without_needle_the_question_is_new(tasks, tokenizer):
+    for prompt in tasks["many_shot_skip"].prompts(2000):
+        solved, question = examples(tokenizer.decode(prompt.tokens[1:]))
+        assert len(solved) > 20
+        assert not any(text.startswith(question) for text in solved)
+
+
+def test_all_tasks_ask_the_same_problems(tasks, tokenizer):
+    questions = {
+        name: list(
+            dict.fromkeys(
+                examples(tokenizer.decode(prompt.tokens[1:]))[1] for prompt in task.prompts(600)
+            )
+        )
+        for name, task in tasks.items()
+    }
+    assert questions["many_shot_needle"] == questions["many_shot_skip"] == questions["zero_shot"]
+    assert len(questions["zero_shot"]) == 5
+
+
+def test_depths_of_one_problem_are_a_group_of_equal_length(tasks):
+    prompts = tasks["many_shot_needle"].prompts(900)
+    for start in range(0, len(prompts), 4):
+        four = prompts[start : start + 4]
+        assert len({prompt.group for prompt in four}) == 1
+        assert len({tuple(sorted(prompt.tokens)) for prompt in four}) == 1
+        assert len({prompt.tokens for prompt in four}) == 4
+    assert len({prompt.group for prompt in prompts}) == 5
+
+
+def test_zero_shot_is_the_question_alone(tasks, tokenizer):
+    for prompt in tasks["zero_shot"].prompts(200):
+        assert tokenizer.decode(prompt.tokens[1:]).startswith("Problem: What is ")
+        assert tokenizer.decode(prompt.tokens[1:]).endswith("?\nSolution:")
+
+
+def test_the_arithmetic_is_right():
+    problems = arithmetic()
+    assert len({p.problem for p in problems}) == len(problems) == 2 * 90**2
+    for problem in problems[::97]:
+        _, _, a, sign, b = problem.problem.removesuffix("?").split()
+        value = int(a) + int(b) if sign == "+" else int(a) - int(b)
+        assert problem.answer == str(value)
+        assert problem.solution == f"{a} {sign} {b} = {value}."
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (" 47 + 35 = 82.\n\nProblem: What is 1 + 1?", 1),
+        (r" It is \boxed{82}. Check: 47 and 35.", 1),
+        (" 47 + 35 = 81.\n\nProblem: 82", 0),
+        ("", 0),
+    ],
+)
+def test_the_final_answer_before_the_next_problem_counts(tasks, text, value):
+    task = tasks["many_shot_needle"]
+    assert task.score(text, ("82",)) == value
+    assert task.stop(text, ("82",)) == ("Problem:" in text)
+
+
+def test_a_file_of_math_is_asked(math_file, tokenizer):
+    rows = [
+        {"problem": f"Half of {i}?", "solution": rf"$\boxed{{\frac{{{i}}}{{2}}}}$", "level": 5}
+        for i in range(30)
+    ]
+    file = math_file(*rows, rows[0], {"problem": "Q", "solution": "S", "answer": r"\text{A}"})
+    settings = ManyShotSettings(file=file, new_tokens=50)
+    found, notes = many_shot_tasks(settings, tokenizer, None)
+    assert notes == ["Many-shot prompts ask 31 problems: evaluation.many_shot.file has no more."]
+    prompts = found[1].prompts(1400)
+    assert len(prompts) == 31
+    for prompt in prompts:  # nearly all others are examples, the question never
+        solved, question = examples(tokenizer.decode(prompt.tokens))
+        assert len(solved) >= 24
+        assert not any(text.startswith(question) for text in solved)
+    (asked,) = [p for p in prompts if tokenizer.decode(p.tokens).endswith("Half of 0?\nSolution:")]
+    assert asked.answers == (r"\frac{0}{2}",)
+    assert found[1].score(r"Thus \boxed{\dfrac{0}{2}}.", asked.answers) == 1
+    (default, *_), _ = many_shot_tasks(ManyShotSettings(file=file), tokenizer, None)
+    assert default.new_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ([{"problem": "Q"}], "line 1: solution: Field required"),
+        ([{"problem": "Q", "solution": "17"}], r"no answer to 'Q'.*\\boxed"),
+        ([], "is empty"),
+    ],
+)
+def test_a_malformed_file_is_one_clear_sentence(math_file, rows, fault):
+    with pytest.raises(UserError, match=f"evaluation.many_shot.file: '.*math.jsonl'.*{fault}"):
+        read_problems(math_file(*rows))
+
+
+def test_lengths_that_cannot_be_filled_are_refused(tasks, math_file, tokenizer):
+    for name in tasks:
+        with pytest.raises(UserError, match=r"evaluation.lengths: .* needs \d+ tokens or more"):
+            tasks[name].prompts(60)
+    rows = [{"problem": f"{i}?", "solution": "S", "answer": str(i)} for i in range(9)]
+    settings = ManyShotSettings(["many_shot_skip"], math_file(*rows), trials=2, new_tokens=9)
+    (few,), _ = many_shot_tasks(settings, tokenizer, None)
+    assert len(few.prompts(200)) == 2
+    with pytest.raises(UserError, match=r"the 9 solved problems .* leave \d+ of 2000 tokens empty"):
+        few.prompts(2000)
+
+
+def test_all_problems_of_settings_are_told_at_once():
+    wrong = ManyShotSettings(["many_shot_skp"], "none.jsonl", 0, [2.0], 0)
+    problems = wrong.problems()
+    assert len(problems) == 5
+    assert "Did you mean 'many_shot_skip'?" in problems[0]
+    assert all(problem.startswith("evaluation.many_shot.") for problem in problems)
+    assert not ManyShotSettings().problems()

@@ -1,0 +1,130 @@
+"""Weighted RoPE: which pairs are chosen by their frequency entropy, and that they alone change."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trainer.analysis.capture import capture
+from trainer.analysis.frequency_entropy import frequency_entropies
+from trainer.errors import UserError
+from trainer.evaluation.weighted_rope import PAPER, WeightedRopeSettings, apply, select
+from trainer.model.generation import generate
+from trainer.positional.rescaling import RESCALINGS
+
+IDS = torch.randint(50, (1, 1100), generator=torch.Generator().manual_seed(8))
+SHORT = IDS[:, :48]
+EVERYTHING = WeightedRopeSettings(tau=1.0, alpha=0.5)
+
+
+def captured(model, layout):
+    own, layers = model.layout, []
+    model.layout = layout
+    capture(model, SHORT, layers.append)
+    model.layout = own
+    return layers
+
+
+def median(model, measure, ids):
+    found = frequency_entropies(model, ids, [measure])
+    return float(torch.cat([e.query[measure].flatten() for e in found]).median())
+
+
+@pytest.mark.parametrize("side", ["below", "above"])
+@pytest.mark.parametrize("measure", ["sequence", "spectrum"])
+def test_pairs_on_one_side_of_the_threshold_get_the_factor(tiny_decoder, measure, side):
+    model = tiny_decoder()
+    settings = WeightedRopeSettings(measure, side, median(model, measure, IDS), 0.25)
+    weights = select(model, IDS, [settings])
+    before, after = captured(model, model.layout), captured(model, apply(model.layout, weights))
+    found = frequency_entropies(model, IDS, [measure])
+    for name, entropies in (("q", found[0].query), ("k", found[0].key)):
+        expected = getattr(before[0], f"rotated_{name}").clone()
+        for h, row in enumerate(entropies[measure].tolist()):
+            for m, entropy in enumerate(row):
+                if entropy < settings.tau if side == "below" else entropy > settings.tau:
+                    expected[:, h, :, [m, m + 4]] *= 0.25
+        torch.testing.assert_close(getattr(after[0], f"rotated_{name}"), expected)
+    assert sum(w.query_pairs for w in weights) == 16 - (side == "below")  # 32, with a median
+
+
+@torch.no_grad()
+def test_nothing_chosen_is_the_very_same_model(tiny_decoder):
+    model = tiny_decoder()
+    for settings in (WeightedRopeSettings(tau=0.0), WeightedRopeSettings(tau=1.0, alpha=1.0)):
+        weights = select(model, SHORT, [settings])
+        assert all(not w.query and not w.key for w in weights)
+        assert apply(model.layout, weights) is model.layout
+
+
+@pytest.mark.parametrize("rescaling", RESCALINGS)
+@torch.no_grad()
+def test_it_goes_with_any_rescaling(tiny_decoder, rescaling):
+    model = tiny_decoder()
+    rescaled = model.layout.map(lambda s: RESCALINGS[rescaling](s, 4.0))
+    weights = select(model, SHORT, [EVERYTHING], rescaled)
+    assert model.layout is not rescaled
+    before, after = captured(model, rescaled)[0], captured(model, apply(rescaled, weights))[0]
+    torch.testing.assert_close(after.rotated_q, 0.5 * before.rotated_q)
+    torch.testing.assert_close(after.rotated_k, 0.5 * before.rotated_k)
+    prompts = [SHORT[0, :9].tolist(), SHORT[0, 9:13].tolist()]
+    model.layout = apply(rescaled, weights)
+    assert generate(model, prompts, 8) == [generate(model, [p], 8)[0] for p in prompts]
+
+
+def test_pairs_that_several_rules_choose_have_the_smallest_factor(tiny_decoder):
+    model = tiny_decoder()
+    middle = median(model, "sequence", SHORT)
+    rules = [
+        WeightedRopeSettings(tau=middle, alpha=0.2),
+        EVERYTHING,
+        WeightedRopeSettings(side="above", tau=middle, alpha=0.7),
+    ]
+    for order in (rules, rules[::-1]):
+        values = {g for w in select(model, SHORT, order) for row in w.query for g in row}
+        assert values == {0.2, 0.5}
+
+
+def test_pairs_that_do_not_rotate_are_left_alone(tiny_decoder):
+    half = {"encodings": {"rope": {"rotary_fraction": 0.5}}}
+    model = tiny_decoder(layers=["rope", "nope"], heads={"nope": 0.5}, **half)
+    first, second = select(model, SHORT, [EVERYTHING])
+    turns, still = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0), (1.0,) * 8
+    assert first.query == (turns, turns, still, still)
+    assert first.key == (turns, still)
+    assert (first.query_pairs, first.key_pairs) == (4, 2)
+    assert not second.query
+    assert not second.key
+    layout = apply(model.layout, (first, second))
+    assert layout.layers[1] is model.layout.layers[1]
+
+
+def test_a_pair_of_frequency_zero_does_not_rotate(tiny_decoder):
+    model = tiny_decoder()
+    model.layout = model.layout.map(lambda s: replace(s, inv_freq=(*s.inv_freq[:3], 0.0)))
+    assert select(model, SHORT, [EVERYTHING])[0].key == ((0.5, 0.5, 0.5, 1.0) * 2,) * 2
+
+
+def test_the_paper_s_settings_are_the_defaults(tiny_decoder):
+    sequence, spectrum = PAPER
+    assert WeightedRopeSettings() == sequence
+    assert (sequence.entropy, sequence.side, sequence.tau) == ("sequence", "below", 0.6)
+    assert (spectrum.entropy, spectrum.side, spectrum.tau) == ("spectrum", "above", 0.4)
+    assert sequence.alpha == spectrum.alpha == 0.1
+    model = tiny_decoder()
+    assert select(model, IDS) == select(model, IDS, PAPER)
+
+
+def test_errors_are_clear(tiny_decoder):
+    model = tiny_decoder()
+    with pytest.raises(UserError, match="1024 tokens"):
+        select(model, SHORT)
+    with pytest.raises(UserError, match=r"evaluation.weighted_rope: .* without rotation"):
+        select(tiny_decoder(layers=["nope"]), SHORT, [EVERYTHING])
+    wrong = WeightedRopeSettings(tau=1.5, alpha=-0.1)
+    with pytest.raises(UserError) as error:
+        select(model, SHORT, [wrong])
+    assert [p.split(":")[0] for p in error.value.problems] == [
+        "evaluation.weighted_rope.tau",
+        "evaluation.weighted_rope.alpha",
+    ]

@@ -1,0 +1,245 @@
+"""Gains: factors on bands of heads, and noise in their place, at the one seam before the scores."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.reference import attend, turned
+from trainer.model.cache import KVCache
+from trainer.model.generation import generate
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.gains import PERIOD, Gains
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.rescaling import dynamic
+from trainer.positional.rotation import encode, head_groups
+from trainer.positional.spectrum import Spectrum
+
+C, D = 64, 8
+ROPE, NOPE = make_spectrum("rope", D, C, {}), Spectrum(C)
+HALF = make_spectrum("rope", D, C, {"rotary_fraction": 0.5})
+IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(3))
+RAGGED = [row[:length].tolist() for length in (12, 5, 1, 9) for row in IDS]
+MODELS = {
+    "rope": {},
+    "nope": {"layers": ["nope"]},
+    "half of the heads": {"heads": {"nope": 0.5}},
+    "windows": {"layers": ["rope", "nope"], "windows": [6, None]},
+}
+
+
+def row(**channels):
+    """Factors of one head; ``c3=0.5`` is half of channel 3."""
+    return tuple(channels.get(f"c{c}", 1.0) for c in range(D))
+
+
+ONES, ZEROS = row(), (0.0,) * D
+EVERYTHING = Gains(
+    query=(ONES, row(c1=0.3, c5=0.3), ZEROS, row(c0=2.0, c4=2.0)),
+    key=(row(c2=0.5, c6=0.5), ZEROS),
+    query_noise=(0.0, 0.0, 0.8, 0.1),
+    key_noise=(0.1, 0.7),
+    seed=5,
+)
+
+
+def with_gains(layout, gains, layer=0):
+    layers = list(layout.layers)
+    layers[layer] = replace(layers[layer], gains=gains)
+    return Layout(tuple(layers))
+
+
+def encoded(q, k, spectra, gains, positions=None):
+    positions = torch.arange(q.shape[2]) if positions is None else positions
+    layout = Layout((LayerEncoding(spectra, gains=gains),))
+    return encode(q, k, head_groups(layout, positions, C)[0])
+
+
+def queries_and_keys(tokens=10, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, 4, tokens, D, generator=generator)
+    return q, torch.randn(2, 2, tokens, D, generator=generator)
+
+
+@torch.no_grad()
+def head_outputs(model, layer=0):
+    """What every query head gives, ``[T, Hq, D]``."""
+    seen = []
+    projection = model.layers[layer].self_attn.o_proj
+    handle = projection.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    model(IDS[:1])
+    handle.remove()
+    return seen[0].unflatten(-1, (-1, D))
+
+
+def changed_heads(model, gains):
+    before = head_outputs(model)
+    model.layout = with_gains(model.layout, gains)
+    after = head_outputs(model)
+    return [h for h in range(4) if not torch.equal(before[:, h], after[:, h])]
+
+
+def test_a_query_head_changes_alone(tiny_decoder):
+    gains = Gains(query=(ONES, ONES, row(c1=0.5, c5=0.5), ONES))
+    assert changed_heads(tiny_decoder(), gains) == [2]
+
+
+def test_a_key_head_changes_all_queries_that_read_it(tiny_decoder):
+    assert changed_heads(tiny_decoder(), Gains(key=(ONES, row(c0=0.5, c4=0.5)))) == [2, 3]
+
+
+def test_noise_changes_its_head_alone(tiny_decoder):
+    gains = Gains(query=(ONES,) * 4, query_noise=(0.0, 0.5, 0.0, 0.0))
+    assert changed_heads(tiny_decoder(), gains) == [1]
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_a_head_of_zeros_attends_evenly(tiny_decoder, side):
+    model = tiny_decoder()
+    rows = (ZEROS, *(ONES,) * (3 if side == "query" else 1))
+    model.layout = with_gains(model.layout, Gains(**{side: rows}))
+    values = []
+    handle = model.layers[0].self_attn.v_proj.register_forward_hook(
+        lambda _, __, out: values.append(out[0].detach())
+    )
+    out = head_outputs(model)[:, 0]
+    handle.remove()
+    value = values[0][:, :D]
+    mean = value.cumsum(0) / torch.arange(1, len(value) + 1)[:, None]
+    torch.testing.assert_close(out, mean, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_an_attention_layer_is_that_of_scaled_queries_and_keys(tiny_decoder):
+    """Against float64 attention, one query and one key at a time."""
+    model = tiny_decoder()
+    gains = replace(EVERYTHING, query_noise=(), key_noise=())
+    model.layout = with_gains(model.layout, gains)
+    attention = model.layers[0].self_attn
+    x = model.layers[0].input_layernorm(model.embed_tokens(IDS[0])).double()
+    inv_freq = model.layout.layers[0].spectra[0].inv_freq
+
+    def heads(linear, rows=None):
+        out = (x @ linear.weight.double().T).unflatten(-1, (-1, D)).transpose(0, 1).tolist()
+        if rows is None:
+            return out
+        return [
+            [
+                [a * g for a, g in zip(turned(v, i, inv_freq), gain, strict=True)]
+                for i, v in enumerate(head)
+            ]
+            for head, gain in zip(out, rows, strict=True)
+        ]
+
+    q, k = heads(attention.q_proj, gains.query), heads(attention.k_proj, gains.key)
+    v = heads(attention.v_proj)
+    expected = torch.tensor([attend(q[h], k[h // 2], v[h // 2]) for h in range(4)])
+    torch.testing.assert_close(
+        head_outputs(model).transpose(0, 1).double(), expected.double(), rtol=1e-4, atol=1e-5
+    )
+
+
+@given(st.lists(st.floats(-2, 2), min_size=4, max_size=4), st.integers(0, 10**6))
+def test_a_factor_before_the_rotation_is_one_after_it(by_pair, start):
+    factors = tuple(by_pair) * 2
+    q, k = queries_and_keys()
+    positions = start + torch.arange(q.shape[2])
+    after, _ = encoded(q, k, (ROPE, ROPE), Gains(query=(factors,) * 4), positions)
+    before, _ = encoded(q * torch.tensor(factors), k, (ROPE, ROPE), None, positions)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("spectra", [(ROPE, NOPE), (NOPE, ROPE), (HALF, ROPE)])
+def test_two_spectra_in_a_layer_keep_gains_with_their_heads(spectra):
+    q, k = queries_and_keys()
+    out_q, out_k = encoded(q, k, spectra, EVERYTHING)
+    noise_q, noise_k = encoded(q * 0, k * 0, spectra, EVERYTHING)
+    for kv, spectrum in enumerate(spectra):
+        for h in (2 * kv, 2 * kv + 1):
+            alone, plain_k = encoded(q[:, h : h + 1], k[:, kv : kv + 1], (spectrum,), None)
+            expected = alone[:, 0] * torch.tensor(EVERYTHING.query[h]) + noise_q[:, h]
+            torch.testing.assert_close(out_q[:, h], expected, rtol=1e-6, atol=1e-6)
+        expected = plain_k[:, 0] * torch.tensor(EVERYTHING.key[kv]) + noise_k[:, kv]
+        torch.testing.assert_close(out_k[:, kv], expected, rtol=1e-6, atol=1e-6)
+
+
+def noise_at(positions, gains=EVERYTHING):
+    """``[H, T, D]`` of queries and of keys; at positions ``[B, T]``, ``[B, H, T, D]``."""
+    batch, tokens = positions.shape[0] if positions.dim() == 2 else 1, positions.shape[-1]
+    zeros = [torch.zeros(batch, heads, tokens, D) for heads in (4, 2)]
+    q, k = encoded(*zeros, (ROPE, ROPE), gains, positions)
+    return (q, k) if positions.dim() == 2 else (q[0], k[0])
+
+
+@given(st.lists(st.integers(0, 3 * PERIOD), min_size=1, max_size=20))
+def test_noise_is_a_fixed_function_of_the_position(positions):
+    together = noise_at(torch.tensor(positions))
+    rows = noise_at(torch.tensor([positions[::-1], positions]))
+    for i, position in enumerate(positions):
+        alone = noise_at(torch.tensor([position]))
+        for all_at_once, of_rows, one in zip(together, rows, alone, strict=True):
+            assert torch.equal(all_at_once[:, i], one[:, 0])
+            assert torch.equal(of_rows[1, :, i], one[:, 0])
+            assert torch.equal(of_rows[0, :, -1 - i], one[:, 0])
+
+
+def test_noise_repeats_after_its_period():
+    here, there = (noise_at(torch.arange(5) + start)[0] for start in (0, PERIOD))
+    assert torch.equal(here, there)
+    for earlier in (5, PERIOD // 2):
+        assert not torch.equal(here, noise_at(torch.arange(5) + earlier)[0])
+
+
+def test_noise_is_gaussian_of_the_given_size_and_of_another_draw_a_head_side_and_seed():
+    positions = torch.arange(PERIOD)
+    gains = Gains((ONES,) * 4, (ONES,) * 2, (1.0, 0.5, 1.0, 0.0), (2.0, 0.0), seed=1)
+    q, k = noise_at(positions, gains)
+    assert not q[3].any()
+    assert not k[1].any()
+    for noise, std in ((q[0], 1.0), (q[1], 0.5), (k[0], 2.0)):
+        assert float(noise.std()) == pytest.approx(std, rel=0.02)
+        assert abs(float(noise.mean())) < 0.02 * std
+        kurtosis = float(noise.double().pow(4).mean()) / std**4
+        assert kurtosis == pytest.approx(3, rel=0.1)
+    again = noise_at(positions, replace(gains, seed=2))[0]
+    draws = torch.stack([*q[:3], k[0], *again[:3]]).flatten(1)
+    correlations = torch.corrcoef(draws) - torch.eye(len(draws))
+    assert correlations.abs().max() < 0.03
+
+
+@pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
+@torch.no_grad()
+def test_reading_in_parts_is_reading_in_one_go(tiny_decoder, positional):
+    model = tiny_decoder(**positional)
+    model.layout = with_gains(model.layout, EVERYTHING)
+    cache = KVCache.empty(model.config, 2, IDS.shape[1])
+    parts = [model(part, cache=cache) for part in IDS.split([7, 1, 1, 15], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS), rtol=1e-4, atol=1e-4)
+
+
+CHANGES = {
+    "plain": lambda s: s,
+    "tempered by length": lambda s: s.with_temperature(coefficient=1.5),
+    "slower with length": lambda s: dynamic(s, "ntk", 2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
+def test_prompts_of_any_lengths_are_continued_as_if_alone(tiny_decoder, positional, change):
+    model = tiny_decoder(training_length=8, **positional)
+    plain = model.layout.map(change)
+    model.layout = with_gains(plain, EVERYTHING)
+    together = generate(model, RAGGED, 12)
+    assert together == [generate(model, [prompt], 12)[0] for prompt in RAGGED]
+    model.layout = plain
+    assert together != generate(model, RAGGED, 12)
+
+
+def test_gains_are_never_stored():
+    layout = Layout((LayerEncoding((ROPE, ROPE)),) * 2)
+    layout.to_dict()
+    with pytest.raises(ValueError, match="gains"):
+        with_gains(layout, EVERYTHING, layer=1).to_dict()

@@ -1,0 +1,134 @@
+"""What every query's row of attention says, a few numbers each, in one pass over the scores.
+
+Sinks, distances, entropies and positional biases are all functions of these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.capture import Heads
+from trainer.model.backends import Mask, probabilities
+from trainer.positional.alibi import alibi_slopes
+
+BLOCK_ELEMENTS = 2**19
+"""Scores in memory at a time: 2 MiB, which a core's cache holds."""
+
+# Finite, so that its product with a probability of 0 is 0; exp of it is 0 in float32.
+HIDDEN = -1e30
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One number a query, ``[B, Hq, T]`` float32.
+
+    ``peak``: the largest dot product with a key it sees, before the division by sqrt(D).
+    ``sink``, ``own``, ``previous``: attention weight on the first key of the text, on its own and
+    on the one before it (0 where it does not see that key). ``distance``: mean of i - j under its
+    attention, tokens. ``entropy``: in nats. ``visible`` ``[T]``: keys it sees.
+    """
+
+    visible: Tensor
+    peak: Tensor
+    sink: Tensor
+    own: Tensor
+    previous: Tensor
+    distance: Tensor
+    entropy: Tensor
+
+
+def head_slopes(heads: Heads) -> Tensor | None:
+    """ALiBi's slope of every query head ``[Hq]``, 0 for one without; None where none has it."""
+    biased = [spectrum.alibi for spectrum in heads.encoding.spectra]
+    if not any(biased):
+        return None
+    slopes = torch.tensor(alibi_slopes(heads.q.shape[1]), device=heads.q.device)
+    return slopes * torch.tensor(biased, device=heads.q.device).repeat_interleave(
+        heads.queries_per_key
+    )
+
+
+def visible_keys(length: int, window: int | None, device: torch.device) -> Tensor:
+    """How many keys every query sees ``[T]``, itself included."""
+    return torch.arange(1, length + 1, device=device).clamp(max=window or length)
+
+
+def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
+    """Read every row of attention of a layer once, never holding more than a block of them.
+
+    Args:
+        heads: queries and keys of a layer.
+        rotated: as the layer attends; else from the queries and keys before their encoding, and
+            without ALiBi's bias, within the same window.
+    """
+    q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
+    B, Hq, T = q.shape[:3]
+    group, window = heads.queries_per_key, heads.encoding.window
+    slopes = head_slopes(heads) if rotated else None
+    names = ("peak", "sink", "own", "previous", "distance", "entropy")
+    found = {name: q.new_empty(B, Hq, T) for name in names}
+    size = max(16, min(512, BLOCK_ELEMENTS // (group * T)))
+    for b in range(B):
+        for kv in range(k.shape[1]):
+            shared = slice(kv * group, (kv + 1) * group)
+            for start in range(0, T, size):
+                stop = min(start + size, T)
+                first = 0 if window is None else max(0, start - window + 1)
+                block = _block(
+                    q[b, shared, start:stop],
+                    k[b, kv, first:stop],
+                    (start, first),
+                    window,
+                    None if slopes is None else slopes[shared],
+                )
+                for name, values in zip(names, block, strict=True):
+                    found[name][b, shared, start:stop] = values
+    return Rows(visible_keys(T, window, q.device), **found)
+
+
+def _block(
+    q: Tensor, k: Tensor, at: tuple[int, int], window: int | None, slopes: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The numbers of :class:`Rows` for queries ``[G, b, D]`` and keys ``[n, D]`` of one head.
+
+    ``at``: positions of the first query and of the first key; the last query sees the last key.
+    """
+    (start, first), root = at, math.sqrt(q.shape[-1])
+    scores = (q * root**-1) @ k.T
+    i = torch.arange(start, start + q.shape[1], device=q.device)[:, None]
+    j = torch.arange(first, first + k.shape[0], device=q.device)
+    # Before the block's first query all is in the past: only its own square needs the mask.
+    own = start - first
+    scores[..., own:].masked_fill_(j[own:] > i, HIDDEN)
+    if window is not None:
+        scores.masked_fill_(j <= i - window, HIDDEN)
+    peak = scores.amax(dim=-1) * root
+    if slopes is not None:
+        scores += slopes[:, None, None] * (j - i)
+    scores -= scores.amax(dim=-1, keepdim=True)
+    weights = scores.exp()
+    # Totals and first moments of all rows in one product.
+    moments = weights @ torch.stack([torch.ones_like(j), j - first], dim=1).to(weights.dtype)
+    total, mean = moments[..., 0], moments[..., 1] / moments[..., 0]
+    entropy = total.log() - (weights * scores).sum(dim=-1) / total
+    sink = weights[..., 0] / total if first == 0 else torch.zeros_like(total)
+    diagonal = weights.diagonal(own, -2, -1) / total
+    before = weights.diagonal(own - 1, -2, -1)
+    if own == 0:  # the first query of the block does not see the key before it
+        before = torch.nn.functional.pad(before, (1, 0))
+    return peak, sink, diagonal, before / total, i[:, 0] - first - mean, entropy
+
+
+def head_attention(heads: Heads, head: int, queries: slice, *, rotated: bool = True) -> Tensor:
+    """Attention ``[B, queries, queries.stop]`` of some queries of one head, float32."""
+    q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
+    kv = head // heads.queries_per_key
+    slopes = head_slopes(heads) if rotated else None
+    mask = Mask(heads.encoding.window, slopes=None if slopes is None else slopes[head : head + 1])
+    return probabilities(q[:, head : head + 1, queries], k[:, kv : kv + 1, : queries.stop], mask)[
+        :, 0
+    ]

@@ -1,0 +1,135 @@
+"""Frequency entropy: how concentrated the spectrum of a rotary pair's norm along a text is
+(Probing Rotary Position Embeddings through Frequency Entropy, Sec. 3).
+
+The signal of a pair is its l2 norm at every position (Eq. 4). Both entropies lie between 0, a pure
+tone, and 1, white noise. SpectrumFE is low where a pair's norm stays high or low throughout (a
+frequency band), SequenceFE where it oscillates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.capture import Heads, capture
+from trainer.analysis.pairs import of_pairs, pair_counts, pair_norms
+from trainer.errors import UserError, did_you_mean
+from trainer.model.decoder import Decoder
+
+WINDOWS: dict[str, Callable[..., Tensor]] = {
+    "hann": torch.hann_window,
+    "hamming": torch.hamming_window,
+    "blackman": torch.blackman_window,
+    "rectangular": torch.ones,
+}
+
+
+def spectrum_fe(signal: Tensor, frame: int = 1024, hop: int = 512, window: str = "hann") -> Tensor:
+    """SpectrumFE (Eq. 5 to 7): entropy of the power of overlapping frames, averaged over them.
+
+    Args:
+        signal: ``[..., T]``; tokens after the last whole frame are left out.
+        frame: tokens a frame.
+        hop: tokens from one frame to the next.
+        window: on every frame, one of :data:`WINDOWS`; the paper names none.
+
+    Returns:
+        ``[...]`` float64, between 0 and 1.
+
+    Raises:
+        UserError: the signal is shorter than a frame, or the window is unknown.
+    """
+    if window not in WINDOWS:
+        raise UserError(f"window: unknown window {window!r}.{did_you_mean(window, WINDOWS)}")
+    if signal.shape[-1] < frame:
+        raise UserError(
+            f"SpectrumFE: expected a text of {frame} tokens (one frame) or more, "
+            f"got {signal.shape[-1]}; choose a longer text or a shorter frame."
+        )
+    taper = WINDOWS[window](frame, dtype=torch.float64, device=signal.device)
+    frames = signal.double().unfold(-1, frame, hop) * taper
+    return _normalised_entropy(torch.fft.rfft(frames).abs().square().mean(dim=-2))
+
+
+def sequence_fe(signal: Tensor) -> Tensor:
+    """SequenceFE (Eq. 8 to 10): entropy of the power of the whole signal at 1 <= k < floor(T / 2).
+
+    Args:
+        signal: ``[..., T]``.
+
+    Returns:
+        ``[...]`` float64, between 0 and 1.
+
+    Raises:
+        UserError: there are fewer than two frequencies.
+    """
+    length = signal.shape[-1]
+    if length < 6:
+        raise UserError(f"SequenceFE: expected a text of 6 tokens or more, got {length}.")
+    power = torch.fft.rfft(signal.double()).abs().square()
+    return _normalised_entropy(power[..., 1 : length // 2])
+
+
+def _normalised_entropy(power: Tensor) -> Tensor:
+    """Of ``[..., K]``, over log K; 0 where there is no power at all."""
+    share = power / power.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(power.dtype).tiny)
+    return (torch.special.entr(share).sum(dim=-1) / math.log(power.shape[-1])).clamp(max=1)
+
+
+MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "spectrum": spectrum_fe,
+    "sequence": sequence_fe,
+}
+
+
+@dataclass(frozen=True)
+class FrequencyEntropy:
+    """Of the pairs of one layer: by measure, ``[Hq, pairs]`` of queries and ``[Hkv, pairs]`` of
+    keys, float64 on the CPU; NaN where a head has fewer pairs than another of its layer."""
+
+    query: dict[str, Tensor]
+    key: dict[str, Tensor]
+
+
+def frequency_entropies(
+    model: Decoder, ids: Tensor, measures: Sequence[str] = tuple(MEASURES)
+) -> list[FrequencyEntropy]:
+    """The frequency entropies of every layer, from one forward pass.
+
+    Norms are taken before the encoding: the rotation keeps them, and the temperature is not theirs.
+
+    Args:
+        model: a decoder, with the layout to measure.
+        ids: ``[B, T]`` texts; entropies are averaged over them.
+        measures: names in :data:`MEASURES`.
+
+    Raises:
+        UserError: the texts are too short for a measure.
+    """
+    found: list[FrequencyEntropy] = []
+
+    def on_layer(heads: Heads) -> None:
+        found.append(
+            FrequencyEntropy(_of_side(heads, heads.q, measures), _of_side(heads, heads.k, measures))
+        )
+
+    # Told before any reading.
+    for name in measures:
+        MEASURES[name](torch.ones(ids.shape[1]))
+    capture(model, ids, on_layer)
+    return found
+
+
+def _of_side(heads: Heads, x: Tensor, measures: Sequence[str]) -> dict[str, Tensor]:
+    """A head at a time, since the frames of all heads take several times their memory."""
+    counts = pair_counts(heads.encoding, x.shape[1], x.shape[-1])
+    rows: dict[str, list[Tensor]] = {name: [] for name in measures}
+    for head, pairs in zip(x.unbind(1), counts, strict=True):
+        signal = pair_norms(head, pairs)
+        for name in measures:
+            rows[name].append(MEASURES[name](signal).mean(dim=0))
+    return {name: of_pairs(values).cpu() for name, values in rows.items()}

@@ -1,0 +1,145 @@
+"""Matrix entropy of heads: how evenly queries or keys spread over directions (DoPE, Sec. 4.3).
+
+From the Gram matrix over all tokens of a head's queries or keys: the entropy of every rotary pair's
+2 x 2 block (Eq. 25) and its mean over the pairs (Eq. 26), the entropy of the whole, and its
+truncated effective rank (Eq. 30). A head of low entropy has a few directions in which everything
+adds up, the bright bands of its attention map.
+
+Stages. The paper takes entropies before any encoding (``pre_ntk``), "after applying Dynamic-NTK
+scaling" (``post_ntk``) and "after the full RoPE rotation" (``post_rope``), and does not say what
+sets the last two apart. Here all are of one forward pass, and differ in the rotation alone: none;
+with the rescaled frequencies that the pass itself has; with the frequencies as trained. Without a
+rescaling the last two are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.capture import Heads, capture
+from trainer.analysis.pairs import Side, of_pairs, pair_counts
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
+from trainer.positional.rotation import encode, head_groups
+
+Stage = Literal["pre_ntk", "post_ntk", "post_rope"]
+CHUNK = 8192
+"""Tokens that are in float64 at a time."""
+
+
+@dataclass(frozen=True)
+class MatrixEntropy:
+    """Of the heads of one layer, float64; entropies in nats.
+
+    ``bands``: ``[H, pairs]``, between 0 and log 2; NaN where a head has fewer pairs than another.
+    ``eigenvalues``: ``[H, D]`` of the Gram matrices over their traces, from the largest on.
+    """
+
+    bands: Tensor
+    eigenvalues: Tensor
+
+    @property
+    def band_mean(self) -> Tensor:
+        """``[H]``, the mean over the pairs, between 0 and log 2 (Eq. 26)."""
+        return self.bands.nanmean(dim=-1)
+
+    @property
+    def matrix(self) -> Tensor:
+        """``[H]``, the entropy of the whole head, between 0 and log D."""
+        return torch.special.entr(self.eigenvalues).sum(dim=-1)
+
+    def effective_rank(self, r: int | None) -> Tensor:
+        """``[H]``, exp of the entropy of the ``r`` largest eigenvalues (Eq. 30; None: of all).
+
+        With r = 1 that is 1 for every head, while the paper takes it for the largest eigenvalue:
+        then it is 1 over that, an effective rank too (of the min-entropy), so that little of it is
+        low entropy for every r.
+        """
+        if r == 1:
+            return 1 / self.eigenvalues[:, 0]
+        largest = self.eigenvalues[:, :r]
+        total = largest.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(largest.dtype).tiny)
+        return torch.special.entr(largest / total).sum(dim=-1).exp()
+
+
+def gram(x: Tensor) -> Tensor:
+    """Gram matrices of ``x`` ``[B, H, T, D]`` over all tokens: ``[H, D, D]`` float64."""
+    total = x.new_zeros(x.shape[1], x.shape[-1], x.shape[-1], dtype=torch.float64)
+    for part in x.split(CHUNK, dim=2):
+        wide = part.double()
+        total += (wide.mT @ wide).sum(dim=0)
+    return total
+
+
+def band_entropies(grams: Tensor, pairs: int) -> Tensor:
+    """Entropies ``[..., pairs]`` of the pairs' 2 x 2 blocks in ``[..., D, D]``, over their traces.
+
+    0 where a block is zero.
+    """
+    diagonal = grams.diagonal(dim1=-2, dim2=-1)
+    first, second = diagonal[..., :pairs], diagonal[..., pairs : 2 * pairs]
+    across = grams.diagonal(offset=pairs, dim1=-2, dim2=-1)[..., :pairs]
+    trace = (first + second).clamp(min=torch.finfo(grams.dtype).tiny)
+    # The eigenvalues are (1 + gap) / 2 and (1 - gap) / 2 of the trace.
+    gap = (torch.hypot(first - second, 2 * across) / trace).clamp(max=1)
+    entropy = torch.special.entr((1 + gap) / 2) + torch.special.entr((1 - gap) / 2)
+    return entropy.clamp(max=math.log(2)).where(first + second > 0, 0.0)
+
+
+def matrix_entropy(grams: Tensor, counts: tuple[int, ...]) -> MatrixEntropy:
+    """Of ``[H, D, D]``, with so many pairs in each head."""
+    bands = [band_entropies(head, pairs) for head, pairs in zip(grams, counts, strict=True)]
+    trace = grams.diagonal(dim1=-2, dim2=-1).sum(dim=-1).clamp(min=torch.finfo(grams.dtype).tiny)
+    # Rounding can leave eigenvalues of 0 just below it.
+    eigenvalues = torch.linalg.eigvalsh(grams / trace[:, None, None]).clamp(min=0).flip(-1)
+    return MatrixEntropy(of_pairs(bands), eigenvalues)
+
+
+def at_stage(heads: Heads, side: Side, stage: Stage, trained: Layout) -> Tensor:
+    """Queries or keys ``[B, H, T, D]`` of a layer at a stage; ``trained``: the model's layout
+    before a rescaling."""
+    if stage == "pre_ntk":
+        return heads.q if side == "query" else heads.k
+    turned = heads.rotated_q, heads.rotated_k
+    if stage == "post_rope":
+        tokens = heads.q.shape[2]
+        positions = torch.arange(tokens, device=heads.q.device)
+        layer = Layout((trained.layers[heads.layer],))
+        turned = encode(heads.q, heads.k, head_groups(layer, positions, tokens)[0])
+    return turned[side == "key"]
+
+
+def matrix_entropy_of(heads: Heads, side: Side, stage: Stage, trained: Layout) -> MatrixEntropy:
+    """Of the queries or keys of one captured layer."""
+    x = at_stage(heads, side, stage, trained)
+    return matrix_entropy(gram(x), pair_counts(heads.encoding, x.shape[1], x.shape[-1]))
+
+
+def matrix_entropies(
+    model: Decoder,
+    ids: Tensor,
+    side: Side,
+    stage: Stage = "post_ntk",
+    trained: Layout | None = None,
+) -> list[MatrixEntropy]:
+    """The matrix entropies of every layer, from one forward pass.
+
+    Args:
+        model: a decoder, with the layout to measure.
+        ids: ``[B, T]`` texts, taken together.
+        side: queries or keys.
+        stage: of the encoding, see the module.
+        trained: the layout before a rescaling; None: the model's.
+    """
+    found: list[MatrixEntropy] = []
+    capture(
+        model,
+        ids,
+        lambda heads: found.append(matrix_entropy_of(heads, side, stage, trained or model.layout)),
+    )
+    return found

@@ -1,0 +1,226 @@
+"""Rotary offset features: slow pairs whose queries and keys have large means at a fixed angle, and
+the bounds on frequency and angle that predict them (Rotary Offset Features, Sec. 3 and Table 2).
+
+With the key still and the query turning, a pair of means at the initial angle phi contributes
+|q| |k| cos(phi - theta delta) to the dot product. It stays below its value at distance 0 up to the
+context length C when theta < 2 pi / C and phi >= pi + theta C / 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainer.analysis.averages import Array, Averages
+from trainer.analysis.capture import Heads
+from trainer.positional.rescaling import at_length
+from trainer.positional.spectrum import Spectrum
+
+TURN = 2 * math.pi
+RADII = (6.0, 9.0, 12.0)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """``[pairs]`` each. ``inv_freq``: theta, radians a token. ``possible``: whether theta is under
+    its upper bound. ``angle``: the lower bound on phi, radians; above 2 pi where theta is not.
+
+    ``share``: of the pairs under the upper bound. ``mean_angle``: the mean lower bound of those
+    (None where there are none).
+    """
+
+    inv_freq: Array
+    possible: Array
+    angle: Array
+    share: float
+    mean_angle: float | None
+
+
+def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
+    """What the frequencies and the context length C alone predict.
+
+    A pair that stands still never falls below its value at distance 0, and is no offset feature.
+    """
+    inv_freq = np.array(at_length(spectrum, context_length).inv_freq)
+    possible = (inv_freq > 0) & (inv_freq < TURN / context_length)
+    angle = math.pi + inv_freq * context_length / 2
+    share = float(possible.mean()) if len(possible) else 0.0
+    return Bounds(
+        inv_freq,
+        possible,
+        angle,
+        share,
+        float(angle[possible].mean()) if possible.any() else None,
+    )
+
+
+@dataclass(frozen=True)
+class Recall:
+    """How many pairs with a large radius the bounds predict (Table 2).
+
+    ``positives``: pairs whose mean key is at least ``radius`` long. Shares of them (None of none):
+    ``upper``: under the upper bound; ``lower``: also above the lower bound; ``relaxed``: above the
+    lower bound less 0.1 rad.
+    """
+
+    radius: float
+    positives: int
+    upper: float | None
+    lower: float | None
+    relaxed: float | None
+
+
+@dataclass(frozen=True)
+class OffsetFeatures:
+    """Every rotated pair of every query head, one entry each in all columns.
+
+    ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
+    ``query_radius``, ``key_radius``: lengths of the means. ``possible``, ``lower_bound``: see
+    :class:`Bounds`. ``share``, ``mean_lower_bound``: over all entries.
+    """
+
+    context_length: int
+    head_dim: int
+    layer: Array
+    head: Array
+    pair: Array
+    inv_freq: Array
+    query_radius: Array
+    key_radius: Array
+    angle: Array
+    possible: Array
+    lower_bound: Array
+    share: float
+    mean_lower_bound: float | None
+    recall: list[Recall]
+
+
+class OffsetFeatureSearch:
+    """Collects mean queries and keys of every layer before their encoding.
+
+    ``context_length``: C, in tokens; None takes the training length.
+    """
+
+    def __init__(self, context_length: int | None = None) -> None:
+        self.context_length = context_length
+        self._averages = Averages()
+        self._spectra: dict[int, tuple[Spectrum, ...]] = {}
+
+    def update(self, heads: Heads) -> None:
+        """Take in one layer of one or more texts."""
+        self._spectra[heads.layer] = heads.encoding.spectra
+        self._averages.add(
+            heads.layer,
+            q=heads.q.mean(dim=2, dtype=torch.float64),
+            k=heads.k.mean(dim=2, dtype=torch.float64),
+        )
+
+    def result(self, radii: Sequence[float] = RADII) -> OffsetFeatures:
+        """The features of the means over all positions and texts taken in."""
+        q, k = self._averages.stacked("q"), self._averages.stacked("k")
+        group = q.shape[1] // k.shape[1]
+        layers = self._averages.layers
+        C = self.context_length or self._spectra[layers[0]][0].training_length
+        columns: dict[str, list[Array]] = {name: [] for name in _COLUMNS}
+        for at, layer in enumerate(layers):
+            for head in range(q.shape[1]):
+                known = bounds(self._spectra[layer][head // group], C)
+                pairs = len(known.inv_freq)
+                of_q, of_k = (_complex(x, pairs) for x in (q[at, head], k[at, head // group]))
+                values = (
+                    np.full(pairs, layer),
+                    np.full(pairs, head),
+                    np.arange(pairs),
+                    known.inv_freq,
+                    np.abs(of_q),
+                    np.abs(of_k),
+                    np.mod(np.angle(of_k) - np.angle(of_q), TURN),
+                    known.possible,
+                    known.angle,
+                )
+                for name, value in zip(_COLUMNS, values, strict=True):
+                    columns[name].append(value)
+        whole = {name: np.concatenate(parts) for name, parts in columns.items()}
+        possible, lower = whole["possible"], whole["lower_bound"]
+        return OffsetFeatures(
+            C,
+            q.shape[-1],
+            **whole,
+            share=float(possible.mean()) if len(possible) else 0.0,
+            mean_lower_bound=float(lower[possible].mean()) if possible.any() else None,
+            recall=[_recall(whole, radius) for radius in radii],
+        )
+
+
+_COLUMNS = (
+    "layer",
+    "head",
+    "pair",
+    "inv_freq",
+    "query_radius",
+    "key_radius",
+    "angle",
+    "possible",
+    "lower_bound",
+)
+
+
+def _complex(vector: Array, pairs: int) -> Array:
+    """Rotated channels m and m + pairs as one complex number."""
+    return vector[:pairs] + 1j * vector[pairs : 2 * pairs]
+
+
+def _recall(columns: dict[str, Array], radius: float) -> Recall:
+    large = columns["key_radius"] >= radius
+    possible, angle = columns["possible"][large], columns["angle"][large]
+    lower = columns["lower_bound"][large]
+
+    def share(predicted: Array) -> float | None:
+        return float(predicted.mean()) if len(predicted) else None
+
+    return Recall(
+        radius,
+        int(large.sum()),
+        share(possible),
+        share(possible & (angle >= lower)),
+        share(possible & (angle >= lower - 0.1)),
+    )
+
+
+def contributions(
+    features: OffsetFeatures, layer: int, head: int, distances: Sequence[int]
+) -> Array:
+    """What the means of every pair add to the logit of a key so many tokens back (Eq. 14, Fig. 4).
+
+    Returns:
+        ``[pairs, distances]``, divided by sqrt(head_dim); their sum over pairs is the logit, and
+        without one row what it would be without that pair (Fig. 6).
+    """
+    chosen = (features.layer == layer) & (features.head == head)
+    size = features.query_radius[chosen] * features.key_radius[chosen]
+    turned = features.angle[chosen][:, None] - np.outer(features.inv_freq[chosen], distances)
+    return size[:, None] * np.cos(turned) / math.sqrt(features.head_dim)
+
+
+@dataclass(frozen=True)
+class PairPoints:
+    """One pair's channels at every position, ``[T, 2]``: what its means are of (Fig. 7)."""
+
+    layer: int
+    head: int
+    pair: int
+    query: Array
+    key: Array
+
+
+def pair_points(heads: Heads, head: int, pair: int) -> PairPoints:
+    """Queries and keys of one pair of a query head before the encoding, of the first text."""
+    kv = head // heads.queries_per_key
+    pairs = len(heads.encoding.spectra[kv].inv_freq)
+    channels = [pair, pair + pairs]
+    q, k = heads.q[0, head][:, channels], heads.k[0, kv][:, channels]
+    return PairPoints(heads.layer, head, pair, q.cpu().numpy(), k.cpu().numpy())

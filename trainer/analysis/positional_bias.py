@@ -1,0 +1,206 @@
+"""How far attention leans towards positions, and how fast it can learn to (DroPE Sec. 3, App. B).
+
+For a head on the key s tokens back, s = 0 (diagonal) or 1 (previous token), the centred weights of
+Def. 3.1 are c_ij = 1 at j = i - s and -1 / (n_i - 1) at the other n_i - 1 keys that query i sees.
+With a_i the attention on that key, A^c = mean_i (a_i n_i - 1) / (n_i - 1); a query without such a
+key, or with no other, counts as 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.attention_rows import Rows, head_attention, visible_keys
+from trainer.analysis.averages import Array, Averages
+from trainer.analysis.capture import Heads
+from trainer.model.decoder import Decoder
+
+BLOCK = 256
+
+
+def _has_target(visible: Tensor, shift: int) -> Tensor:
+    """Queries that see the key ``shift`` tokens back, and another one."""
+    return (visible > max(shift, 1)).to(torch.float64)
+
+
+def positional_bias(weight: Tensor, visible: Tensor, shift: int) -> Tensor:
+    """A^c ``[...]`` of the attention ``weight`` ``[..., T]`` on the key ``shift`` tokens back.
+
+    ``visible``: ``[T]``, keys that every query sees.
+    """
+    bias = (weight.double() * visible - 1) / (visible - 1).clamp(min=1)
+    return (bias * _has_target(visible, shift)).mean(dim=-1)
+
+
+@dataclass(frozen=True)
+class BiasResult:
+    """A^c ``[layers, query heads]`` towards the diagonal and the previous token, of at most 1."""
+
+    layers: list[int]
+    diagonal: Array
+    previous: Array
+
+
+class PositionalBias:
+    """Collects A^c of every layer."""
+
+    def __init__(self) -> None:
+        self._averages = Averages()
+
+    def update(self, layer: int, rows: Rows) -> None:
+        """Take in one layer's rows of attention."""
+        self._averages.add(
+            layer,
+            diagonal=positional_bias(rows.own, rows.visible, 0),
+            previous=positional_bias(rows.previous, rows.visible, 1),
+        )
+
+    def result(self) -> BiasResult:
+        """Means over the texts taken in."""
+        stacked = self._averages.stacked
+        return BiasResult(self._averages.layers, stacked("diagonal"), stacked("previous"))
+
+
+@dataclass(frozen=True)
+class BiasGradients:
+    """Frobenius norms ``[layers, query heads]`` of dA^c/dW_Q and dA^c/dW_K (Fig. 4), where A^c is
+    the head's, and the states that enter its layer are held fixed."""
+
+    shift: int
+    query: Array
+    key: Array
+
+
+def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
+    """Gradients of A^c for every head, norms averaged over texts.
+
+    Args:
+        model: usually one at its initialisation.
+        ids: ``[B, T]``.
+        shift: 0 for the diagonal head, 1 for the previous token.
+    """
+    averages = Averages()
+
+    def observe(layer: int, q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor) -> None:
+        attention = model.layers[layer].self_attn
+        projections = [attention.q_proj.weight, attention.k_proj.weight]
+        tensors = (x.detach().float() for x in (q, k, rotated_q, rotated_k))
+        heads = Heads(layer, model.layout.layers[layer], *tensors)
+        norms = []
+        for head in range(q.shape[1]):
+            grad_q, grad_k = _score_gradients(heads, head, shift)
+            full_q, full_k = torch.zeros_like(rotated_q), torch.zeros_like(rotated_k)
+            full_q[:, head] = grad_q
+            full_k[:, head // heads.queries_per_key] = grad_k
+            gradients = torch.autograd.grad(
+                (rotated_q, rotated_k), projections, (full_q, full_k), retain_graph=True
+            )
+            norms.append(torch.stack([gradient.double().norm() for gradient in gradients]))
+        query, key = torch.stack(norms, dim=-1)
+        averages.add(layer, query=query[None], key=key[None])
+
+    with _graph_of_one_layer(model, observe):
+        for row in ids.to(model.norm.weight.device):
+            model.hidden_states(row[None])
+    return BiasGradients(shift, averages.stacked("query"), averages.stacked("key"))
+
+
+def _score_gradients(heads: Heads, head: int, shift: int) -> tuple[Tensor, Tensor]:
+    """dA^c/dq and dA^c/dk ``[1, T, D]`` of one head's rotated queries and keys.
+
+    a_i is a softmax: its gradient in the score of key j is a_i (1[j = i - s] - alpha_ij).
+    """
+    q, k = heads.rotated_q[:, head], heads.rotated_k[:, head // heads.queries_per_key]
+    T, root = q.shape[1], math.sqrt(q.shape[-1])
+    visible = visible_keys(T, heads.encoding.window, q.device)
+    share = _has_target(visible, shift) * visible / (visible - 1).clamp(min=1) / T
+    grad_q, grad_k = torch.zeros_like(q), torch.zeros_like(k)
+    for start in range(0, T, BLOCK):
+        stop = min(start + BLOCK, T)
+        alpha = head_attention(heads, head, slice(start, stop))
+        i = torch.arange(start, stop, device=q.device)
+        target = (i - shift).clamp(min=0)
+        a = alpha.gather(-1, target[None, :, None])
+        scale = (share[start:stop, None] * a / root).to(q.dtype)
+        grad_q[:, start:stop] = scale * (k[:, target] - alpha @ k[:, :stop])
+        scaled = scale * q[:, start:stop]
+        grad_k[:, :stop] -= alpha.mT @ scaled
+        grad_k.index_add_(1, target, scaled)
+    return grad_q, grad_k
+
+
+@contextmanager
+def _graph_of_one_layer(model: Decoder, observe: Callable[..., None]) -> Iterator[None]:
+    """Within it ``observe`` gets queries and keys that remember their own projections only."""
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
+        for block in model.layers
+    ]
+    try:
+        for index, block in enumerate(model.layers):
+            block.self_attn.observe = partial(observe, index)
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for block in model.layers:
+            block.self_attn.observe = None
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def prefix_spreads(model: Decoder, ids: Tensor) -> Array:
+    """max over j <= i of |mean(h_1 .. h_i) - h_j| (Theorem 3.4), averaged over texts.
+
+    Args:
+        model: a decoder.
+        ids: ``[B, T]``.
+
+    Returns:
+        ``[layers + 1]``: of the residual stream as it enters every block, the embeddings first, and
+        as it leaves the last.
+    """
+    averages = Averages()
+
+    def note(layer: int, states: Tensor) -> None:
+        averages.add(layer, spread=torch.stack([_prefix_spread(x) for x in states]))
+
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args, layer=layer: note(layer, args[0]))
+        for layer, block in enumerate(model.layers)
+    ]
+    hooks.append(
+        model.layers[-1].register_forward_hook(lambda _, __, out: note(len(model.layers), out))
+    )
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            model.hidden_states(ids.to(model.norm.weight.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return averages.stacked("spread")
+
+
+def _prefix_spread(states: Tensor) -> Tensor:
+    """Of ``states`` ``[T, d]``, in blocks of prefixes."""
+    T = len(states)
+    # What all have in common would drown the differences in rounding.
+    states = states.double()
+    states = states - states.mean(dim=0)
+    means = states.cumsum(dim=0) / torch.arange(1, T + 1, device=states.device)[:, None]
+    states, means = states.float(), means.float()
+    squares, widest = states.square().sum(dim=-1), states.new_zeros(())
+    for start in range(0, T, BLOCK):
+        stop = min(start + BLOCK, T)
+        mean = means[start:stop]
+        distances = squares[:stop] + mean.square().sum(dim=-1, keepdim=True)
+        distances.addmm_(mean, states[:stop].T, alpha=-2)
+        widest = torch.maximum(widest, distances.tril(start).amax())
+    return widest.clamp(min=0).sqrt()

@@ -1,0 +1,76 @@
+"""What a rescaling of frequencies does to a head's attention (DroPE Sec. 4.1, Fig. 6, 7, 8, 11)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.analysis.attention_rows import head_attention
+from trainer.analysis.averages import Array
+from trainer.analysis.capture import Heads, capture
+from trainer.errors import UserError
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import RESCALINGS
+from trainer.positional.spectrum import Spectrum
+
+BLOCK = 256
+
+
+def scaling_factors(spectrum: Spectrum, factor: float) -> dict[str, Array]:
+    """gamma ``[pairs]`` of Eq. 3 for every rescaling: what each frequency is multiplied by.
+
+    A pair that stands still stays as it is: 1.
+    """
+    before = np.array(spectrum.inv_freq)
+    still = before == 0
+    return {
+        name: np.where(
+            still, 1.0, np.array(rescale(spectrum, factor).inv_freq) / np.where(still, 1.0, before)
+        )
+        for name, rescale in RESCALINGS.items()
+    }
+
+
+def heads_of_layer(model: Decoder, ids: Tensor, layer: int, layout: Layout) -> Heads:
+    """One layer's queries and keys on ``ids`` ``[B, T]``, read with ``layout``.
+
+    Raises:
+        UserError: there is no such layer.
+    """
+    if not 0 <= layer < len(model.layers):
+        raise UserError(f"layer: expected 0 to {len(model.layers) - 1}, got {layer}.")
+    kept: list[Heads] = []
+    trained = model.layout
+    try:
+        model.layout = layout
+        capture(model, ids, lambda heads: kept.append(heads) if heads.layer == layer else None)
+    finally:
+        model.layout = trained
+    return kept[0]
+
+
+@torch.no_grad()
+def attention_by_distance(heads: Heads, head: int, distances: int) -> Array:
+    """Mean attention ``[distances]`` on the key 0, 1, 2, ... tokens back (Fig. 7).
+
+    The mean is over the queries that have such a key.
+    """
+    T = heads.q.shape[2]
+    distances = min(distances, T)
+    total = torch.zeros(distances, dtype=torch.float64)
+    back = torch.arange(distances, device=heads.q.device)
+    for start in range(0, T, BLOCK):
+        stop = min(start + BLOCK, T)
+        attention = head_attention(heads, head, slice(start, stop))
+        j = torch.arange(start, stop, device=back.device)[:, None] - back
+        picked = attention.gather(-1, j.clamp(min=0).expand(len(attention), -1, -1))
+        total += (picked * (j >= 0)).double().sum(dim=(0, 1)).cpu()
+    return (total / (heads.q.shape[0] * torch.arange(T, T - distances, -1))).numpy()
+
+
+def last_token_attention(heads: Heads, head: int) -> Array:
+    """Attention ``[B, T]`` of the last token on every key (Fig. 8)."""
+    T = heads.q.shape[2]
+    return head_attention(heads, head, slice(T - 1, T))[:, 0].cpu().numpy()

@@ -1,0 +1,74 @@
+"""What all analyses have in common: a model, a text, and one forward pass that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.capture import Heads, capture
+from trainer.model.decoder import Decoder
+from trainer.report.geometry.section import Section
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model and the text that it is read with.
+
+    ``ids``: ``[B, T]`` tokens on the model's device, each row behind a beginning-of-text token.
+    ``chosen``: (layer, query head) pairs that snapshots and maps show; empty: the study chooses.
+    ``seed``: of subsamples.
+    """
+
+    name: str
+    model: Decoder
+    ids: Tensor
+    chosen: tuple[tuple[int, int], ...] = ()
+    seed: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text."""
+        return self.ids.shape[1]
+
+    @property
+    def training_length(self) -> int:
+        """C of the model."""
+        return self.model.layout.training_length
+
+
+class Study:
+    """One analysis of one target. A subclass sees every layer of the shared pass, once."""
+
+    key: ClassVar[str]
+    title: ClassVar[str]
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    @classmethod
+    def problems(cls, target: Target) -> list[str]:
+        """Why it cannot be made of this target, one sentence each."""
+        return []
+
+    def on_layer(self, heads: Heads) -> None:
+        """Take what is needed of a layer in the shared pass; tensors are not kept."""
+
+    def section(self) -> Section:
+        """What there is to show, after the pass; may read the model again."""
+        raise NotImplementedError
+
+
+@torch.no_grad()
+def run(studies: Sequence[Study], target: Target) -> list[Section]:
+    """Read the text once for all studies together, then let each write its section."""
+
+    def on_layer(heads: Heads) -> None:
+        for study in studies:
+            study.on_layer(heads)
+
+    capture(target.model, target.ids, on_layer)
+    return [study.section() for study in studies]

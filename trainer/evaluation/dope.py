@@ -1,0 +1,281 @@
+"""DoPE: the rotary encoding is taken away from the heads of extreme matrix entropy, without any
+training (Denoising Rotary Position Embedding, Sec. 4.3).
+
+Heads are chosen on a text, among all layers together (Sec. 5.1), then a layout is changed for them;
+any rescaling of the model's own will do. What the paper leaves open is a setting: it sorts both
+ways, and by-all multiplies queries and keys by 0 (Eq. 35) where the text removes their encoding
+"rather than completely zeroing out the head".
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.capture import Heads, capture
+from trainer.analysis.matrix_entropy import Stage, matrix_entropy_of
+from trainer.analysis.pairs import Side
+from trainer.errors import UserError
+from trainer.evaluation.interventions import reading_with, require_rotation, with_gains
+from trainer.model.decoder import Decoder
+from trainer.positional.gains import Gains
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum
+
+PAIR_BY_PAIR = ("pi", "ntk", "llama3")
+"""Rescalings that leave the other pairs the same where some stand still."""
+
+
+@dataclass(frozen=True)
+class DopeSettings:
+    """Which heads lose what; the defaults are the paper's best at 64k tokens (Table 1).
+
+    ``variant``: ``by_parts`` takes the bands slower than one turn in the training length, those
+    with 0 < theta < 2 pi / C (Eq. 33; the figure's reading of Eq. 32), ``by_all`` all of them, and
+    ``by_gaussian`` puts noise in the place of the head (Eq. 36 and 37).
+    ``by``: entropies of queries or of keys. ``entropy``: the mean over the bands (``vanilla``,
+    Eq. 26) or the truncated effective rank (``trunc``, Eq. 30) with ``r`` eigenvalues, null for
+    all; with r = 1 heads are ranked by the largest eigenvalue, the larger the lower their entropy.
+    ``stage``: of the encoding, see :mod:`trainer.analysis.matrix_entropy`. ``order``: heads of low
+    (``ascending``) or high entropy. ``heads``: how many.
+    ``removal``, of ``by_parts`` and ``by_all``: ``unrotate`` lets the bands of whole key-value
+    heads, with all queries that read them, stand still; a key-value head's score by queries is then
+    the mean of theirs. ``zero`` multiplies the bands of query heads (by query) or key heads (by
+    key) by 0. ``seed``: of the noise.
+    """
+
+    variant: Literal["by_parts", "by_all", "by_gaussian"] = "by_all"
+    by: Side = "query"
+    entropy: Literal["vanilla", "trunc"] = "trunc"
+    r: int | None = 1
+    stage: Stage = "post_ntk"
+    order: Literal["ascending", "descending"] = "ascending"
+    heads: int = 5
+    removal: Literal["unrotate", "zero"] = "unrotate"
+    seed: int = 0
+
+    @property
+    def unrotates(self) -> bool:
+        """Whether whole key-value heads change their spectra, rather than heads of one side get
+        gains."""
+        return self.variant != "by_gaussian" and self.removal == "unrotate"
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = []
+        if self.r is not None and self.r < 1:
+            found.append(f"evaluation.dope.r: expected 1 or more, or null for all, got {self.r}.")
+        if self.heads < 0:
+            found.append(f"evaluation.dope.heads: expected 0 or more, got {self.heads}.")
+        if self.seed < 0:
+            found.append(f"evaluation.dope.seed: expected 0 or more, got {self.seed}.")
+        return found
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A head that was chosen.
+
+    ``head``: its index among the key-value heads where they lose their rotation, else among the
+    heads of the settings' side. ``bands``: the pairs it loses. ``noise``: standard deviation of
+    what takes its place.
+    """
+
+    layer: int
+    head: int
+    score: float
+    bands: tuple[int, ...]
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The heads that were chosen, from the first on, and what one is made of: ``count`` heads a
+    layer of that kind with ``head_dim`` channels each."""
+
+    settings: DopeSettings
+    heads: tuple[Chosen, ...] = ()
+    count: int = 0
+    head_dim: int = 0
+
+
+def select(
+    model: Decoder, ids: Tensor, settings: DopeSettings, layout: Layout | None = None
+) -> Selection:
+    """Choose heads on a text.
+
+    Args:
+        model: a decoder, with its layout as trained.
+        ids: ``[B, T]`` texts, as long as those to come (Table 3).
+        settings: which heads.
+        layout: the rescaled layout; None: as trained.
+
+    Raises:
+        UserError: impossible settings, a model without rotation, or one with fewer heads that
+            rotate.
+    """
+    trained = model.layout
+    if problems := settings.problems():
+        raise UserError(*problems)
+    require_rotation(trained, "evaluation.dope")
+    rotating = _rotating(model, settings)
+    if settings.heads > len(rotating):
+        kind = "key-value" if settings.unrotates else settings.by
+        raise UserError(
+            f"evaluation.dope.heads: expected at most {len(rotating)}, the {kind} heads that "
+            f"rotate, got {settings.heads}."
+        )
+    if not settings.heads:
+        return Selection(settings)
+    scores: list[Tensor] = []
+    moments: list[Tensor] = []
+
+    def on_layer(heads: Heads) -> None:
+        entropies = matrix_entropy_of(heads, settings.by, settings.stage, trained)
+        by_rank = settings.entropy == "trunc"
+        found = entropies.effective_rank(settings.r) if by_rank else entropies.band_mean
+        if settings.unrotates:
+            found = found.unflatten(0, (heads.k.shape[1], -1)).mean(dim=-1)
+        scores.append(found)
+        if settings.variant == "by_gaussian":
+            x = heads.rotated_q if settings.by == "query" else heads.rotated_k
+            var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
+            moments.append(torch.stack([mean, var + mean.square()]).double())
+
+    with reading_with(model, layout or trained):
+        capture(model, ids, on_layer)
+    table = torch.stack(scores).tolist()
+    sign = 1 if settings.order == "ascending" else -1
+    ranked = sorted(rotating, key=lambda place: sign * table[place[0]][place[1]])
+    chosen = ranked[: settings.heads]
+    retained = set(rotating) - set(chosen)
+    noise = _noise(torch.stack(moments).cpu(), retained) if moments else [0.0] * len(table)
+    count = len(table[0])
+    heads = []
+    for layer, head in chosen:
+        bands = _lost_bands(_spectrum(trained.layers[layer], head, count), settings)
+        heads.append(Chosen(layer, head, table[layer][head], bands, noise[layer]))
+    return Selection(settings, tuple(heads), count, model.config.head_size)
+
+
+def _rotating(model: Decoder, settings: DopeSettings) -> list[tuple[int, int]]:
+    """(layer, head) of the heads with a rotation that they can lose."""
+    count = model.config.num_key_value_heads
+    if settings.by == "query" and not settings.unrotates:
+        count = model.config.num_attention_heads
+    return [
+        (layer, head)
+        for layer, encoding in enumerate(model.layout.layers)
+        for head in range(count)
+        if _spectrum(encoding, head, count).rotates
+    ]
+
+
+def _spectrum(encoding: LayerEncoding, head: int, count: int) -> Spectrum:
+    """Of one out of ``count`` query or key heads."""
+    return encoding.spectra[head // (count // len(encoding.spectra))]
+
+
+def _lost_bands(spectrum: Spectrum, settings: DopeSettings) -> tuple[int, ...]:
+    """Pairs, by their frequencies as trained: by them a band is new beyond the training length,
+    and a rescaling changes nothing about which."""
+    slowest = math.inf
+    if settings.variant == "by_parts":
+        slowest = 2 * math.pi / spectrum.training_length
+    return tuple(m for m, theta in enumerate(spectrum.inv_freq) if 0 < theta < slowest)
+
+
+def _noise(moments: Tensor, retained: set[tuple[int, int]]) -> list[float]:
+    """Standard deviations, a layer each, of the retained heads' components.
+
+    ``moments``: means and mean squares, ``[L, 2, H]``. A layer that retains none has that of the
+    model; a model that retains none, that of all its heads.
+    """
+    kept = torch.zeros(moments.shape[0], moments.shape[2], dtype=torch.bool)
+    for place in retained:
+        kept[place] = True
+
+    def deviation(mean: Tensor, square: Tensor) -> float:
+        return math.sqrt(max(0.0, float(square.mean() - mean.mean() ** 2)))
+
+    mean, square = moments[:, 0], moments[:, 1]
+    of_model = deviation(mean[kept], square[kept]) if retained else deviation(mean, square)
+    return [
+        deviation(m[k], s[k]) if k.any() else of_model
+        for m, s, k in zip(mean, square, kept, strict=True)
+    ]
+
+
+def apply(layout: Layout, selection: Selection) -> Layout:
+    """``layout``, rescaled or not, without what the chosen heads lose; itself where none is chosen.
+
+    Raises:
+        ValueError: a layer has gains already.
+    """
+    by_layer: dict[int, list[Chosen]] = defaultdict(list)
+    for head in selection.heads:
+        by_layer[head.layer].append(head)
+    if not by_layer:
+        return layout
+    change = _unrotated if selection.settings.unrotates else _gained
+    return Layout(
+        tuple(
+            change(encoding, by_layer[index], selection) if index in by_layer else encoding
+            for index, encoding in enumerate(layout.layers)
+        )
+    )
+
+
+def _unrotated(encoding: LayerEncoding, chosen: list[Chosen], _: Selection) -> LayerEncoding:
+    spectra = list(encoding.spectra)
+    for head in chosen:
+        spectra[head.head] = _standing_still(spectra[head.head], head.bands)
+    return replace(encoding, spectra=tuple(spectra))
+
+
+def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
+    """With the temperature and the scale of the pairs as they were.
+
+    Raises:
+        UserError: its frequencies follow the length by a method that looks at which pairs rotate.
+    """
+
+    def still(inv_freq: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
+
+    beyond = spectrum.beyond
+    if beyond is not None:
+        if beyond.growth and beyond.rescaling not in PAIR_BY_PAIR:
+            raise UserError(
+                f"evaluation.dope.removal: unrotate does not go with dynamic {beyond.rescaling}, "
+                "whose scaling of a pair depends on the others; expected zero, or a given factor."
+            )
+        beyond = replace(beyond, inv_freq=still(beyond.inv_freq))
+    return replace(spectrum, inv_freq=still(spectrum.inv_freq), beyond=beyond)
+
+
+def _gained(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
+    settings, channels = selection.settings, range(selection.head_dim)
+    rows = [(1.0,) * len(channels)] * selection.count
+    noise = [0.0] * selection.count
+    for head in chosen:
+        lost = set(channels)
+        if settings.variant == "by_parts":
+            pairs = len(_spectrum(encoding, head.head, selection.count).inv_freq)
+            lost = {channel for m in head.bands for channel in (m, m + pairs)}
+        rows[head.head] = tuple(0.0 if channel in lost else 1.0 for channel in channels)
+        noise[head.head] = head.noise
+    factors = tuple(rows)
+    deviations = tuple(noise) if settings.variant == "by_gaussian" else ()
+    # A seed for every layer, or all would have one noise.
+    seed = settings.seed * 1000 + chosen[0].layer
+    if settings.by == "query":
+        gains = Gains(query=factors, query_noise=deviations, seed=seed)
+    else:
+        gains = Gains(key=factors, key_noise=deviations, seed=seed)
+    return with_gains(encoding, gains)

@@ -1,0 +1,43 @@
+"""Final answers of worked solutions, as in MATH (Hendrycks et al. 2021): found and compared."""
+
+from __future__ import annotations
+
+import re
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last ``\boxed{...}`` holds, with balanced braces; None without one."""
+    begin = text.rfind(r"\boxed{")
+    if begin < 0:
+        return None
+    begin += len(r"\boxed{")
+    depth = 1
+    for end in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[begin:end]
+    return None
+
+
+def final_answer(text: str) -> str:
+    """The boxed answer of a solution, or else its last number, or nothing."""
+    numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)
+    found = boxed(text)
+    return found if found is not None else numbers[-1] if numbers else ""
+
+
+SAME = [
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\text\{([^{}]*)\}", r"\1"),
+    (r"\\left|\\right|\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?|\s", ""),
+    (r"(?<=\d),(?=\d{3}\b)", ""),
+    (r"\.$", ""),
+]
+
+
+def normalised(answer: str) -> str:
+    """An answer without what only its looks depend on: spaces, units of degree and percent,
+    delimiters' sizes, separators of thousands, a last full stop."""
+    for pattern, new in SAME:
+        answer = re.sub(pattern, new, answer)
+    return answer

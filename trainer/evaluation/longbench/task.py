@@ -1,0 +1,85 @@
+"""Questions of a LongBench task, cut in the middle where they are longer than what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from trainer.errors import UserError
+from trainer.evaluation.longbench.averages import label
+from trainer.evaluation.longbench.kinds import Kind
+from trainer.evaluation.longbench.metrics import classification
+from trainer.evaluation.longbench.rows import Row
+from trainer.evaluation.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class LongBenchTask:
+    """A :class:`~trainer.evaluation.prompts.Task`; ``bos`` begins every prompt unless it is None.
+
+    The same questions are asked at every length: a length is what the model may read, and a shorter
+    text is not filled up.
+    """
+
+    name: str
+    kind: Kind
+    rows: Sequence[Row]
+    tokenizer: Tokenizer
+    bos: int | None
+
+    def prompts(self, length: int) -> list[Prompt]:
+        """One prompt a question. With its answer it has ``length`` tokens at most.
+
+        Of a longer one the first half and the last half stay. They are joined as tokens; the
+        benchmark joins them as text and encodes that anew, which can give another token at the
+        join. Its own limit is on the prompt alone.
+
+        Raises:
+            UserError: the length leaves no room for a question.
+        """
+        kind = self.kind
+        room = length - kind.new_tokens
+        if room < 2:
+            raise UserError(
+                f"evaluation.lengths: {self.name} answers with up to {kind.new_tokens} tokens and "
+                f"so needs lengths of {kind.new_tokens + 2} or more, got {length}."
+            )
+        return [
+            Prompt(
+                tuple(middle_out(ids, room).tolist()),
+                tuple(row.answers),
+                kind.new_tokens,
+                label=label(kind.category, row.length),
+            )
+            for row, ids in zip(self.rows, self._encoded, strict=True)
+        ]
+
+    @cached_property
+    def _encoded(self) -> list[NDArray[np.int32]]:
+        before = () if self.bos is None else (self.bos,)
+        texts = (self.kind.template.format(**vars(row)) for row in self.rows)
+        encoded = (self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
+        return [np.array([*before, *ids], dtype=np.int32) for ids in encoded]
+
+    def score(self, text: str, answers: Iterable[str]) -> float:
+        """That of the answer it agrees with best."""
+        said = self.kind.counted(text)
+        more = (self.rows[0].all_classes or (),) if self.kind.metric is classification else ()
+        return max(self.kind.metric(said, answer, *more) for answer in answers)
+
+    def stop(self, text: str, answers: Sequence[str]) -> bool:
+        """Whether what follows makes no difference to the score."""
+        return self.kind.stop(text, answers)
+
+
+def middle_out(ids: NDArray[np.int32], room: int) -> NDArray[np.int32]:
+    """The tokens, or, where there are more than ``room``, the first half of that many (rounded
+    down) and as many last ones."""
+    if len(ids) <= room:
+        return ids
+    return np.concatenate([ids[: room // 2], ids[-(room // 2) :]])

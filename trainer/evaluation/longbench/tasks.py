@@ -1,0 +1,86 @@
+"""LongBench's English tasks: which are asked, and where their questions come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from tokenizers import Tokenizer
+
+from trainer.errors import UserError, did_you_mean
+from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS
+from trainer.evaluation.longbench.metrics import classification
+from trainer.evaluation.longbench.rows import KEY, Row, read_rows, root
+from trainer.evaluation.longbench.task import LongBenchTask
+from trainer.evaluation.prompts import Task
+
+
+@dataclass(frozen=True)
+class LongBenchSettings:
+    """``directory``: where ``TASK.jsonl`` lie (null: the archive that the hub distributes).
+    ``limit``: questions a task, drawn with ``seed`` (null: all, 150 to 500)."""
+
+    directory: str | None = None
+    tasks: list[str] = field(default_factory=lambda: list(FOURTEEN))
+    limit: int | None = None
+    seed: int = 42
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [
+            f"evaluation.longbench.tasks: unknown task {name!r}.{did_you_mean(name, KINDS)}"
+            for name in self.tasks
+            if name not in KINDS
+        ]
+        if not self.tasks:
+            found.append(
+                "evaluation.longbench.tasks: expected one or more, for instance [qasper,lcc]."
+            )
+        if self.limit is not None and self.limit < 1:
+            found.append(f"evaluation.longbench.limit: expected 1 or more, got {self.limit}.")
+        if self.directory is not None and not Path(self.directory).is_dir():
+            found.append(f"{KEY}: there is no directory {self.directory!r}.")
+        return found
+
+
+def longbench_tasks(
+    settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None
+) -> tuple[list[Task], list[str]]:
+    """The tasks whose files are there, and a sentence for each other one.
+
+    Args:
+        settings: without :meth:`~LongBenchSettings.problems`.
+        tokenizer: of the model; lengths are counted in its tokens.
+        bos: the token every prompt begins with, or None.
+
+    Raises:
+        UserError: no file is there, the archive cannot be had, or a line is malformed.
+    """
+    tasks: list[Task] = []
+    notes: list[str] = []
+    files = root(settings.directory)
+    for name in settings.tasks:
+        file = files / f"{name}.jsonl"
+        if not file.is_file():
+            notes.append(f"LongBench's {name} was not run: there is no file {str(file)!r}.")
+            continue
+        rows = read_rows(file, Row, KEY)
+        if KINDS[name].metric is classification and not rows[0].all_classes:
+            raise UserError(f"{KEY}: {str(file)!r} line 1: all_classes: expected names of classes.")
+        chosen = _chosen(rows, settings, name)
+        tasks.append(LongBenchTask(f"longbench_{name}", KINDS[name], chosen, tokenizer, bos))
+    if not tasks:
+        raise UserError(
+            f"{KEY}: {str(files)!r} holds none of the tasks' files, such as {name}.jsonl."
+        )
+    return tasks, notes
+
+
+def _chosen(rows: Sequence[Row], settings: LongBenchSettings, task: str) -> Sequence[Row]:
+    """In the file's order."""
+    if settings.limit is None or settings.limit >= len(rows):
+        return rows
+    drawn = Random(f"{settings.seed} {task}").sample(range(len(rows)), settings.limit)
+    return [rows[index] for index in sorted(drawn)]

@@ -1,0 +1,249 @@
+"""Many-shot in-context learning with the question among the examples: DoPE, Sec. 5.3 and Table 2.
+
+A prompt is filled with solved problems and ends with an unsolved one. With a needle, that very
+problem and its solution stand among the examples, at one of four depths; without, they do not. The
+paper's problems are those of MATH (Hendrycks et al. 2021); without a file of them, sums and
+differences of two-digit numbers are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from trainer.data.order import Integers
+from trainer.errors import UserError, did_you_mean
+from trainer.evaluation.final_answer import boxed, final_answer, normalised
+from trainer.evaluation.longbench.rows import read_rows
+from trainer.evaluation.prompts import Prompt, Task
+
+TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
+FILE_KEY = "evaluation.many_shot.file"
+FILE_TOKENS, ARITHMETIC_TOKENS = 2048, 32
+"""Tokens of an answer: the paper's (App. A.2), and twice what a sum needs in bytes."""
+
+QUESTION = "Problem: {problem}\nSolution:"
+NEXT = "Problem:"
+"""Where an answer ends, as in the paper (App. A.2), whose wording of prompts is not published."""
+
+
+@dataclass(frozen=True)
+class ManyShotSettings:
+    """``file``: a ``.jsonl`` of MATH, a line with ``problem``, ``solution`` and perhaps ``answer``
+    (null: arithmetic). ``trials``: problems asked. ``depths``: where the needle is, a prompt each,
+    0 for the beginning of the examples and 1 for their end. ``new_tokens``: of an answer (null:
+    2048 with a file, else 32)."""
+
+    tasks: list[str] = field(default_factory=lambda: list(TASKS))
+    file: str | None = None
+    trials: int = 100
+    depths: list[float] = field(default_factory=lambda: [0.0, 1 / 3, 2 / 3, 1.0])
+    new_tokens: int | None = None
+    seed: int = 42
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [
+            f"evaluation.many_shot.tasks: unknown task {name!r}.{did_you_mean(name, TASKS)}"
+            for name in self.tasks
+            if name not in TASKS
+        ]
+        found += [
+            f"evaluation.many_shot.{key}: expected 1 or more, got {value}."
+            for key in ("trials", "new_tokens")
+            if (value := getattr(self, key)) is not None and value < 1
+        ]
+        if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
+            found.append(
+                "evaluation.many_shot.depths: expected numbers from 0 (beginning) to 1 (end), got "
+                f"{self.depths}."
+            )
+        if self.file is not None and not Path(self.file).is_file():
+            found.append(f"{FILE_KEY}: there is no file {self.file!r}.")
+        return found
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``answer``: the final one; None: the boxed one at the end of the solution."""
+
+    problem: str
+    solution: str
+    answer: str | None = None
+
+
+def arithmetic() -> list[Problem]:
+    """All sums and differences of two two-digit numbers."""
+    return [
+        Problem(f"What is {a} {sign} {b}?", f"{a} {sign} {b} = {result}.", str(result))
+        for a in range(10, 100)
+        for b in range(10, 100)
+        for sign, result in (("+", a + b), ("-", a - b))
+    ]
+
+
+def read_problems(file: str) -> list[Problem]:
+    """The problems of a file, each once, with an answer.
+
+    Raises:
+        UserError: the file or a line is malformed, or no solution has a boxed answer.
+    """
+    found: dict[str, Problem] = {}
+    for row in read_rows(Path(file), Problem, FILE_KEY):
+        answer = boxed(row.solution) if row.answer is None else row.answer
+        if answer is None:
+            raise UserError(
+                f"{FILE_KEY}: {file!r} has no answer to {row.problem[:60]!r}: expected the key "
+                r"'answer', or \boxed{...} in 'solution'."
+            )
+        found.setdefault(row.problem, Problem(row.problem, row.solution, answer))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Problems and their tokens: ``examples`` solved, ``questions`` not."""
+
+    problems: Sequence[Problem]
+    tokenizer: Tokenizer
+
+    @cached_property
+    def examples(self) -> list[list[int]]:
+        return self._encoded(
+            f"{QUESTION.format(**vars(p))} {p.solution}\n\n" for p in self.problems
+        )
+
+    @cached_property
+    def questions(self) -> list[list[int]]:
+        return self._encoded(QUESTION.format(**vars(p)) for p in self.problems)
+
+    @cached_property
+    def sizes(self) -> Integers:
+        return np.array([len(tokens) for tokens in self.examples])
+
+    def _encoded(self, texts: Iterable[str]) -> list[list[int]]:
+        return [
+            e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
+
+
+@dataclass(frozen=True)
+class ManyShotTask:
+    """A :class:`~trainer.evaluation.prompts.Task`; one of :data:`TASKS`.
+
+    ``bos`` begins every prompt unless it is None. The examples of a trial depend on the seed and
+    the problem asked; they are the same at all depths.
+    """
+
+    name: str
+    pool: _Pool
+    settings: ManyShotSettings
+    new_tokens: int
+    bos: int | None
+
+    def prompts(self, length: int) -> list[Prompt]:
+        """The trials, those of one problem after each other. With examples, prompt and answer have
+        ``length`` tokens, or as many fewer as no other example fits.
+
+        Raises:
+            UserError: the length is too short, or there are too few problems for it.
+        """
+        return [prompt for asked in self._asked for prompt in self._trial(asked, length)]
+
+    @cached_property
+    def _asked(self) -> list[int]:
+        every = range(len(self.pool.problems))
+        return Random(self.settings.seed).sample(every, min(self.settings.trials, len(every)))
+
+    def _trial(self, asked: int, length: int) -> list[Prompt]:
+        pool, before = self.pool, [] if self.bos is None else [self.bos]
+        question, needle = pool.questions[asked], pool.examples[asked]
+        answers = (str(pool.problems[asked].answer),)
+        room = length - len(before) - len(question) - self.new_tokens
+        if self.name == "zero_shot":
+            if room < 0:
+                raise UserError(
+                    f"evaluation.lengths: zero_shot needs {length - room} tokens or more with "
+                    f"this tokenizer, got {length}."
+                )
+            return [Prompt((*before, *question), answers, self.new_tokens)]
+        if self.name == "many_shot_skip":
+            examples = self._tokens(self._haystack(room, asked, length))
+            return [Prompt((*before, *examples, *question), answers, self.new_tokens)]
+        others = self._haystack(room - len(needle), asked, length)
+        begins = np.cumsum([0, *pool.sizes[others]])
+        prompts = []
+        for depth in self.settings.depths:
+            place = np.abs(begins - depth * begins[-1]).argmin()
+            examples = self._tokens(np.insert(others, place, asked))
+            tokens = (*before, *examples, *question)
+            label = f"{depth:.0%}"
+            prompts.append(Prompt(tokens, answers, self.new_tokens, depth, asked, label))
+        return prompts
+
+    def _haystack(self, room: int, asked: int, length: int) -> Integers:
+        """Which problems are the examples: others than ``asked``, in random order, each that still
+        fits ``room`` tokens, until none does."""
+        sizes = self.pool.sizes
+        shortest, longest = sizes.min(), sizes.max()
+        chosen = []
+        for index in np.random.default_rng((self.settings.seed, asked)).permutation(len(sizes)):
+            if room < shortest:
+                break
+            if index != asked and sizes[index] <= room:
+                chosen.append(index)
+                room -= sizes[index]
+        if room > longest:
+            raise UserError(
+                f"evaluation.lengths: the {len(sizes)} solved problems of {self.name} leave {room} "
+                f"of {length} tokens empty; give more ({FILE_KEY}) or shorter lengths."
+            )
+        if not chosen:
+            raise UserError(
+                f"evaluation.lengths: {self.name} needs {length + shortest - room} tokens or more "
+                f"for a question, its answer and an example, got {length}."
+            )
+        return np.array(chosen)
+
+    def _tokens(self, chosen: Integers) -> list[int]:
+        return [token for index in chosen for token in self.pool.examples[index]]
+
+    def score(self, text: str, answers: Sequence[str]) -> float:
+        """1 if the final answer is right, else 0."""
+        said = normalised(final_answer(text.partition(NEXT)[0]))
+        return float(any(said == normalised(answer) for answer in answers))
+
+    def stop(self, text: str, answers: Sequence[str]) -> bool:
+        """Whether the next problem has begun."""
+        return NEXT in text
+
+
+def many_shot_tasks(
+    settings: ManyShotSettings, tokenizer: Tokenizer, bos: int | None
+) -> tuple[list[Task], list[str]]:
+    """The tasks, and a sentence for what is not as in the paper.
+
+    Args:
+        settings: without :meth:`~ManyShotSettings.problems`.
+        tokenizer: of the model; lengths are counted in its tokens.
+        bos: the token every prompt begins with, or None.
+
+    Raises:
+        UserError: the file is malformed.
+    """
+    notes = []
+    if settings.file is None:
+        notes.append(f"Many-shot prompts are of arithmetic: {FILE_KEY} names no file of MATH.")
+    pool = _Pool(arithmetic() if settings.file is None else read_problems(settings.file), tokenizer)
+    if settings.file is not None and len(pool.problems) < settings.trials:
+        notes.append(
+            f"Many-shot prompts ask {len(pool.problems)} problems: {FILE_KEY} has no more."
+        )
+    new_tokens = settings.new_tokens or (FILE_TOKENS if settings.file else ARITHMETIC_TOKENS)
+    return [ManyShotTask(name, pool, settings, new_tokens, bos) for name in settings.tasks], notes

@@ -1,0 +1,54 @@
+"""Documents as one long text, counted in words and opened between sentences."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import cycle
+
+from trainer.errors import UserError
+
+SENTENCE_ENDS = tuple(mark + quote for mark in ".!?" for quote in ("", '"', "'", ")", "”", "’"))
+
+
+class Essay:
+    """The documents one after the other; after the last comes the first again, as in RULER.
+
+    Words are split when they are asked for, however many documents there are.
+
+    Raises:
+        UserError: there is no word in them.
+    """
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        if not any(map(str.strip, documents)):
+            raise UserError("ruler: the documents for the haystacks hold no text.")
+        self._documents = cycle(documents)
+        self._words: list[str] = []
+        self._sentences: list[int] = []
+
+    def with_insertions(self, count: int, insertions: Sequence[tuple[float, str]]) -> str:
+        """The first ``count`` words, with sentences pushed in.
+
+        ``insertions``: each a depth, the share of the text's sentences that come before it, and a
+        sentence; sorted by depth.
+        """
+        while len(self._words) < count:
+            self._read(next(self._documents))
+        sentences = bisect_left(self._sentences, count)
+        pieces: list[str] = []
+        begin = 0
+        for depth, sentence in insertions:
+            before = int(sentences * depth)
+            end = self._sentences[before] if before < sentences else count
+            pieces += [*self._words[begin:end], sentence]
+            begin = end
+        return " ".join(pieces + self._words[begin:count])
+
+    def _read(self, document: str) -> None:
+        ended = True
+        for place, word in enumerate(document.split(), len(self._words)):
+            if ended:
+                self._sentences.append(place)
+            self._words.append(word)
+            ended = word.endswith(SENTENCE_ENDS)

@@ -1,0 +1,92 @@
+"""Needles in haystacks: which value was given to a key? RULER, Sec. 3.1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from uuid import UUID
+
+from trainer.evaluation.ruler.essay import Essay
+from trainer.evaluation.ruler.question import NOISE, Question, distinct
+from trainer.evaluation.ruler.words import compound
+
+NEEDLE = "One of the special magic {values} for {key} is: {value}."
+ONE = (
+    "A special magic {value} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {value} afterwards.\n{context}\n"
+    "What is the special magic {value} for {query} mentioned in the provided text? "
+    "The special magic {value} for {query} mentioned in the provided text is"
+)
+SEVERAL = (
+    "Some special magic {value}s are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {value}s afterwards.\n{context}\n"
+    "What are all the special magic {value}s for {query} mentioned in the provided text? "
+    "The special magic {value}s for {query} mentioned in the provided text are"
+)
+
+DEPTHS = [round(step / 39 * 100) / 100 for step in range(40)]
+"""Where needles can stand in an essay."""
+
+DRAWS: dict[str, Callable[[Random], str]] = {
+    "word": compound,
+    "number": lambda rng: str(rng.randint(1_000_000, 9_999_999)),
+    "uuid": lambda rng: str(UUID(int=rng.getrandbits(128), version=4)),
+}
+
+
+@dataclass(frozen=True)
+class Needles:
+    """``keys`` keys with ``values`` values each, of which ``queries`` keys are asked for.
+
+    ``essay``: the haystack, counted in words. Without one it is counted in lines, which say nothing
+    or, if ``distractors``, are needles with other keys. ``key`` and ``value`` are kinds of
+    :data:`DRAWS`.
+    """
+
+    essay: Essay | None = None
+    distractors: bool = False
+    key: str = "word"
+    value: str = "number"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+    new_tokens: int = 128
+
+    @property
+    def least(self) -> int:
+        """Lines are needed for needles to stand before; an essay needs a word."""
+        return 1 if self.essay else self.keys * self.values
+
+    def question(self, rng: Random, trial: int, units: int, length: int) -> Question:
+        """The answers are the values of the keys asked for, in the order of the question."""
+        others = units if self.distractors else 0
+        keys = distinct(rng, DRAWS[self.key], self.keys + others)
+        drawn = iter(distinct(rng, DRAWS[self.value], self.keys * self.values + others))
+        values = {key: [next(drawn) for _ in range(self.values)] for key in keys[: self.keys]}
+        needles = [self._needle(key, value) for key in values for value in values[key]]
+        rng.shuffle(needles)
+        if self.essay:
+            depths = sorted(rng.sample(DEPTHS, len(needles)))
+            context = self.essay.with_insertions(units, list(zip(depths, needles, strict=True)))
+        else:
+            lines = [NOISE] * units
+            if self.distractors:
+                lines = list(map(self._needle, keys[self.keys :], drawn))
+            places = sorted(rng.sample(range(units), len(needles)), reverse=True)
+            for place, needle in zip(places, needles, strict=True):
+                lines.insert(place, needle)
+            context = "\n".join(lines)
+        asked = rng.sample(keys[: self.keys], self.queries)
+        answers = [(key, value) for key in asked for value in values[key]]
+        query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
+        template = ONE if len(answers) == 1 else SEVERAL
+        begin = min(context.index(self._needle(*answer)) for answer in answers)
+        return Question(
+            template.format(value=self.value, context=context, query=query),
+            tuple(value for _, value in answers),
+            begin / len(context),
+        )
+
+    def _needle(self, key: str, value: str) -> str:
+        return NEEDLE.format(values=f"{self.value}s", key=key, value=value)

@@ -1,0 +1,137 @@
+"""Trials of one kind, each with the largest haystack that fits a number of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from tokenizers import Tokenizer
+
+from trainer.errors import UserError
+from trainer.evaluation.prompts import Prompt, Score, Stop
+from trainer.evaluation.ruler.question import Kind
+
+PROBE = 64
+"""Units that are read to learn how many tokens one has."""
+
+ENOUGH = 1 / 256
+"""A haystack is large enough when this share of the length is empty, or less than one unit's
+tokens: texts are not read once more for the rest."""
+
+TOKENS_AT_ONCE = 2**20
+
+
+@dataclass
+class _Trial:
+    """A trial whose prompt fits with ``low`` units and is too long with ``high``."""
+
+    number: int
+    units: int
+    low: int
+    high: float = math.inf
+    prompt: Prompt | None = None
+    empty: int = 0
+    done: bool = False
+
+    def learn(self, prompt: Prompt, empty: int, per_unit: float, enough: float) -> None:
+        """``empty``: tokens that the prompt leaves over, negative if it is too long."""
+        if empty >= 0:
+            self.low, self.empty, self.prompt = self.units, empty, prompt
+        else:
+            self.high = self.units
+        self.done = self.high - self.low == 1 or 0 <= empty <= enough
+        step = self.units + math.floor(empty / per_unit)
+        self.units = int(max(self.low + 1, min(step, self.high - 1)))
+
+
+class RulerTask:
+    """One of the thirteen, as a :class:`~trainer.evaluation.prompts.Task`.
+
+    ``bos`` begins every prompt unless it is None. A trial depends on ``seed``, the task, the length
+    and its own number.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: Kind,
+        score: Score,
+        stop: Stop,
+        tokenizer: Tokenizer,
+        bos: int | None,
+        trials: int,
+        seed: int,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.score: Score = score
+        self.stop: Stop = stop
+        self.tokenizer = tokenizer
+        self.before = () if bos is None else (bos,)
+        self.trials = trials
+        self.seed = seed
+
+    def prompts(self, length: int) -> list[Prompt]:
+        """Trials whose prompt and answer are ``length`` tokens or a little less.
+
+        The first trial finds out how many units that takes. The others begin with as many, and are
+        changed where they are too long or leave much over.
+
+        Raises:
+            UserError: the length is too short for the task.
+        """
+        least = self.kind.least
+        small, larger = self._read(length, [(0, least), (0, least + PROBE)])
+        per_unit = (len(larger.tokens) - len(small.tokens)) / PROBE
+        units = least + math.floor(self._empty(length, small) / per_unit)
+        (first,) = self._fitted(length, [0], units, per_unit)
+        # Half of what may stay empty is the middle of what will do.
+        units = first.low + round((first.empty - ENOUGH * length / 2) / per_unit)
+        others = self._fitted(length, range(1, self.trials), units, per_unit)
+        return [trial.prompt for trial in (first, *others) if trial.prompt]
+
+    def _fitted(
+        self, length: int, numbers: Sequence[int], units: int, per_unit: float
+    ) -> list[_Trial]:
+        least = self.kind.least
+        trials = [_Trial(number, max(least, units), least - 1) for number in numbers]
+        enough = max(per_unit, ENOUGH * length)
+        while unfinished := [trial for trial in trials if not trial.done]:
+            prompts = self._read(length, [(trial.number, trial.units) for trial in unfinished])
+            for trial, prompt in zip(unfinished, prompts, strict=True):
+                trial.learn(prompt, self._empty(length, prompt), per_unit, enough)
+        if any(trial.prompt is None for trial in trials):
+            raise UserError(
+                f"evaluation.lengths: expected at least {self._least_length(length)} tokens for "
+                f"RULER's {self.name} with this tokenizer, got {length}."
+            )
+        return trials
+
+    def _empty(self, length: int, prompt: Prompt) -> int:
+        return length - prompt.new_tokens - len(prompt.tokens)
+
+    def _least_length(self, length: int) -> int:
+        """Texts depend on the length, and so may be too long for the length they just needed."""
+        every = [(trial, self.kind.least) for trial in range(self.trials)]
+        while (lack := min(self._empty(length, p) for p in self._read(length, every))) < 0:
+            length -= lack
+        return length
+
+    def _read(self, length: int, wanted: Sequence[tuple[int, int]]) -> Iterator[Prompt]:
+        """The trials of those numbers and units, in batches that keep memory small."""
+        size = max(1, TOKENS_AT_ONCE // length)
+        for start in range(0, len(wanted), size):
+            questions = [
+                self.kind.question(
+                    Random(f"{self.seed} {self.name} {length} {trial}"), trial, units, length
+                )
+                for trial, units in wanted[start : start + size]
+            ]
+            encoded = self.tokenizer.encode_batch_fast(
+                [question.text for question in questions], add_special_tokens=False
+            )
+            for question, encoding in zip(questions, encoded, strict=True):
+                tokens = (*self.before, *encoding.ids)
+                yield Prompt(tokens, question.answers, self.kind.new_tokens, question.depth)

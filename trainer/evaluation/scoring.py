@@ -1,0 +1,50 @@
+"""What a continuation is worth, and when no further token can change that.
+
+RULER (Hsieh et al. 2024) looks for the answers anywhere in the continuation, whatever their case:
+for several answers it reports the share that is found (``string_match_all``), where any one of them
+is right, whether one is found (``string_match_part``). Where one number is asked for, the first
+number of the continuation must be it, as Mohtashami and Jaggi (2023) count pass keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+NUMBER = re.compile(r"[0-9]+")
+WHOLE_NUMBER = re.compile(r"[0-9]+[^0-9]")
+
+
+def exact_number(text: str, answers: Sequence[str]) -> float:
+    """1 if the first number is an answer, digit for digit, else 0."""
+    found = NUMBER.search(text)
+    return float(found is not None and found[0] in answers)
+
+
+def string_match_all(text: str, answers: Sequence[str]) -> float:
+    """The share of the answers that are in the text; DroPE's success rate with several needles."""
+    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
+
+
+def string_match_part(text: str, answers: Sequence[str]) -> float:
+    """1 if any answer is in the text, else 0.
+
+    This is RULER's definition. lm-eval's function of this name gives the share of
+    :func:`string_match_all`, which is less wherever a question has several answers.
+    """
+    return float(any(answer.lower() in text.lower() for answer in answers))
+
+
+def after_number(text: str, answers: Sequence[str]) -> bool:
+    """The :data:`Stop` of :func:`exact_number`: the first number is complete."""
+    return WHOLE_NUMBER.search(text) is not None
+
+
+def after_all(text: str, answers: Sequence[str]) -> bool:
+    """The :data:`Stop` of :func:`string_match_all`: all answers are there."""
+    return string_match_all(text, answers) == 1
+
+
+def after_any(text: str, answers: Sequence[str]) -> bool:
+    """The :data:`Stop` of :func:`string_match_part`: an answer is there."""
+    return string_match_part(text, answers) == 1

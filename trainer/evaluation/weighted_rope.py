@@ -1,0 +1,142 @@
+"""Weighted RoPE: a factor on the rotary pairs of extreme frequency entropy, without any training
+(Probing Rotary Position Embeddings through Frequency Entropy, Sec. 5).
+
+Pairs are chosen on a text, queries and keys each by their own entropies (Eq. 11 and 12), then a
+layout is changed for them; any rescaling of the model's own will do. Pairs that do not rotate are
+left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.frequency_entropy import FrequencyEntropy, frequency_entropies
+from trainer.analysis.pairs import Side
+from trainer.errors import UserError
+from trainer.evaluation.interventions import reading_with, require_rotation, with_gains
+from trainer.model.decoder import Decoder
+from trainer.positional.gains import Factors, Gains
+from trainer.positional.layout import Layout
+
+
+@dataclass(frozen=True)
+class WeightedRopeSettings:
+    """Pairs whose ``entropy`` (SpectrumFE or SequenceFE) is ``side`` (below or above) the threshold
+    ``tau`` are multiplied by ``alpha``."""
+
+    entropy: Literal["spectrum", "sequence"] = "sequence"
+    side: Literal["below", "above"] = "below"
+    tau: float = 0.6
+    alpha: float = 0.1
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        return [
+            f"evaluation.weighted_rope.{key}: expected a number from 0 to 1, got {value}."
+            for key in ("tau", "alpha")
+            if not 0 <= (value := getattr(self, key)) <= 1
+        ]
+
+
+PAPER = (
+    WeightedRopeSettings("sequence", "below", 0.6),
+    WeightedRopeSettings("spectrum", "above", 0.4),
+)
+"""What the paper does at once in its downstream tasks (Sec. 5.3)."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Factors of one layer, ``[Hq][D]`` and ``[Hkv][D]``, empty where all are 1, and how many pairs
+    of queries and keys have another than 1."""
+
+    query: Factors = ()
+    key: Factors = ()
+    query_pairs: int = 0
+    key_pairs: int = 0
+
+
+def select(
+    model: Decoder,
+    ids: Tensor,
+    settings: Sequence[WeightedRopeSettings] = PAPER,
+    layout: Layout | None = None,
+) -> tuple[Weights, ...]:
+    """Weights of every layer, from the entropies on a text.
+
+    Args:
+        model: a decoder, with its layout as trained.
+        ids: ``[B, T]`` texts; their entropies are averaged.
+        settings: one or more; a pair that several choose has the smallest of their factors.
+        layout: the rescaled layout; None: as trained.
+
+    Raises:
+        UserError: impossible settings, a model without rotation, or too short a text.
+    """
+    if problems := [problem for one in settings for problem in one.problems()]:
+        raise UserError(*problems)
+    require_rotation(model.layout, "evaluation.weighted_rope")
+    measures = sorted({one.entropy for one in settings})
+    with reading_with(model, layout or model.layout):
+        layers = frequency_entropies(model, ids, measures)
+    trained, size = model.layout.layers, model.config.head_size
+    found = []
+    for encoding, entropies in zip(trained, layers, strict=True):
+        rotating = [torch.tensor(s.inv_freq) > 0 for s in encoding.spectra]
+        query, query_pairs = _rows(entropies, "query", settings, rotating, size)
+        key, key_pairs = _rows(entropies, "key", settings, rotating, size)
+        found.append(Weights(query, key, query_pairs, key_pairs))
+    return tuple(found)
+
+
+def _rows(
+    entropies: FrequencyEntropy,
+    side: Side,
+    settings: Sequence[WeightedRopeSettings],
+    rotating: list[Tensor],
+    head_dim: int,
+) -> tuple[Factors, int]:
+    """Factors of one side of a layer, and how many pairs have another than 1.
+
+    ``rotating``: of every key-value head, which pairs do.
+    """
+    of_side = entropies.query if side == "query" else entropies.key
+    weights = torch.ones_like(of_side[settings[0].entropy])
+    for one in settings:
+        measured = of_side[one.entropy]
+        extreme = measured < one.tau if one.side == "below" else measured > one.tau
+        weights = torch.where(extreme, weights.clamp(max=one.alpha), weights)
+    per_key = len(weights) // len(rotating)
+    rows, changed = [], 0
+    for head, of_head in enumerate(weights):
+        turns = rotating[head // per_key]
+        pairs = len(turns)
+        factors = torch.where(turns, of_head[:pairs], 1.0)
+        row = torch.ones(head_dim, dtype=torch.float64)
+        row[:pairs] = row[pairs : 2 * pairs] = factors
+        changed += int((factors != 1).sum())
+        rows.append(tuple(row.tolist()))
+    return (tuple(rows), changed) if changed else ((), 0)
+
+
+def apply(layout: Layout, weights: tuple[Weights, ...]) -> Layout:
+    """``layout``, rescaled or not, with these weights; itself where all are 1.
+
+    Raises:
+        ValueError: a layer has gains already.
+    """
+    if not any(of_layer.query or of_layer.key for of_layer in weights):
+        return layout
+    return Layout(
+        tuple(
+            with_gains(encoding, Gains(query=of_layer.query, key=of_layer.key))
+            if of_layer.query or of_layer.key
+            else encoding
+            for encoding, of_layer in zip(layout.layers, weights, strict=True)
+        )
+    )

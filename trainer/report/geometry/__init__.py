@@ -1,0 +1,1 @@
+"""The page about a model's attention: sections of text, formulas, figures and their numbers."""
