@@ -60,11 +60,15 @@ SECTIONS = {
         ),
         Plot("Loss by length (nats per token)", pattern="evaluation/loss/.+", x=LENGTH),
     ),
-    "Geometry": (Plot("Geometry of queries and keys", pattern="geometry/.+"),),
+    "While training": (
+        Plot("Retrieval by length (fraction of trials)", pattern="length/retrieval_.+"),
+        Plot("Loss by length (nats per token)", pattern="length/loss_.+"),
+        Plot("Attention", pattern="probe/.+"),
+    ),
     "System": (
         Plot(
             "Seconds of a step",
-            ("time/data", "time/compute", "time/optimizer", "time/checkpoint"),
+            ("time/data", "time/compute", "time/optimizer", "time/checkpoint", "time/monitor"),
         ),
         Plot("Peak memory (GiB)", ("memory",)),
     ),

@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainer.errors import UserError
-from trainer.evaluation.loss import by_bucket, losses_by_position, windows_with_common_ends
+from trainer.evaluation.loss import (
+    by_bucket,
+    losses_by_position,
+    windows_with_common_ends,
+)
 
 
 class Stream:
@@ -52,3 +58,78 @@ def test_buckets_average_their_positions():
     edges, means = by_bucket(torch.arange(5, dtype=torch.float64), 2)
     assert edges == (0, 2, 4, 5)
     assert means == (0.5, 2.5, 4.0)
+
+
+def as_read(model, window, position, first):
+    """The loss on one token of a window read from token ``first`` on, behind end of text."""
+    ids = torch.tensor([0, *window[first:position]])[None]
+    logits = model(ids)[0, -1].double()
+    return F.cross_entropy(logits, torch.tensor(window[position])).item()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch_tokens", [1, 20, 1000])
+@pytest.mark.parametrize(("length", "reads"), [(16, 8), (19, 8), (21, 6), (9, 8), (23, 5), (7, 2)])
+def test_cropped_every_token_sees_half_to_all_of_what_is_read(
+    tiny_decoder, length, reads, batch_tokens
+):
+    """Pieces of ``reads`` tokens, counted from the end, whose last halves count."""
+    model = tiny_decoder(training_length=8)
+    windows = Stream(100).windows(np.array([0, 17]), length)
+    starts = [*range(length - reads, 0, -(reads // 2)), 0]
+    expected = []
+    for position in range(length):
+        first = next(  # the last piece but for its first half, or the first piece
+            s for s in starts if s == 0 or s + reads - reads // 2 <= position < s + reads
+        )
+        assert position - first < reads
+        expected.append(np.mean([as_read(model, w, position, first) for w in windows]))
+    got = losses_by_position(model, windows, 0, batch_tokens, reads=reads)
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_reading_as_much_as_there_is_crops_nothing(tiny_decoder):
+    model, windows = tiny_decoder(), Stream(100).windows(np.array([0, 17]), 12)
+    whole = losses_by_position(model, windows, 0, 100)
+    assert torch.equal(losses_by_position(model, windows, 0, 100, reads=12), whole)
+    assert torch.equal(losses_by_position(model, windows, 0, 100, reads=99), whole)
+
+
+def test_cropped_the_last_tokens_have_the_same_loss_at_every_length(tiny_decoder):
+    model = tiny_decoder(training_length=8)
+    windows = windows_with_common_ends(Stream(500), 4, [16, 24, 61])
+    losses = [losses_by_position(model, w, 0, 100, reads=8)[-4:] for w in windows.values()]
+    for found in losses[1:]:
+        torch.testing.assert_close(found, losses[0], rtol=1e-6, atol=1e-6)
+
+
+def test_progress_counts_windows(tiny_decoder):
+    told = []
+    windows = Stream(100).windows(np.array([0, 17, 30]), 10)
+    losses_by_position(tiny_decoder(), windows, 0, 20, done=told.append)
+    losses_by_position(tiny_decoder(), windows, 0, 20, reads=4, done=told.append)
+    assert told == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("layers", [["rope"], ["nope"]])
+def test_nothing_that_is_computed_is_quadratic(tiny_decoder, layers):
+    """The largest tensor of a forward pass at two lengths."""
+    sizes = []
+    for length in (1024, 2048):
+        windows = Stream(5000).windows(np.array([0]), length)
+        with LargestTensor() as largest:
+            losses_by_position(tiny_decoder(layers=layers, training_length=64), windows, 0, 1)
+        sizes.append(largest.elements)
+    assert sizes[1] <= 2 * sizes[0]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that an operator returned within."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.elements = max([self.elements, *(x.numel() for x in tensors)])
+        return result

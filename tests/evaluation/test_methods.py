@@ -7,14 +7,18 @@ import math
 import pytest
 
 from trainer.evaluation.methods import (
+    TITLES,
     as_is,
     is_free_of_positions,
     rescaled,
     rotates,
     tempered,
+    windowed,
+    with_factors,
     with_temperature,
 )
 from trainer.positional.config import PositionalConfig, build_layout
+from trainer.positional.rescaling import RESCALINGS, at_length
 
 
 def layout(**positional):
@@ -27,7 +31,7 @@ def layout(**positional):
     )
 
 
-@pytest.mark.parametrize("rescaling", ["pi", "ntk", "yarn"])
+@pytest.mark.parametrize("rescaling", RESCALINGS)
 @pytest.mark.parametrize("layers", [["rope"], ["rope", "nope"], ["half_rope"]])
 def test_rescalings_are_the_identity_at_the_training_length(rescaling, layers):
     original = layout(layers=layers)
@@ -56,3 +60,36 @@ def test_what_applies_to_what():
     assert not is_free_of_positions(layout(layers=["alibi"]))
     original = layout()
     assert as_is("rope", "RoPE", original).layout_at(8.0) is original
+
+
+def test_a_window_is_no_wider_than_the_training_length():
+    original = layout(windows=[None, 16])
+    changed = windowed(original)
+    assert [layer.window for layer in original.layers] == [None, 16, None]
+    assert [layer.window for layer in changed.layers] == [64, 16, 64]
+    assert changed.spectra == original.spectra
+
+
+@pytest.mark.parametrize(("coefficient", "exponent"), [(0.412, 1.0), (0.1, 2.0)])
+@pytest.mark.parametrize("per", ["sequence", "query"])
+def test_temperatures_of_the_papers(coefficient, exponent, per):
+    (spectrum,) = tempered(layout(), coefficient, per, exponent).spectra
+    assert spectrum.temperature.per == per
+    expected = (1 + coefficient * math.log(4)) ** exponent
+    assert spectrum.temperature.at(256, 64) == pytest.approx(expected)
+    assert spectrum.inv_freq == layout().spectra[0].inv_freq
+
+
+def test_factors_divide_the_frequencies_beyond_the_training_length():
+    original = layout(layers=["rope", "nope"])
+    changed = with_factors(original, ((1.0, 2.0, 4.0, 8.0), ()))
+    assert changed.layers[1] == original.layers[1]
+    before, after = original.layers[0].spectra[0], changed.layers[0].spectra[0]
+    assert at_length(after, 64).inv_freq == before.inv_freq
+    slow = [f / by for f, by in zip(before.inv_freq, (1.0, 2.0, 4.0, 8.0), strict=True)]
+    assert at_length(after, 65).inv_freq == pytest.approx(slow)
+
+
+def test_every_rescaling_has_a_title_of_its_own():
+    assert list(TITLES) == list(RESCALINGS)
+    assert len(set(TITLES.values())) == len(TITLES)

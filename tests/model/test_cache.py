@@ -1,12 +1,18 @@
 """A cached continuation is the same as reading everything again."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.reference import softmax, turned
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
+from trainer.positional.gains import Gains
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import DYNAMIC, at_length, longrope
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
 MODELS = {
@@ -97,4 +103,128 @@ def test_rows_that_begin_later_have_the_logits_they_have_alone(tiny_decoder, pos
     together = torch.cat([model(piece, cache=cache) for piece in more.split(sizes, dim=1)], dim=1)
     for row, prompt in enumerate(prompts):
         alone = model(torch.cat([prompt, more[row]])[None])[0, -9:]
+        torch.testing.assert_close(together[row], alone, rtol=0, atol=1e-5)
+
+
+ONES, FACTORS = (1.0,) * 4, (1.0, 1.5, 3.0, 6.0)
+CHANGING = DYNAMIC | {"longrope": lambda spectrum: longrope(spectrum, ONES, FACTORS)}
+changing = pytest.mark.parametrize("change", CHANGING.values(), ids=CHANGING)
+
+
+def stretching(tiny_decoder, change, depth=1, **positional):
+    """A decoder trained on 8 tokens whose frequencies change in longer sequences."""
+    model = tiny_decoder(training_length=8, model={"num_hidden_layers": depth}, **positional)
+    model.layout = model.layout.map(change)
+    return model
+
+
+@torch.no_grad()
+def token_by_token(model, ids, prompt):
+    """Logits after the prompt and after each further token, with a cache."""
+    cache = cache_for(model, len(ids), ids.shape[1])
+    logits = [model(ids[:, :prompt], cache=cache, last=1)]
+    logits += [model(ids[:, n : n + 1], cache=cache) for n in range(prompt, ids.shape[1])]
+    return torch.cat(logits, dim=1)
+
+
+@torch.no_grad()
+def reading_every_prefix(model, ids, prompt):
+    return torch.cat([model(ids[:, :n], last=1) for n in range(prompt, ids.shape[1] + 1)], dim=1)
+
+
+@changing
+@pytest.mark.parametrize("prompt", [3, 11])
+def test_one_layer_whose_frequencies_change_generates_as_it_reads(tiny_decoder, change, prompt):
+    model = stretching(tiny_decoder, change)
+    ids = IDS[:, :24]
+    expected = reading_every_prefix(model, ids, prompt)
+    torch.testing.assert_close(token_by_token(model, ids, prompt), expected, rtol=0, atol=1e-5)
+    unchanged = reading_every_prefix(stretching(tiny_decoder, lambda s: s), ids, prompt)
+    assert (unchanged - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("per", ["sequence", "query"])
+def test_temperature_and_noise_go_with_frequencies_that_change(tiny_decoder, per):
+    model = stretching(
+        tiny_decoder,
+        lambda s: CHANGING["yarn"](s).with_temperature(coefficient=0.8, per=per),
+        heads={"nope": 0.5},
+    )
+    noisy = Gains(key=((1.0,) * 8, (0.5,) * 8), key_noise=(0.0, 0.3))
+    model.layout = Layout(tuple(replace(layer, gains=noisy) for layer in model.layout.layers))
+    expected = reading_every_prefix(model, IDS[:, :20], 3)
+    torch.testing.assert_close(token_by_token(model, IDS[:, :20], 3), expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def with_states_as_they_were(model, ids):
+    """Logits of one sequence in float64: states of earlier tokens stay as they were computed, and
+    their keys turn with the frequencies of the length now."""
+    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    seen = [[] for _ in model.layers]
+    logits = []
+    for n in range(1, len(ids) + 1):
+        x = model.embed_tokens(ids[n - 1])
+        for block, encoding, past in zip(model.layers, model.layout.layers, seen, strict=True):
+            spectrum = at_length(encoding.spectra[0], n)
+
+            def placed(vector, position, spectrum=spectrum):
+                turning = spectrum.rotary_dim
+                vector = [spectrum.rotary_scale * c for c in vector[:turning]] + vector[turning:]
+                return turned(vector, position, spectrum.inv_freq)
+
+            h = block.input_layernorm(x)
+            attention = block.self_attn
+            past.append(
+                [
+                    (project.weight @ h).view(kv_heads, -1).tolist()
+                    for project in (attention.k_proj, attention.v_proj)
+                ]
+            )
+            mixed = []
+            queries = (attention.q_proj.weight @ h).view(heads, -1).tolist()
+            for head, query in enumerate(queries):
+                shared = head * kv_heads // heads
+                q = torch.tensor(placed(query, n - 1))
+                keys = torch.tensor([placed(k[shared], j) for j, (k, _) in enumerate(past)])
+                weights = softmax((keys @ q / len(q) ** 0.5).tolist())
+                mixed.append(torch.tensor(weights) @ torch.tensor([v[shared] for _, v in past]))
+            x = x + attention.o_proj.weight @ torch.cat(mixed).double()
+            x = x + block.mlp(block.post_attention_layernorm(x)[None])[0]
+        logits.append(model.head @ model.norm(x))
+    return torch.stack(logits)
+
+
+@changing
+def test_deeper_layers_turn_keys_of_states_that_stay_as_they_were(tiny_decoder, change):
+    """States of earlier tokens have seen the frequencies of their time; no cache undoes that."""
+    model = stretching(tiny_decoder, change, depth=2)
+    ids = IDS[:1, :18]
+    got = token_by_token(model, ids, 1)[0]
+    expected = with_states_as_they_were(model.double(), ids[0])
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+
+
+@changing
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [[30], [10, 20], [5, 1, 1, 23]])
+def test_parts_of_a_sequence_of_known_length_are_as_the_whole(tiny_decoder, change, sizes):
+    model = stretching(tiny_decoder, change, depth=2)
+    ids, cache = IDS[:, :30], cache_for(model, 2, 30)
+    pieces = [model(piece, cache=cache, length=30) for piece in ids.split(sizes, dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids), rtol=0, atol=1e-5)
+
+
+@changing
+@torch.no_grad()
+def test_rows_of_other_lengths_each_have_their_own_frequencies(tiny_decoder, change):
+    model = stretching(tiny_decoder, change, depth=2)
+    prompts, begins, cache = [IDS[0, :12], IDS[1, :5]], (0, 7), cache_for(model, 2, 20)
+    for row, begin in enumerate(begins):
+        model(prompts[row][None], cache=cache.part(row, 1, begin))
+    cache.fill(begins, 12)
+    together = torch.cat([model(IDS[:, n : n + 1], cache=cache) for n in range(20, 28)], dim=1)
+    for row, prompt in enumerate(prompts):
+        whole = torch.cat([prompt, IDS[row, 20:28]])[None]
+        alone = token_by_token(model, whole, len(prompt))[0, 1:]
         torch.testing.assert_close(together[row], alone, rtol=0, atol=1e-5)

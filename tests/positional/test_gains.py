@@ -11,7 +11,8 @@ from tests.reference import attend, turned
 from trainer.model.cache import KVCache
 from trainer.model.generation import generate
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.gains import PERIOD, Gains
+from trainer.positional.gain_tensors import PERIOD
+from trainer.positional.gains import Gains
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import dynamic
 from trainer.positional.rotation import encode, head_groups

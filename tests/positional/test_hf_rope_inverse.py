@@ -86,12 +86,12 @@ def test_every_encoding_turns_alike(name, head_dim):
     assert rope_parameters(spectrum, head_dim)["rope_type"] in ("default", "proportional")
 
 
-def test_a_yarn_of_ours_carries_its_temperature():
+def test_a_yarn_of_ours_carries_its_attention_factor():
     spectrum = yarn(make_spectrum("rope", 128, 4096, {}), 8.0)
     found = rope_parameters(spectrum, 128)
     assert (found["rope_type"], found["factor"]) == ("yarn", 8.0)
     assert found["original_max_position_embeddings"] == 4096
-    assert found["attention_factor"] ** 2 == pytest.approx(spectrum.temperature.scale)
+    assert found["attention_factor"] == pytest.approx(spectrum.rotary_scale)
 
 
 def test_arbitrary_frequencies_are_a_factor_for_every_pair():

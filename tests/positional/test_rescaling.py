@@ -1,4 +1,4 @@
-"""PI, NTK-aware and YaRN against transformers and the formulas of the papers."""
+"""Rescalings against transformers and the formulas of the papers, with a factor and with length."""
 
 import math
 
@@ -10,7 +10,20 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trainer.positional.encodings import ENCODINGS, make_spectrum
-from trainer.positional.rescaling import RESCALINGS, ntk_aware, position_interpolation, yarn
+from trainer.positional.rescaling import (
+    DYNAMIC,
+    RESCALINGS,
+    at_length,
+    dynamic,
+    dynamic_ntk,
+    llama3,
+    longrope,
+    ntk_aware,
+    ntk_by_parts,
+    position_interpolation,
+    yarn,
+    yarn_full_range,
+)
 from trainer.positional.spectrum import Spectrum
 
 C = 2048
@@ -54,11 +67,116 @@ def test_ntk_aware_is_dynamic_scaling_of_transformers_at_that_length(head_dim, b
 
 @cases
 def test_yarn_is_yarn_of_transformers(head_dim, base, factor):
-    """There the attention factor multiplies queries and keys both; here the logits, once."""
     expected, attention = theirs("yarn", head_dim, base, factor, original_max_position_embeddings=C)
     ours = yarn(rope(head_dim, base), factor)
     assert_frequencies(ours, expected)
-    assert ours.temperature.at(C, C) == pytest.approx(attention**2, rel=1e-6)
+    assert ours.rotary_scale == pytest.approx(attention, rel=1e-6)
+    assert ours.temperature == rope().temperature
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5])
+def test_yarn_scales_the_rotated_part_of_a_head_alone_as_transformers_does(fraction):
+    expected, attention = theirs(
+        "yarn",
+        64,
+        1e4,
+        4.0,
+        original_max_position_embeddings=C,
+        partial_rotary_factor=fraction,
+    )
+    ours = yarn(make_spectrum("rope", 64, C, {"base": 1e4, "rotary_fraction": fraction}), 4.0)
+    assert_frequencies(ours, expected)
+    assert ours.rotary_scale == pytest.approx(attention, rel=1e-6)
+
+
+@cases
+def test_ntk_by_parts_is_yarn_without_its_attention_factor(head_dim, base, factor):
+    expected, _ = theirs("yarn", head_dim, base, factor, original_max_position_embeddings=C)
+    ours = ntk_by_parts(rope(head_dim, base), factor)
+    assert_frequencies(ours, expected)
+    assert ours.rotary_scale == 1
+
+
+@cases
+def test_llama3_is_llama3_of_transformers(head_dim, base, factor):
+    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": C}
+    expected, _ = theirs("llama3", head_dim, base, factor, **more)
+    assert_frequencies(llama3(rope(head_dim, base), factor), expected)
+
+
+@cases
+def test_dynamic_ntk_is_dynamic_scaling_of_transformers_at_every_length(head_dim, base, factor):
+    spectrum = dynamic_ntk(rope(head_dim, base), factor)
+    for length in (1, C, C + 1, 3 * C, 32 * C):
+        expected, _ = theirs("dynamic", head_dim, base, factor, seq_len=length)
+        assert_frequencies(at_length(spectrum, length), expected)
+
+
+@pytest.mark.parametrize("length", [1, C, C + 1, 4 * C])
+def test_longrope_is_longrope_of_transformers(length):
+    short, long = [1 + m / 100 for m in range(32)], [1 + m / 2 for m in range(32)]
+    expected, _ = theirs(
+        "longrope",
+        64,
+        1e4,
+        4.0,
+        seq_len=length,
+        short_factor=short,
+        long_factor=long,
+        original_max_position_embeddings=C,
+    )
+    assert_frequencies(at_length(longrope(rope(), short, long), length), expected)
+
+
+@given(st.integers(2, 64), st.floats(1.1, 64))
+def test_yarn_over_the_full_range_goes_from_no_change_to_the_factor(pairs, s):
+    """RoPE-ID, App. A.9; the share that is divided is m / (M - 1)."""
+    before = make_spectrum("rope_id", 4 * pairs, C, {})
+    after = yarn_full_range(before, s)
+    shares = [g / f for f, g in zip(before.inv_freq, after.inv_freq, strict=True)]
+    expected = [(1 - m / (pairs - 1)) + m / (pairs - 1) / s for m in range(pairs)]
+    assert shares == pytest.approx(expected, rel=1e-12)
+    assert (after.rotary_scale, after.temperature) == (1, before.temperature)
+
+
+def test_over_the_full_range_pairs_that_stand_still_are_not_the_slowest():
+    before = Spectrum(C, (1.0, 0.1, 0.01, 0.0))
+    assert yarn_full_range(before, 4.0).inv_freq == pytest.approx((1.0, 0.0625, 0.0025, 0.0))
+
+
+@given(
+    st.sampled_from(sorted(RESCALINGS)),
+    st.sampled_from(["rope", "half_rope", "high_frequency", "p_rope", "rope_id", "hope"]),
+    st.integers(1, 64 * C),
+)
+def test_the_dynamic_schedule_is_the_static_method_at_its_length(rescaling, name, length):
+    """Frequencies and YaRN's attention factor; inside the training length nothing changes."""
+    before = make_spectrum(name, 32, C, {})
+    now = at_length(DYNAMIC[rescaling](before), length)
+    then = RESCALINGS[rescaling](before, max(length / C, 1.0))
+    assert now.inv_freq == pytest.approx(then.inv_freq, rel=1e-12)
+    assert now.rotary_scale == pytest.approx(then.rotary_scale, rel=1e-12)
+    assert (now.temperature, now.training_length, now.beyond) == (then.temperature, C, None)
+    if length <= C:
+        assert now == before
+
+
+def test_the_attention_factor_of_dynamic_yarn_follows_the_length():
+    spectrum = dynamic(rope(), "yarn")
+    for s in (1, 2, 16):
+        scale = at_length(spectrum, s * C).rotary_scale
+        assert scale == pytest.approx(0.1 * math.log(s) + 1, rel=1e-12)
+
+
+def test_of_a_model_with_long_factors_the_schedule_begins_at_its_training_length():
+    short, long = (1.0,) * 32, tuple(1 + m / 2 for m in range(32))
+    half = longrope(rope(length=C // 2), short, long)
+    spectrum = Spectrum(C, half.inv_freq, beyond=half.beyond)
+    changed = dynamic(spectrum, "pi")
+    for length in (C // 2, C // 2 + 1, C):
+        assert at_length(changed, length) == at_length(spectrum, length)
+    slow = [f / 4 for f in spectrum.beyond.inv_freq]
+    assert at_length(changed, 4 * C).inv_freq == pytest.approx(slow, rel=1e-12)
 
 
 def test_yarn_takes_other_bounds_of_its_ramp():
@@ -89,13 +207,14 @@ def test_every_rescaling_is_the_identity_at_factor_1(rescaling, name):
     before = make_spectrum(name, 32, C, {})
     after = RESCALINGS[rescaling](before, 1.0)
     assert after.inv_freq == pytest.approx(before.inv_freq, rel=1e-15)
-    assert after.temperature == before.temperature
+    assert (after.temperature, after.rotary_scale) == (before.temperature, before.rotary_scale)
 
 
 @given(st.sampled_from(sorted(RESCALINGS)), st.floats(1, 64))
 def test_without_rotation_there_is_nothing_to_rescale(rescaling, factor):
     nope = make_spectrum("nope", 32, C, {})
-    assert RESCALINGS[rescaling](nope, factor) == nope
+    assert RESCALINGS[rescaling](nope, factor) == DYNAMIC[rescaling](nope) == nope
+    assert longrope(nope, (), ()) == nope
 
 
 @given(

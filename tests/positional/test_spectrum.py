@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.positional.rescaling import DYNAMIC
+from trainer.positional.spectrum import Beyond, Spectrum, Temperature
 
 finite = st.floats(-4, 4)
 temperatures = st.builds(
@@ -19,12 +20,27 @@ spectra = st.builds(
     st.lists(st.floats(0, 3.14), max_size=6).map(tuple),
     temperatures,
     st.booleans(),
+    st.floats(0.1, 4),
+    st.none()
+    | st.builds(
+        Beyond,
+        st.integers(1, 10**6),
+        st.lists(st.floats(0, 3.14), max_size=6).map(tuple),
+        st.floats(0, 8),
+        st.sampled_from(sorted(DYNAMIC)),
+    ),
 )
 
 
 @given(spectra)
 def test_a_spectrum_survives_json(spectrum):
     assert Spectrum.from_dict(json.loads(json.dumps(spectrum.to_dict()))) == spectrum
+
+
+def test_frequencies_that_grew_before_there_was_a_choice_grow_by_ntk():
+    written = Spectrum(64, (0.5,), beyond=Beyond(64, (0.5,), 2.0)).to_dict()
+    del written["beyond"]["rescaling"]
+    assert Spectrum.from_dict(written).beyond == Beyond(64, (0.5,), 2.0, "ntk")
 
 
 def test_a_pair_turns_once_in_its_wavelength():

@@ -15,6 +15,7 @@ from trainer.report.results import (
     Drop,
     LossByPosition,
     Observation,
+    Reach,
     Report,
     wilson_interval,
 )
@@ -50,6 +51,17 @@ arms = st.builds(
 by_position = st.lists(numbers, max_size=3).map(
     lambda losses: LossByPosition("m", 8, tuple(range(len(losses) + 1)), tuple(losses))
 )
+reaches = st.builds(
+    Reach,
+    counts,
+    st.booleans(),
+    counts,
+    st.lists(counts, max_size=2).map(tuple),
+    st.lists(numbers, max_size=2).map(tuple),
+    st.lists(fractions, max_size=2).map(tuple),
+    st.lists(counts, max_size=2).map(tuple),
+    st.lists(numbers, max_size=2).map(tuple),
+)
 reports = st.builds(
     Report,
     st.text(),
@@ -66,6 +78,7 @@ reports = st.builds(
     objects,
     st.dictionaries(st.text(), numbers, max_size=2),
     objects,
+    st.dictionaries(st.text(), st.lists(reaches, max_size=2).map(tuple), max_size=2),
 )
 
 
@@ -82,7 +95,7 @@ def test_the_file_has_the_documented_shape(tmp_path):
     data = json.loads((tmp_path / "report.json").read_text())
     assert set(data) == {
         *("name", "config", "environment", "training", "drop", "table", "loss_by_position"),
-        *("observations", "task", "temperature", "timing"),
+        *("observations", "task", "temperature", "timing", "reach"),
     }
     assert set(data["training"]["arms"]) == {"RoPE", "DroPE"}
     assert data["drop"] == {"step": 80, "loss_before": 4.1, "loss_after": 6.0, "loss_end": 4.2}

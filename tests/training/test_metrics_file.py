@@ -40,3 +40,22 @@ def test_branch_starts_with_the_rows_of_its_source(tmp_path):
     file = MetricsFile(tmp_path / "metrics.csv")
     file.continue_from(20, tmp_path / "source.csv")
     assert [row["step"] for row in read_metrics(file.path)] == [10, 20]
+
+
+def test_columns_of_what_is_monitored_come_when_they_are_first_measured(tmp_path):
+    file = written(tmp_path / "metrics.csv", [10, 20])
+    rows = [
+        {"loss": 0.1, "length/loss_4x": 5.0},
+        {"loss": 0.2},
+        {"loss": 0.3, "probe/entropy": 1.5},
+    ]
+    for step, row in zip((30, 40, 50), rows, strict=True):
+        file.log_metrics(row, step)
+    file.continue_from(40)
+    # The measurement that was taken back is made again.
+    file.log_metrics(rows[2], 50)
+    assert read_metrics(file.path)[2:] == [
+        {"step": step} | row for step, row in zip((30, 40, 50), rows, strict=True)
+    ]
+    columns = file.path.read_text().splitlines()[0].split(",")
+    assert columns == [*COLUMNS, "length/loss_4x", "probe/entropy"]

@@ -8,19 +8,16 @@ from rich.table import Table
 
 from trainer.commands.configuration import compose_values
 from trainer.commands.console import WIDTH, set_up_console
-from trainer.errors import UserError
 from trainer.evaluation.benchmarks import Score
 from trainer.training.benchmarks import REQUESTS, BenchmarkRequest, run_benchmarks
-from trainer.training.parsing import validated
+from trainer.training.parsing import parse_as
 
 
 def run(kind: str, words: list[str]) -> None:
     """Score ``checkpoint`` (and those in ``compare``), print a table, write JSON."""
     values, found = compose_values(words, kind)
     schema: type[BenchmarkRequest] = REQUESTS[kind]
-    request, wrong = validated(schema, values)
-    if problems := [*found, *wrong, *request.problems()]:
-        raise UserError(*problems)
+    request = parse_as(schema, values, found)
     set_up_console()
     scores, path = run_benchmarks(request)
     out = Console(width=WIDTH)

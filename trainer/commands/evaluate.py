@@ -6,7 +6,9 @@ from trainer.commands.configuration import compose_values
 from trainer.errors import UserError, did_you_mean
 from trainer.training.parsing import parse_request
 
-KINDS = ("default", "multiple_choice", "harness")
+BENCHMARKS = ("multiple_choice", "harness")
+LENGTHS = ("extension", "niah", "ruler", "longbench", "many_shot")
+KINDS = ("default", *LENGTHS, *BENCHMARKS)
 CHOICES = ("+evaluation=", "evaluation=")
 
 
@@ -16,10 +18,15 @@ def run(words: list[str]) -> None:
         print(HELP)
         return
     kind, words = split_kind(words)
-    if kind != "default":
+    if kind in BENCHMARKS:
         from trainer.commands import benchmarks
 
         benchmarks.run(kind, words)
+        return
+    if kind in LENGTHS:
+        from trainer.commands import lengths
+
+        lengths.run(kind, words)
         return
     request = parse_request(*compose_values(words, "evaluate"))
     from trainer.commands.console import print_report, set_up_console
@@ -56,6 +63,15 @@ as it is and with every context extension that applies to it.
   compare=     further checkpoints of the same training length and tokenizer
   output=      where the report goes; default: evaluation/ in the run directory
   evaluation.  lengths, trials, needles, rescalings, temperature_grid, ...: see --cfg job of train
+
+python -m trainer evaluate checkpoint=PATH +evaluation=extension [evaluation.KEY=VALUE ...]
+
+Measures perplexity and retrieval at multiples of the training length for every checkpoint and every
+method that costs no training, on the same trials; also for published models (a directory or .gguf).
++evaluation=niah, ruler, longbench and many_shot are the same with other tasks.
+
+  evaluation.  lengths, methods, tasks, trials, dtype, ...: see conf/extension.yaml
+  text.        another source of held-out text, such as '+text={source: files, files: [a.txt]}'
 
 python -m trainer evaluate checkpoint=PATH +evaluation=multiple_choice [evaluation.KEY=VALUE ...]
 

@@ -81,26 +81,28 @@ def run(words: list[str]) -> None:
         return
     request = read_request(words)
     import torch
-    from tokenizers import Tokenizer
 
-    from trainer.training.checkpoints import find_checkpoint, load_decoder, read_state
+    from trainer.training.fitted_temperature import with_fitted_temperature
+    from trainer.training.models import find_candidate
 
     torch.set_num_threads(request.threads or os.cpu_count() or 1)
-    path = find_checkpoint(str(request.checkpoint))
-    state = read_state(path)
-    model = load_decoder(path, state)
+    found = find_candidate(str(request.checkpoint))
+    model = found.load()
+    model.layout, said = with_fitted_temperature(model.layout, found.path)
+    print(f"{found.name}, {found.path.name}{said}", file=sys.stderr)
     try:
-        write(model, Tokenizer.from_str(state["tokenizer"]), request)
+        write(model, found.tokenizer, found.begin, request)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         sys.exit(130)
 
 
-def write(model: Decoder, tokenizer: Tokenizer, request: GenerationRequest) -> None:
+def write(
+    model: Decoder, tokenizer: Tokenizer, begin: int | None, request: GenerationRequest
+) -> None:
     """Generate and print: one continuation as it grows, several with their prompts at the end.
 
-    Every prompt begins with the end-of-text token, as sequences in training do, unless the
-    tokenizer itself puts a token first.
+    Every prompt begins with ``begin``, where there is one.
     """
     from trainer.data.tokenizer import end_of_text
     from trainer.model.generation import generate
@@ -108,8 +110,9 @@ def write(model: Decoder, tokenizer: Tokenizer, request: GenerationRequest) -> N
     from trainer.model.text_stream import TextStream
 
     end = end_of_text(tokenizer)
-    begun = bool(tokenizer.encode("").ids)
-    ids = [[*([] if begun else [end]), *tokenizer.encode(text).ids] for text in request.prompts]
+    first = [] if begin is None else [begin]
+    encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in request.prompts]
+    ids = [[*first, *tokens] for tokens in encoded]
     texts = [TextStream(tokenizer.decode, request.stop) for _ in ids]
     stream = request.stream and len(ids) == 1
     times: list[float] = [time.perf_counter()]
@@ -152,10 +155,12 @@ def _summary(read: int, written: int, prompts: int, times: list[float]) -> str:
 HELP = """\
 python -m trainer generate checkpoint=PATH prompt=TEXT [prompt=TEXT ...] [KEY=VALUE ...]
 
-Continues a text with a trained checkpoint, as it is. The text goes to standard output, tokens a
-second to standard error.
+Continues a text with a trained checkpoint or a published model. The text goes to standard output;
+which checkpoint it is and tokens a second go to standard error. Where an evaluation has fitted a
+softmax temperature for the checkpoint, it is used.
 
-  checkpoint=      a run directory (its newest checkpoint) or a checkpoint in it
+  checkpoint=      a run directory (its newest checkpoint), a checkpoint in it, or a published
+                   model's directory or .gguf file
   prompt=          what to continue, taken as it is; given several times, all grow together and
                    are shown at the end, each after its prompt
   max_new_tokens=  at the most; default: 128

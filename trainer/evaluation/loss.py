@@ -1,18 +1,21 @@
-"""Held-out loss by position, at any length."""
+"""Held-out loss by position and on the last tokens, at any length."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from trainer.data.corpus import TokenStream
-from trainer.data.dataset import as_batch
 from trainer.data.order import Integers
 from trainer.errors import UserError
 from trainer.model.decoder import Decoder
+
+Done = Callable[[int], None]
 
 
 def windows_with_common_ends(
@@ -36,24 +39,68 @@ def windows_with_common_ends(
     return {length: stream.windows(ends - length, length) for length in lengths}
 
 
-@torch.no_grad()
 def losses_by_position(
-    model: Decoder, windows: Integers, end_of_text: int, batch_tokens: int
+    model: Decoder,
+    windows: Integers,
+    end_of_text: int,
+    batch_tokens: int,
+    *,
+    reads: int | None = None,
+    done: Done = lambda windows: None,
 ) -> Tensor:
     """Mean loss at every position, ``[T]`` float64 nats, over windows ``[N, T]``.
 
-    Every window is read behind one end-of-text token, as in training.
+    Every window is read behind one end-of-text token, as in training. Memory is linear in the
+    length.
+
+    Args:
+        model: a decoder.
+        windows: tokens, all of which are predicted.
+        end_of_text: what stands before each.
+        batch_tokens: tokens in one forward pass (at least one sequence).
+        reads: the most tokens that are read to predict one, the end-of-text token included (None:
+            all before it). The window is then read in pieces of ``reads`` tokens, each from half a
+            piece after the one before. Of a piece the second half counts, which has at least
+            half of ``reads`` tokens before it; of the first one both halves. The pieces end where
+            the window ends, so that its last tokens are read alike at every length.
+        done: told the number of windows after each batch.
     """
-    batch = as_batch(windows, end_of_text, np.ones(windows.shape, dtype=np.float32))
-    size = max(1, batch_tokens // windows.shape[1])
-    device = model.norm.weight.device
     total = torch.zeros(windows.shape[1], dtype=torch.float64)
-    for ids, labels in zip(
-        batch["input_ids"].split(size), batch["labels"].split(size), strict=True
-    ):
-        losses = model.token_losses(ids.to(device), labels.to(device))
-        total += losses.double().sum(dim=0).cpu()
+    for losses in _losses(model, windows, end_of_text, batch_tokens, reads):
+        total += losses.double().sum(dim=0)
+        done(len(losses))
     return total / len(windows)
+
+
+@torch.no_grad()
+def _losses(
+    model: Decoder,
+    windows: Integers,
+    end_of_text: int,
+    batch_tokens: int,
+    reads: int | None,
+) -> Iterator[Tensor]:
+    """Losses ``[B, T]`` on the CPU of some windows after the other."""
+    T = windows.shape[1]
+    size = min(reads or T, T)
+    stride = max(1, size // 2)
+    pieces = 1 + -((size - T) // stride)
+    positions = np.arange(T)
+    # The pieces are counted from the end; the first one holds all that is left.
+    piece = np.minimum((T - 1 - positions) // stride, pieces - 1)
+    starts = np.maximum(T - size - stride * np.arange(piece.max() + 1), 0)
+    place = positions - starts[piece]
+    device = model.norm.weight.device
+    rows, together = max(1, batch_tokens // T), max(1, batch_tokens // size)
+    for first in range(0, len(windows), rows):
+        part = windows[first : first + rows]
+        cut = sliding_window_view(part, size, axis=1)[:, starts].reshape(-1, size)
+        found = []
+        for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
+            ids = tokens.roll(1, dims=1)
+            ids[:, 0] = end_of_text
+            found.append(model.token_losses(ids.to(device), tokens.to(device)).cpu())
+        yield torch.cat(found).view(len(part), len(starts), size)[:, piece, place]
 
 
 def by_bucket(losses: Tensor, bucket: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from trainer.data.needles import Trials
@@ -9,17 +11,23 @@ from trainer.model.decoder import Decoder
 
 
 @torch.no_grad()
-def successes(model: Decoder, trials: Trials, batch_tokens: int) -> list[bool]:
+def successes(
+    model: Decoder,
+    trials: Trials,
+    batch_tokens: int,
+    done: Callable[[int], None] = lambda trials: None,
+) -> list[bool]:
     """Which trials succeed, greedily.
 
     Only the last position goes through the head, and a batch holds ``batch_tokens`` tokens (at
-    least one trial), so memory is linear in the length.
+    least one trial), so memory is linear in the length. ``done`` is told how many trials were read.
     """
     device = model.norm.weight.device
     prompts = torch.from_numpy(trials.prompts)
     answers = torch.from_numpy(trials.answers)
     size = max(1, batch_tokens // prompts.shape[1])
-    found = [
-        model(part.to(device), last=1)[:, -1].argmax(dim=-1).cpu() for part in prompts.split(size)
-    ]
+    found = []
+    for part in prompts.split(size):
+        found.append(model(part.to(device), last=1)[:, -1].argmax(dim=-1).cpu())
+        done(len(part))
     return (torch.cat(found) == answers).tolist()

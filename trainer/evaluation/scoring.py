@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 
 NUMBER = re.compile(r"[0-9]+")
-WHOLE_NUMBER = re.compile(r"[0-9]+[^0-9]")
 
 
 def exact_number(text: str, answers: Sequence[str]) -> float:
@@ -36,8 +35,11 @@ def string_match_part(text: str, answers: Sequence[str]) -> float:
 
 
 def after_number(text: str, answers: Sequence[str]) -> bool:
-    """The :data:`Stop` of :func:`exact_number`: the first number is complete."""
-    return WHOLE_NUMBER.search(text) is not None
+    """The :data:`Stop` of :func:`exact_number`: the first number is complete, or already wrong."""
+    found = NUMBER.search(text)
+    if found is None:
+        return False
+    return found.end() < len(text) or not any(a.startswith(found[0]) for a in answers)
 
 
 def after_all(text: str, answers: Sequence[str]) -> bool:

@@ -12,7 +12,9 @@ from trainer.model.backends import BACKENDS, Mask
 from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.linear import Linear
-from trainer.positional.rotation import HeadGroup, encode
+from trainer.model.ragged import ragged_head_groups
+from trainer.positional.layout import Layout
+from trainer.positional.rotation import HeadGroup, Late, encode, encode_keys, head_groups
 
 Observer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Told the queries and keys before their encoding and after it, ``[B, H, T, D]`` each."""
@@ -82,7 +84,9 @@ class Attention(nn.Module):
             groups: rotation and temperature of the heads.
             mask: what a query may not see beyond causality.
             qk_norm: whether the query and key norms are on.
-            cache: keys and values of earlier tokens, extended in place.
+            cache: keys and values of earlier tokens, extended in place. Where frequencies change
+                with the length, all keys are encoded with those of the length now, as tokens at the
+                cache's columns.
         """
         q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
         k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
@@ -91,7 +95,11 @@ class Attention(nn.Module):
         q, k = encode(q, k, groups)
         if self.observe is not None:
             self.observe(plain_q, plain_k, q, k)
-        if cache is not None:
+        if cache is not None and (late := groups[0].late) is not None:
+            first = not cache.length
+            plain_k, v = cache.append(plain_k, v)
+            k = k if first else _encoded_again(plain_k, late, cache.begins)
+        elif cache is not None:
             k, v = cache.append(k, v)
         out = self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
         if not qk_norm:
@@ -108,3 +116,17 @@ class Attention(nn.Module):
         if norm is not None and self.per_head_norm:
             x = norm(x)
         return x.transpose(1, 2)
+
+
+def _encoded_again(k: Tensor, late: Late, begins: tuple[int, ...]) -> Tensor:
+    """Keys ``[B, Hkv, T, D]`` of all tokens so far, in rows that begin in these columns."""
+    if not late.groups:
+        layout = Layout((late.layer,))
+        columns = torch.arange(k.shape[2], device=k.device)
+        if begins:
+            positions = columns - torch.tensor(begins, device=k.device)[:, None]
+            lengths = [late.length + begins[0] - begin for begin in begins]
+            (late.groups,) = ragged_head_groups(layout, positions, lengths)
+        else:
+            (late.groups,) = head_groups(layout, columns, late.length)
+    return encode_keys(k, late.groups)

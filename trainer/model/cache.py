@@ -12,15 +12,16 @@ from trainer.model.config import ModelConfig
 
 @dataclass
 class LayerCache:
-    """Rotated keys and values of one layer, ``[B, Hkv, capacity, D]``, filled up to ``length``.
+    """Keys and values of one layer, ``[B, Hkv, capacity, D]``, filled up to ``length``.
 
-    Keys are kept as they were rotated when they were read, also where frequencies change with the
-    length of the sequence.
+    Keys are rotated, but for layers whose frequencies change with the length of the sequence: those
+    keep them as they were before. ``begins``: see :class:`KVCache`.
     """
 
     keys: Tensor
     values: Tensor
     length: int = 0
+    begins: tuple[int, ...] = ()
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add ``[B, Hkv, T, D]`` and return everything so far.
@@ -46,7 +47,6 @@ class KVCache:
     """
 
     layers: list[LayerCache]
-    begins: tuple[int, ...] = ()
 
     @classmethod
     def empty(
@@ -68,6 +68,11 @@ class KVCache:
         return cls([layer() for _ in range(config.num_hidden_layers)])
 
     @property
+    def begins(self) -> tuple[int, ...]:
+        """The first column of every row; empty where that is 0 for all."""
+        return self.layers[0].begins
+
+    @property
     def length(self) -> int:
         """Columns that are filled: tokens of the longest row."""
         return self.layers[0].length
@@ -86,8 +91,8 @@ class KVCache:
 
     def fill(self, begins: tuple[int, ...], length: int) -> None:
         """Say that :meth:`part` by part all rows were filled from ``begins`` up to ``length``."""
-        self.begins = begins if any(begins) else ()
         for layer in self.layers:
+            layer.begins = begins if any(begins) else ()
             layer.length = length
 
     def remove(self, row: int) -> None:
@@ -96,7 +101,7 @@ class KVCache:
             for kept in (layer.keys, layer.values):
                 kept[row, :, : layer.length] = kept[-1, :, : layer.length]
             layer.keys, layer.values = layer.keys[:-1], layer.values[:-1]
-        if self.begins:
-            begins = list(self.begins)
-            begins[row] = begins[-1]
-            self.begins = tuple(begins[:-1])
+            if layer.begins:
+                begins = list(layer.begins)
+                begins[row] = begins[-1]
+                layer.begins = tuple(begins[:-1])

@@ -56,7 +56,40 @@ def generate(
         return new
     rows = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     logits, cache = _read(model, [prompts[row] for row in rows], max_new_tokens)
-    sampler = Sampler(sampling, len(prompts))
+    return go_on(
+        model,
+        logits,
+        cache,
+        max_new_tokens,
+        rows=rows,
+        sampling=sampling,
+        end_tokens=end_tokens,
+        on_token=on_token,
+    )
+
+
+@torch.no_grad()
+def go_on(
+    model: Decoder,
+    logits: Tensor,
+    cache: KVCache,
+    max_new_tokens: int,
+    *,
+    rows: Sequence[int] | None = None,
+    sampling: Sampling = GREEDY,
+    end_tokens: Collection[int] = (),
+    on_token: Callable[[int, int], bool | None] | None = None,
+) -> list[list[int]]:
+    """Continue prompts that were read; see :func:`generate`.
+
+    Args:
+        logits: ``[B, vocab]`` after the prompts.
+        cache: what was read, with room for ``max_new_tokens - 1`` more; it is used up.
+        rows: the prompts' indices in what is returned and told; default 0 .. B - 1.
+    """
+    rows = list(range(len(logits)) if rows is None else rows)
+    new: list[list[int]] = [[] for _ in rows]
+    sampler = Sampler(sampling, len(rows))
     with packed(_matrices(model) if max_new_tokens > WORTH_PACKING else ()):
         for step in range(1, max_new_tokens + 1):
             tokens = sampler(logits, rows).tolist()

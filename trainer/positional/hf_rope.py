@@ -19,7 +19,7 @@ from trainer.positional.rescaling import (
     position_interpolation,
     yarn,
 )
-from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.positional.spectrum import Spectrum
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -173,12 +173,7 @@ def _yarn(rope: _Rope) -> Spectrum:
 
     above, below = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
     inferred = scale(above) / scale(below) if above and below else scale(1.0)
-    # On the rotated channels alone, where our own YaRN tempers whole queries.
-    return replace(
-        scaled,
-        temperature=Temperature(),
-        rotary_scale=rope.values.get("attention_factor", inferred),
-    )
+    return replace(scaled, rotary_scale=rope.values.get("attention_factor", inferred))
 
 
 def _longrope(rope: _Rope) -> Spectrum:

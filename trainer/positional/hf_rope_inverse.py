@@ -65,6 +65,7 @@ def _turns_alike(held: Spectrum, wanted: Spectrum, pairs: int) -> bool:
         close(theirs.inv_freq, ours.inv_freq)
         and theirs.length == ours.length
         and math.isclose(theirs.growth, ours.growth)
+        and (theirs.rescaling == ours.rescaling or ours.growth == 0)
     )
 
 

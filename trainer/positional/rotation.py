@@ -6,6 +6,7 @@ The channel layout is Hugging Face's rotate-half: pair m of M is channels (m, m 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -13,10 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.positional.gains import Gains, factors, noise
+from trainer.positional.gain_tensors import factors, noise
+from trainer.positional.gains import Gains
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import at_length
 from trainer.positional.spectrum import Spectrum
+
+
+@dataclass(eq=False)
+class Late:
+    """What it takes to encode earlier keys of a layer again, when its frequencies have changed.
+
+    ``length``: tokens in the whole sequence, in the first row where rows differ. ``groups``: those
+    of all keys, once one of the layers that share this object has computed them.
+    """
+
+    layer: LayerEncoding
+    length: int
+    groups: tuple[HeadGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,7 @@ class HeadGroup:
     ``temperature``: factor on the queries, a number or ``[T, 1]``/``[B, 1, T, 1]``; None for 1.
     ``q_gain``, ``k_gain``: ``[H, 1, D]``, factors on the rotated queries and keys, and ``q_noise``,
     ``k_noise``: ``[H, T, D]`` or ``[B, H, T, D]``, added to them (see :class:`Gains`).
+    ``late``: set where the frequencies of the layer change with the length.
     """
 
     kv_heads: int
@@ -37,6 +53,7 @@ class HeadGroup:
     k_gain: Tensor | None = None
     q_noise: Tensor | None = None
     k_noise: Tensor | None = None
+    late: Late | None = None
 
     @property
     def is_identity(self) -> bool:
@@ -157,7 +174,12 @@ def head_groups(layout: Layout, positions: Tensor, length: int) -> list[tuple[He
     for layer in layout.layers:
         if layer not in layers:
             groups = tuple(group(spectrum, n) for spectrum, n in layer.groups)
-            layers[layer] = groups if layer.gains is None else _gained(groups, layer, positions)
+            if layer.gains is not None:
+                groups = _gained(groups, layer, positions)
+            if any(spectrum.beyond is not None for spectrum, _ in layer.groups):
+                late = Late(layer, length)
+                groups = tuple(replace(group, late=late) for group in groups)
+            layers[layer] = groups
     return [layers[layer] for layer in layout.layers]
 
 
@@ -201,26 +223,39 @@ def encode(q: Tensor, k: Tensor, groups: tuple[HeadGroup, ...]) -> tuple[Tensor,
     """
     if all(group.is_identity for group in groups):
         return q, k
+    return _by_group(q, groups, _encode_queries), encode_keys(k, groups)
+
+
+def encode_keys(k: Tensor, groups: tuple[HeadGroup, ...]) -> Tensor:
+    """The keys of :func:`encode` alone."""
+    return _by_group(k, groups, _encode_keys)
+
+
+def _by_group(
+    x: Tensor, groups: tuple[HeadGroup, ...], change: Callable[[Tensor, HeadGroup], Tensor]
+) -> Tensor:
+    """``change`` made to the heads ``[B, H, T, D]`` of every group."""
     if len(groups) == 1:
-        return _encode_group(q, k, groups[0])
-    sizes = [group.kv_heads for group in groups]
-    queries_per_key = q.shape[1] // k.shape[1]
-    q_parts = q.split([n * queries_per_key for n in sizes], dim=1)
-    k_parts = k.split(sizes, dim=1)
-    pairs = [
-        _encode_group(q_part, k_part, group)
-        for q_part, k_part, group in zip(q_parts, k_parts, groups, strict=True)
-    ]
-    return torch.cat([q for q, _ in pairs], dim=1), torch.cat([k for _, k in pairs], dim=1)
+        return change(x, groups[0])
+    heads_per_key = x.shape[1] // sum(group.kv_heads for group in groups)
+    parts = x.split([group.kv_heads * heads_per_key for group in groups], dim=1)
+    return torch.cat([change(part, g) for part, g in zip(parts, groups, strict=True)], dim=1)
 
 
-def _encode_group(q: Tensor, k: Tensor, group: HeadGroup) -> tuple[Tensor, Tensor]:
-    if group.cos is not None and group.sin is not None:
-        q, k = rotate(q, group.cos, group.sin), rotate(k, group.cos, group.sin)
+def _encode_queries(q: Tensor, group: HeadGroup) -> Tensor:
+    q = _turned(q, group)
     if group.temperature is not None:
         factor = group.temperature
         q = q * (factor.to(q.dtype) if isinstance(factor, Tensor) else factor)
-    return _with_gain(q, group.q_gain, group.q_noise), _with_gain(k, group.k_gain, group.k_noise)
+    return _with_gain(q, group.q_gain, group.q_noise)
+
+
+def _encode_keys(k: Tensor, group: HeadGroup) -> Tensor:
+    return _with_gain(_turned(k, group), group.k_gain, group.k_noise)
+
+
+def _turned(x: Tensor, group: HeadGroup) -> Tensor:
+    return x if group.cos is None or group.sin is None else rotate(x, group.cos, group.sin)
 
 
 def _with_gain(x: Tensor, gain: Tensor | None, added: Tensor | None) -> Tensor:

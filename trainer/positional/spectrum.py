@@ -42,12 +42,14 @@ class Temperature:
 class Beyond:
     """Frequencies in sequences of n > ``length`` tokens, where they differ (LongRoPE, dynamic NTK).
 
-    They are ``inv_freq``, slowed by NTK-aware scaling with s = 1 + ``growth`` (n / ``length`` - 1).
+    They are ``inv_freq``, changed by the method ``rescaling``, a key of
+    :data:`trainer.positional.rescaling.RESCALINGS`, with s = 1 + ``growth`` (max(n, C) / C - 1).
     """
 
     length: int
     inv_freq: tuple[float, ...]
     growth: float = 0.0
+    rescaling: str = "ntk"
 
 
 @dataclass(frozen=True)

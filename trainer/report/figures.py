@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from trainer.report.atomic import write_atomically
 from trainer.report.plotting import OVERLAY, Frame, Series, draw, paper_style, save
+from trainer.report.reach import reach_figures
 from trainer.report.results import Arm, Cell, Drop, LossByPosition, Report
 from trainer.report.summary import factor_label, percent
 
@@ -27,8 +28,9 @@ def write_figures(report: Report, directory: Path) -> dict[str, Path]:
 
     ``training``: training loss over steps for each arm. ``retrieval``: retrieval over length for
     each method with 95% intervals. ``loss_by_position``: held-out loss along the longest
-    sequences. Beside each ``<name>.svg`` lie ``<name>.png`` and ``<name>.csv``. Nothing is drawn
-    for a kind of number that the report lacks. The files depend on the report alone.
+    sequences. ``reach``, ``reach_by_position``: what was measured while arms trained. Beside each
+    ``<name>.svg`` lie ``<name>.png`` and ``<name>.csv``. Nothing is drawn for a kind of number that
+    the report lacks. The files depend on the report alone.
     """
     order = dict.fromkeys((*report.methods, *(arm.name for arm in report.arms)))
     styles = {name: number for number, name in enumerate(order)}
@@ -58,6 +60,9 @@ def write_figures(report: Report, directory: Path) -> dict[str, Path]:
             written["loss_by_position"] = save(figure, path)
             head = ("method", "length", "from_position", "to_position", "loss")
             _write_csv(path, head, (row for item in positions for row in _buckets(item)))
+        for name, drawing in reach_figures(report).items():
+            written[name] = save(drawing.figure, directory / name)
+            _write_csv(directory / name, drawing.head, drawing.rows)
     return written
 
 

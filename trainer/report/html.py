@@ -41,6 +41,20 @@ _FIGURES = {
         "in training.",
         "Line chart of the held-out loss of each method over the position in the sequence.",
     ),
+    "reach": (
+        "How far models reach while they train, on validation text: the run at every length, its "
+        "controls at the longest. Where the encoding was dropped the run was measured on both "
+        "sides.",
+        "Line chart over training steps of retrieval, or of loss where that was not measured, with "
+        "a line for each length.",
+    ),
+    "reach_by_position": (
+        "Held-out loss of the run by position in its longest validation sequences, less the mean "
+        "over the positions within the training length. A column is a measurement; steps are not "
+        "to scale. Positions above the dotted line were never seen in training; the dashed line is "
+        "the drop.",
+        "Heat map of the excess loss over measurements and positions.",
+    ),
 }
 
 

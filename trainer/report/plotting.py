@@ -23,7 +23,7 @@ from matplotlib.lines import Line2D
 from trainer.report.atomic import write_atomically
 
 OVERLAY = 8
-_WIDTH = 6.75  # inches, the text width of a two-column paper
+WIDTH = 6.75  # inches, the text width of a two-column paper
 
 # Okabe and Ito's colours for all kinds of colour vision, without the yellow that fades on white.
 _COLOURS = ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7")
@@ -95,7 +95,7 @@ def draw(series: Sequence[Series], frame: Frame) -> Figure:
     many = len(series) > OVERLAY
     columns = min((4, 3), key=lambda count: -len(series) % count)  # the fuller last row
     rows = math.ceil(len(series) / columns)
-    figure = Figure(figsize=(_WIDTH, 0.75 + 1.22 * rows if many else 3.1), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.75 + 1.22 * rows if many else 3.1), layout="constrained")
     FigureCanvasAgg(figure)
     if many:
         _small_multiples(figure, series, frame, (rows, columns))
@@ -117,15 +117,15 @@ def save(figure: Figure, stem: Path) -> Path:
 def _overlay(figure: Figure, series: Sequence[Series], frame: Frame) -> None:
     axes = figure.add_subplot()
     for item in series:
-        _draw_line(axes, item)
-    _finish(axes, frame, with_note=True)
+        draw_line(axes, item)
+    finish(axes, frame, with_note=True)
     axes.set_xlabel(frame.x_label)
     axes.set_ylabel(frame.y_label)
     # In the order of the right ends of the lines, as the eye meets them.
     ranked = sorted(series, key=_last_value, reverse=True)
-    handles = [Line2D([], [], label=item.label, **_look(item)) for item in ranked]
+    handles = [Line2D([], [], label=item.label, **line_style(item)) for item in ranked]
     figure.legend(
-        handles=[*handles, *_reference_handles(frame)],
+        handles=[*handles, *reference_handles(frame)],
         loc="outside right center",
         frameon=False,
         handlelength=2.6,
@@ -140,9 +140,9 @@ def _small_multiples(
     for axes, item in zip(panels, series, strict=False):
         for other in series:
             axes.plot(other.x, other.y, color="#d0d0d0", linewidth=0.6, zorder=1)
-        _draw_line(axes, item)
-        _finish(axes, frame, with_note=False)
-        axes.set_title(item.label, color=_look(item)["color"], pad=3, fontsize=7.5)
+        draw_line(axes, item)
+        finish(axes, frame, with_note=False)
+        axes.set_title(item.label, color=line_style(item)["color"], pad=3, fontsize=7.5)
     for axes in panels[len(series) :]:
         axes.remove()
     # The panels above a gap in the last row carry the tick labels of their column.
@@ -151,17 +151,18 @@ def _small_multiples(
     figure.supxlabel(frame.x_label, fontsize=8)
     figure.supylabel(frame.y_label, fontsize=8)
     figure.legend(
-        handles=_reference_handles(frame, with_vertical=True),
+        handles=reference_handles(frame, with_vertical=True),
         loc="outside upper center",
         ncols=4,
         frameon=False,
     )
 
 
-def _draw_line(axes: Axes, item: Series) -> None:
-    look = _look(item)
+def draw_line(axes: Axes, item: Series) -> None:
+    """One line with its interval and its unsmoothed values, where it has them."""
+    style = line_style(item)
     if item.raw is not None:
-        axes.plot(item.x, item.raw, color=look["color"], alpha=0.3, linewidth=0.6, zorder=2)
+        axes.plot(item.x, item.raw, color=style["color"], alpha=0.3, linewidth=0.6, zorder=2)
     if item.low is not None and item.high is not None:
         below = [y - low for y, low in zip(item.y, item.low, strict=True)]
         above = [high - y for y, high in zip(item.y, item.high, strict=True)]
@@ -170,16 +171,17 @@ def _draw_line(axes: Axes, item: Series) -> None:
             item.y,
             yerr=[below, above],
             fmt="none",
-            ecolor=look["color"],
+            ecolor=style["color"],
             elinewidth=0.8,
             capsize=1.5,
             capthick=0.8,
             zorder=2,
         )
-    axes.plot(item.x, item.y, zorder=3, **look)
+    axes.plot(item.x, item.y, zorder=3, **style)
 
 
-def _finish(axes: Axes, frame: Frame, with_note: bool) -> None:
+def finish(axes: Axes, frame: Frame, with_note: bool) -> None:
+    """Scale, limits, reference lines and the note of one panel."""
     frame.prepare(axes)
     for (height, _), dash in zip(frame.horizontal, _REFERENCE_DASHES, strict=False):
         axes.axhline(height, color=_REFERENCE, linewidth=0.8, linestyle=dash, zorder=1)
@@ -204,7 +206,8 @@ def _finish(axes: Axes, frame: Frame, with_note: bool) -> None:
         )
 
 
-def _reference_handles(frame: Frame, with_vertical: bool = False) -> list[Line2D]:
+def reference_handles(frame: Frame, with_vertical: bool = False) -> list[Line2D]:
+    """The reference lines as entries of a legend."""
     style: dict[str, Any] = {"color": _REFERENCE, "linewidth": 0.8}
     handles = [
         Line2D([], [], linestyle=dash, label=text, **style)
@@ -217,7 +220,8 @@ def _reference_handles(frame: Frame, with_vertical: bool = False) -> list[Line2D
     return handles
 
 
-def _look(item: Series) -> dict[str, Any]:
+def line_style(item: Series) -> dict[str, Any]:
+    """Colour, dashes and marker of a line, the same wherever it is drawn."""
     colour = _COLOURS[item.style % len(_COLOURS)]
     look = {"color": colour, "linestyle": _DASHES[item.style // len(_COLOURS) % len(_DASHES)]}
     if item.marked:

@@ -59,14 +59,20 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
-    def advance_to(self, step: float, loss: float | None = None) -> None:
-        """Show that ``step`` of ``total`` is reached; the first call sets where counting starts."""
+    def advance_to(
+        self, step: float, loss: float | None = None, tokens: float | None = None
+    ) -> None:
+        """Show that ``step`` of ``total`` is reached; the first call sets where counting starts.
+
+        ``tokens``: read since then, where steps differ in how many they have.
+        """
         now = time.perf_counter()
         if self.start_step is None:
             self.start_step, self.start_time = step, now
             self.said = int(10 * step / self.total)
         elapsed, done = now - self.start_time, step - self.start_step
-        rate = done * self.tokens_per_step / elapsed if elapsed > 0 else 0.0
+        read = done * self.tokens_per_step if tokens is None else tokens
+        rate = read / elapsed if elapsed > 0 else 0.0
         details = f"{rate:,.0f} tokens/s" if done else ""
         if loss is not None:
             details = f"loss {loss:.3f}  {details}"

@@ -99,6 +99,26 @@ class Drop(Json):
 
 
 @dataclass(frozen=True)
+class Reach(Json):
+    """What a model in training could do after ``step`` updates, on validation text at ``lengths``.
+
+    ``dropped``: whether its encoding was dropped by then. ``loss``: mean on the last
+    ``training_length`` tokens, the same tokens at every length; ``retrieval``: empty where it was
+    not measured. ``losses[i]``: mean over the positions ``edges[i]`` to ``edges[i + 1]`` of the
+    longest sequences.
+    """
+
+    step: int
+    dropped: bool
+    training_length: int
+    lengths: tuple[int, ...]
+    loss: tuple[float | None, ...]
+    retrieval: tuple[float, ...]
+    edges: tuple[int, ...]
+    losses: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
 class Observation(Json):
     """One claim of a paper held against this run: ``shown`` is True (shown), False (not shown) or
     None (not judged, ``evidence`` says why)."""
@@ -118,6 +138,7 @@ class Report(Json):
     is asked for), ``chance`` (success rate of a guess among all values), ``chance_listed`` (success
     rate of answering any of the sequence's own values), ``training_needles`` (bool: whether
     training sequences carried such statements), ``training_share`` (which share of them did).
+    ``reach`` holds what was measured while an arm trained, by arm, the run itself first.
     ``temperature`` holds the fitted coefficient c of the softmax temperature 1 + c ln(s) by method.
     ``timing`` is free-form; ``timing["tokens_per_second"]``, a number by arm, becomes a column of
     the table of arms. Raises ``ValueError`` when two arms share a name, or two cells a method and
@@ -135,6 +156,7 @@ class Report(Json):
     task: dict[str, Any] = field(default_factory=dict)
     temperature: dict[str, float | None] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)
+    reach: dict[str, tuple[Reach, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _refuse_repeats("arm", [arm.name for arm in self.arms])

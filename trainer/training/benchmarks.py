@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from trainer.errors import UserError
 from trainer.evaluation.benchmarks import (
@@ -21,13 +19,9 @@ from trainer.evaluation.benchmarks import (
 )
 from trainer.evaluation.multiple_choice import missing_tasks
 from trainer.evaluation.requests import Encoder
-from trainer.model.decoder import Decoder
-from trainer.model.pretrained import read_pretrained
 from trainer.report.atomic import write_atomically
-from trainer.training.checkpoints import find_checkpoint, load_decoder, read_state, versions
-from trainer.training.config import RunConfig
-from trainer.training.experiment import label
-from trainer.training.parsing import validated
+from trainer.training.checkpoints import versions
+from trainer.training.models import Candidate, find_candidate
 from trainer.training.run_directory import writable_problem
 
 
@@ -85,20 +79,6 @@ REQUESTS = {"multiple_choice": MultipleChoiceRequest, "harness": HarnessRequest}
 """By the name that ``+evaluation=`` takes."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A model that can be loaded, under the name that tables use.
-
-    ``trained_here``: whether its training sequences began with end-of-text.
-    """
-
-    name: str
-    path: Path
-    tokenizer: Tokenizer
-    trained_here: bool
-    load: Callable[[], Decoder]
-
-
 def run_benchmarks(request: BenchmarkRequest) -> tuple[dict[str, list[Score]], Path]:
     """Score every model, write the numbers, and return them by model with the file's path.
 
@@ -108,8 +88,7 @@ def run_benchmarks(request: BenchmarkRequest) -> tuple[dict[str, list[Score]], P
     torch.set_num_threads(request.threads or os.cpu_count() or 1)
     candidates = [find_candidate(given) for given in (str(request.checkpoint), *request.compare)]
     first = candidates[0]
-    home = first.path.parent.parent if first.trained_here else Path()
-    output = Path(request.output or home / "evaluation")
+    output = Path(request.output or first.home / "evaluation")
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
     scores: dict[str, list[Score]] = {}
@@ -131,32 +110,12 @@ def run_benchmarks(request: BenchmarkRequest) -> tuple[dict[str, list[Score]], P
     return scores, path
 
 
-def find_candidate(given: str) -> Candidate:
-    """The model that ``checkpoint=`` or ``compare=`` names.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
-    path = Path(given)
-    if path.suffix == ".gguf" or (path / "config.json").is_file():
-        published = read_pretrained(given)
-        tokenizer = published.require_tokenizer()
-        return Candidate(path.stem, path, tokenizer, False, published.decoder)
-    path = find_checkpoint(given)
-    state = read_state(path)
-    config = validated(RunConfig, state["config"])[0]
-    dropped = config.drop_step is not None and state["step"] > config.drop_step
-    name = label(config, dropped=dropped)
-    tokenizer = Tokenizer.from_str(state["tokenizer"])
-    return Candidate(name, path, tokenizer, True, lambda: load_decoder(path, state))
-
-
 def _scores(candidate: Candidate, config: BenchmarkConfig) -> list[Score]:
     model = candidate.load().to("cuda" if torch.cuda.is_available() else "cpu").eval()
     encoder = Encoder(
         candidate.tokenizer,
         config.max_length or model.layout.training_length,
-        candidate.trained_here if config.add_bos is None else config.add_bos,
+        candidate.run is not None if config.add_bos is None else config.add_bos,
     )
     if isinstance(config, HarnessConfig):
         from trainer.evaluation import harness

@@ -142,16 +142,20 @@ def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / STATE).read_text(encoding="utf-8"))
 
 
+def model_config(state: dict[str, Any]) -> ModelConfig:
+    """The shape of the model in a checkpoint."""
+    shape = dict(state["model"])
+    return ModelConfig(**shape | {"qk_norm": QKNormConfig(**shape["qk_norm"])})
+
+
 def load_decoder(path: Path, state: dict[str, Any]) -> Decoder:
     """The decoder a checkpoint holds, with its layout as it was, on the CPU; runs no code from it.
 
     Raises:
         UserError: weights and description do not fit each other.
     """
-    shape = dict(state["model"])
-    config = ModelConfig(**shape | {"qk_norm": QKNormConfig(**shape["qk_norm"])})
     with torch.device("meta"):
-        model = Decoder(config, Layout.from_dict(state["layout"]))
+        model = Decoder(model_config(state), Layout.from_dict(state["layout"]))
     model.to_empty(device="cpu")
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     try:

@@ -14,6 +14,7 @@ from trainer.positional.config import PositionalConfig, build_layout, unknown_en
 from trainer.positional.encodings import ENCODINGS
 from trainer.recalibration.config import DropConfig
 from trainer.recalibration.schedule import ScheduleConfig
+from trainer.training.monitoring import MonitorConfig
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,7 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     controls: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -235,6 +237,7 @@ class RunConfig:
             *self.schedule.problems("schedule"),
             *self.trainer.problems(),
             *self.strategy.problems(),
+            *self.monitor.problems(),
             *self.drop.problems(
                 self.trainer.max_steps,
                 self.tokens_per_step,

@@ -87,7 +87,8 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
         report = make_report(config, configs, runs, corpus)
         figures = write_figures(report, directory / "figures")
         write_html(report, figures, directory / "report.html")
-        log_table(config, report.table)
+        images = {k: path.with_suffix(".png") for k, path in figures.items() if "reach" in k}
+        log_table(config, report.table, report.reach, images)
         report.write(directory / "report.json")
     return report, False
 
@@ -175,6 +176,7 @@ def make_report(
         drop=drop,
         table=tuple(measured.table),
         loss_by_position=tuple(measured.loss_by_position),
+        reach={label(arm): runs[name].reach() for name, arm in configs.items()},
         observations=observe(
             measured.table,
             {key: name for key, name in measured.roles.items() if key in ROLES},

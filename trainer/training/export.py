@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from trainer.training.checkpoints import find_checkpoint, load_decoder, read_sta
 from trainer.training.export_request import ExportRequest
 from trainer.training.model_card import model_card
 from trainer.training.run_directory import writable_problem
+
+log = logging.getLogger(__name__)
 
 
 def export_checkpoint(request: ExportRequest) -> Exported:
@@ -31,6 +34,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         raise UserError(problem)
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
+    log.info("Exporting %s, step %d", path, state["step"])
     tokenizer = Tokenizer.from_str(state["tokenizer"])
     model = load_decoder(path, state)
     return export_model(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import netrc
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlparse
 
 from lightning.pytorch.loggers.logger import Logger
 
 from trainer.errors import UserError
+from trainer.report.reach import HEAD, Reaches, by_length
 from trainer.report.results import Cell
 from trainer.training.config import RunConfig
 
@@ -68,8 +69,17 @@ def close(loggers: list[Logger]) -> None:
         wandb.finish()
 
 
-def log_table(config: RunConfig, cells: Sequence[Cell]) -> None:
-    """Put the results of an evaluation on the run's dashboards, against the length in tokens."""
+def log_table(
+    config: RunConfig,
+    cells: Sequence[Cell],
+    reach: Reaches | None = None,
+    images: Mapping[str, Path] | None = None,
+) -> None:
+    """Put the results of an evaluation on the run's dashboards, against the length in tokens.
+
+    On Weights & Biases also, as a table, how far the run and its controls reached while they
+    trained, and ``images`` (PNG files).
+    """
     loggers = other_loggers(config)
     for length in sorted({cell.length for cell in cells}):
         row: dict[str, float] = {"evaluation/length": length}
@@ -83,6 +93,13 @@ def log_table(config: RunConfig, cells: Sequence[Cell]) -> None:
                 }
         for logger in loggers:
             logger.log_metrics(row, step=length)
+    for logger in loggers:
+        if type(logger).__name__ == "WandbLogger":
+            if reach:
+                rows = [list(row) for row in by_length(reach)]
+                logger.log_table("length/history", list(HEAD), rows)
+            for name, path in (images or {}).items():
+                logger.log_image(f"length/{name}", [str(path)])
     close(loggers)
 
 

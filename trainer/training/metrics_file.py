@@ -4,7 +4,9 @@ Columns: ``phase`` is 0 before the drop and 1 after it; ``loss`` (nats per token
 trained) is the mean since the row before, ``loss/quarter_1`` to ``_4`` the same by position in the
 sequence; ``time/`` are seconds a step; ``memory`` is the peak on the GPU in GiB and ``mfu`` the
 share of its dense peak, both empty where there is none; the ``drop/`` columns are filled in the
-first row after the drop and in the last.
+first row after the drop and in the last. ``time/monitor`` does not count into
+``tokens_per_second`` and ``mfu``. Behind these stand the columns of what a run monitors
+(``length/``, ``probe/``), filled in the first row after each measurement.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ TIMES = ("tokens_per_second", "time/", "mfu", "memory")
 
 
 class MetricsFile(Logger):
-    """Appends to a CSV file with fixed columns; a row is flushed as soon as it is written."""
+    """Appends to a CSV file; a row is flushed as soon as it is written.
+
+    A row with other columns than the file's has the file written anew, with room for them.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -67,12 +72,15 @@ class MetricsFile(Logger):
         """Keep the rows up to ``step``, of this file or of ``source`` where this is missing."""
         if source is not None and not self.path.exists():
             shutil.copyfile(source, self.path)
-        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
+        self._write([row for row in read_metrics(self.path) if row["step"] <= step])
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
         temporary = self.path.with_suffix(".csv.partial")
         with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            columns = dict.fromkeys([*COLUMNS, *(key for row in rows for key in row)])
+            writer = csv.DictWriter(file, list(columns))
             writer.writeheader()
-            writer.writerows(kept)
+            writer.writerows(rows)
         temporary.replace(self.path)
 
     @rank_zero_only
@@ -82,8 +90,14 @@ class MetricsFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Append a row."""
+        row = metrics | {"step": step}
+        with self.path.open(newline="") as file:
+            columns = next(csv.reader(file))
+        if not row.keys() <= set(columns):
+            self._write([*read_metrics(self.path), row])
+            return
         with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(metrics | {"step": step})
+            csv.DictWriter(file, columns).writerow(row)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -124,6 +124,25 @@ def with_pretrained_shape(config: RunConfig) -> RunConfig:
         from_pretrained=given.from_pretrained,
     )
     return replace(config, model=shape)
+
+
+class _Request(Protocol):
+    def problems(self) -> list[str]: ...
+
+
+R = TypeVar("R", bound=_Request)
+
+
+def parse_as(schema: type[R], values: dict[str, Any], found: Sequence[str] = ()) -> R:
+    """A checked request of a command; ``found`` are problems already known.
+
+    Raises:
+        UserError: with every problem: unknown keys, wrong types, impossible combinations.
+    """
+    request, wrong = validated(schema, values)
+    if problems := [*found, *wrong, *request.problems()]:
+        raise UserError(*problems)
+    return request
 
 
 def parse_request(values: dict[str, Any], found: Sequence[str] = ()) -> EvaluationRequest:

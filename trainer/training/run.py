@@ -25,10 +25,13 @@ from trainer.model.decoder import Decoder
 from trainer.model.pretrained import read_pretrained
 from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
+from trainer.report.results import Reach
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.drop import Drop
+from trainer.training.callbacks.lengths import Lengths
 from trainer.training.callbacks.metrics import Metrics
 from trainer.training.callbacks.preemption import Preemption, ask_for_requeue
+from trainer.training.callbacks.probe import Probe
 from trainer.training.callbacks.resume import Resume
 from trainer.training.callbacks.stability import Rewind, Watchdog
 from trainer.training.checkpoints import (
@@ -71,6 +74,11 @@ class TrainedRun:
     def model(self) -> Decoder:
         """The decoder as it was saved last."""
         return load_decoder(self.checkpoint, read_state(self.checkpoint))
+
+    def reach(self) -> tuple[Reach, ...]:
+        """What was measured of lengths while it trained."""
+        history = read_state(self.checkpoint)["callbacks"].get("Lengths", {"history": []})
+        return tuple(Reach.from_dict(reach) for reach in history["history"])
 
 
 def device_problems(config: RunConfig) -> list[str]:
@@ -166,13 +174,19 @@ def _fit(
                 "world_size": ranks.world_size,
                 "loss": metrics.last_loss,
                 "tally": module.tally.state(),
-                "callbacks": {type(c).__name__: c.state_dict() for c in (metrics, drop)},
+                "callbacks": {type(c).__name__: c.state_dict() for c in kept},
                 "loggers": {type(x).__name__: x.version for x in loggers if x.version},
             }
 
         checkpointing = Checkpointing(config, run_dir / "checkpoints", facts)
         drop = Drop(config, effect_batch(config, corpus), checkpointing.before_drop, metrics.add)
-        resume = Resume(start.checkpoint, start.state, (metrics, drop))
+        monitors: list[L.Callback] = []
+        if config.monitor.lengths_every is not None:
+            monitors.append(Lengths(config, corpus, ranks, drop, metrics.add))
+        if config.monitor.probe_every is not None:
+            monitors.append(Probe(config, corpus, drop, metrics.add))
+        kept = metrics, drop, *monitors
+        resume = Resume(start.checkpoint, start.state, kept)
         preemption = Preemption(config, checkpointing, began=time.time())
         rewind = Rewind(config)
         watchdog = Watchdog(config, run_dir, ranks.is_first)
@@ -180,7 +194,18 @@ def _fit(
             config,
             ranks,
             loggers,
-            [resume, drop, metrics, checkpointing, rewind, preemption, watchdog, *callbacks],
+            # The order matters: measured, then logged, then saved.
+            [
+                resume,
+                drop,
+                *monitors,
+                metrics,
+                checkpointing,
+                rewind,
+                preemption,
+                watchdog,
+                *callbacks,
+            ],
         )
         backend = model.use_backend(
             config.model.attention_backend,

@@ -20,6 +20,7 @@ FREE_TO_CHANGE = (
     "overwrite",
     "logger",
     "evaluation",
+    "monitor",
     "trainer.threads",
     "trainer.log_every",
     "trainer.checkpoint_every",

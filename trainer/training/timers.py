@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-PARTS = ("data", "compute", "optimizer", "checkpoint")
+PARTS = ("data", "compute", "optimizer", "checkpoint", "monitor")
 
 
 class StepTimer:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
-import torch
 
 from trainer.data.dataset import Batch
 from trainer.model.attention import RMSNorm
@@ -16,6 +15,7 @@ from trainer.positional.config import build_layout
 from trainer.positional.layout import Layout
 from trainer.recalibration.drop import drop
 from trainer.recalibration.gain import match_gains
+from trainer.training.callbacks.monitor import evaluating
 from trainer.training.callbacks.steps import ends_step
 from trainer.training.config import RunConfig
 from trainer.training.module import LanguageModule
@@ -118,10 +118,7 @@ class Drop(L.Callback):
                 if isinstance(submodule, RMSNorm) and name.endswith(("q_norm", "k_norm")):
                     optimizer.state.pop(submodule.weight, None)
 
-    @torch.no_grad()
     def _loss(self, module: LanguageModule) -> float:
-        batch = {k: v.to(module.device) for k, v in self.effect_batch.items()}
-        with module.trainer.precision_plugin.forward_context():
-            loss = module.model.token_losses(batch["input_ids"], batch["labels"]).mean().item()
-        reshard(module.model)
-        return loss
+        ids, labels = (self.effect_batch[k].to(module.device) for k in ("input_ids", "labels"))
+        with evaluating(module) as model:
+            return model.token_losses(ids, labels).mean().item()

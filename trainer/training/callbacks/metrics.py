@@ -65,11 +65,13 @@ class Metrics(L.Callback):
         self.progress.advance_to(step, loss=metrics["loss"])
 
     def _speed(self, module: LanguageModule, step: int, batch: Batch) -> dict[str, float]:
+        times = module.timer.read()
         now, steps = time.perf_counter(), step - self.last_step
-        rate = steps * self.config.tokens_per_step / (now - self.last_time)
+        # Speed is that of training: what a run looks at meanwhile is its own choice.
+        rate = steps * self.config.tokens_per_step / (now - self.last_time - times["monitor"])
         self.last_time, self.last_step = now, step
         found = {"tokens_per_second": round(rate, 1)}
-        found |= {f"time/{k}": round(v / steps, 6) for k, v in module.timer.read().items()}
+        found |= {f"time/{k}": round(v / steps, 6) for k, v in times.items()}
         if module.device.type == "cuda":
             found["memory"] = torch.cuda.max_memory_allocated() / 2**30
             peak = dense_peak(torch.cuda.get_device_name(), self.config.trainer.precision)

@@ -30,6 +30,8 @@ class Resume(L.Callback):
         restore(module.model, trainer.optimizers[0], self.checkpoint)
         module.tally.load(self.state["tally"], module.device)
         for callback in self.callbacks:
-            callback.load_state_dict(self.state["callbacks"][type(callback).__name__])
+            # A monitor may have come with this command.
+            if (name := type(callback).__name__) in self.state["callbacks"]:
+                callback.load_state_dict(self.state["callbacks"][name])
         progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         progress.total.ready = progress.total.completed = self.state["step"]

@@ -1,0 +1,237 @@
+#!/usr/bin/env python
+"""Speed of needle evaluations, side by side with the same evaluation by transformers' generate.
+
+    python scripts/benchmark_needles.py --model nano --trials 24
+    python scripts/benchmark_needles.py --model smollm2 --trials 1 --depths 0 0.25 0.5 0.75 1
+    python scripts/benchmark_needles.py --checkpoint runs/drope_demo
+
+Both have the same weights, prompts, batches, threads and rule for when an answer is long enough,
+and must say the same. They take turns; a ratio is the median over the rounds, with its quartiles.
+Prompts have four times the training length of ``nano`` (random weights in the demo's shape) or of
+the checkpoint, and 2,048 tokens for ``smollm2``, as scripts/fetch_smollm2.py fetches it. The task
+``statements`` is the demo's own, with one token to answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from trainer.commands.train import read_config
+from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
+from trainer.data.sources import stdlib_docs
+from trainer.data.tokenizer import end_of_text, train_tokenizer
+from trainer.evaluation.answering import answers
+from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.prompts import Prompt, Stop
+from trainer.evaluation.scoring import exact_number
+from trainer.model.decoder import Decoder
+from trainer.model.export.directory import export_model
+from trainer.model.pretrained import read_pretrained
+from trainer.positional.config import PositionalConfig, build_layout
+from trainer.training.checkpoints import find_checkpoint, load_decoder, read_state
+
+STATEMENTS = "statements"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One model as ours and as transformers', and what it is measured at."""
+
+    name: str
+    ours: Decoder
+    theirs: transformers.PreTrainedModel
+    tokenizer: Tokenizer
+    length: int
+
+
+def exported(name: str, model: Decoder, tokenizer: Tokenizer) -> Pair:
+    """A decoder beside what transformers loads of its export."""
+    with tempfile.TemporaryDirectory(prefix="unrope-benchmark-") as directory:
+        to = Path(directory) / "model"
+        export_model(model, tokenizer, end_of_text(tokenizer), to)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            to, dtype=torch.float32, trust_remote_code=True
+        )
+    return Pair(name, model, theirs, tokenizer, 4 * model.layout.training_length)
+
+
+def nano() -> Pair:
+    """The demo's shape with random weights."""
+    tokenizer = train_tokenizer(stdlib_docs(), 1024, WORDS)
+    shape = read_config(["model=nano"]).model
+    config = replace(shape, vocab_size=tokenizer.get_vocab_size(), attention_backend="sdpa")
+    layout = build_layout(
+        PositionalConfig(layers=["rope"]),
+        num_layers=config.num_hidden_layers,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_size,
+        training_length=64,
+    )
+    return exported("nano", Decoder(config, layout), tokenizer)
+
+
+def smollm2() -> Pair:
+    """SmolLM2-135M-Instruct, both from the same files."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from fetch_smollm2 import fetch, model_directory
+
+    directory = model_directory()
+    if not directory.is_dir():
+        fetch()
+    found = read_pretrained(str(directory))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    assert found.tokenizer is not None
+    return Pair("SmolLM2-135M", found.decoder(), theirs, found.tokenizer, 2048)
+
+
+def checkpoint(given: str) -> Pair:
+    """A model of this project."""
+    path = find_checkpoint(given)
+    state = read_state(path)
+    return exported(given, load_decoder(path, state), Tokenizer.from_str(state["tokenizer"]))
+
+
+def statements(haystack: Haystack, length: int, settings: NeedleTaskSettings) -> list[Prompt]:
+    """The trials of the demo as prompts."""
+    vocabulary = NeedleVocabulary.of(haystack.tokenizer)
+    random = np.random.default_rng(settings.seed)
+    count = settings.trials * len(settings.depths)
+    text = np.array([haystack.excerpt(length, random).tokens for _ in range(count)])
+    text[:, 0] = haystack.bos[0]
+    trials = make_trials(text, np.arange(count), vocabulary, settings.needles, settings.seed)
+    numbers = haystack.tokenizer.decode_batch(trials.answers[:, None].tolist())
+    return [
+        Prompt(tuple(tokens), (number.strip(),), 1)
+        for tokens, number in zip(trials.prompts.tolist(), numbers, strict=True)
+    ]
+
+
+class Settled(transformers.StoppingCriteria):
+    """Our rule for when an answer is long enough, row by row."""
+
+    def __init__(self, tokenizer: Tokenizer, prompts: Sequence[Prompt], stop: Stop) -> None:
+        self.tokenizer, self.prompts, self.stop = tokenizer, prompts, stop
+
+    def __call__(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        """``[B]`` booleans."""
+        said = self.tokenizer.decode_batch(ids[:, len(self.prompts[0].tokens) :].tolist())
+        pairs = zip(said, self.prompts, strict=True)
+        return torch.tensor([self.stop(text, prompt.answers) for text, prompt in pairs])
+
+
+def by_transformers(
+    pair: Pair, prompts: Sequence[Prompt], batch_tokens: int, stop: Stop | None
+) -> list[str]:
+    """Prompts of one length in batches as large as ours."""
+    end, texts = end_of_text(pair.tokenizer), []
+    size = max(1, batch_tokens // (len(prompts[0].tokens) + prompts[0].new_tokens))
+    for first in range(0, len(prompts), size):
+        batch = prompts[first : first + size]
+        ids = torch.tensor([prompt.tokens for prompt in batch])
+        more = {} if stop is None else {"stopping_criteria": [Settled(pair.tokenizer, batch, stop)]}
+        out = pair.theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=batch[0].new_tokens,
+            do_sample=False,
+            eos_token_id=end,
+            pad_token_id=end,
+            **more,
+        )
+        texts += pair.tokenizer.decode_batch(out[:, ids.shape[1] :].tolist())
+    return texts
+
+
+def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str]:
+    """Measure both in turn; a row of the table."""
+    haystack = Haystack(pair.tokenizer, stdlib_docs(), (end_of_text(pair.tokenizer),))
+    settings = NeedleTaskSettings(trials=options.trials, depths=tuple(options.depths))
+    length, stop, score = options.length or pair.length, None, exact_number
+    if task_name == STATEMENTS:
+        prompts = statements(haystack, length, settings)
+    else:
+        task = NEEDLE_TASKS[task_name](haystack, settings)
+        if task.depths is None:  # as many prompts as of the others
+            task = replace(
+                task, settings=replace(settings, trials=options.trials * len(settings.depths))
+            )
+        prompts, stop, score = task.prompts(length), task.stop, task.score
+    contestants: dict[str, Callable[[Sequence[Prompt]], list[str]]] = {
+        "ours": lambda p: answers(pair.ours, pair.tokenizer, p, options.batch_tokens, stop=stop),
+        "transformers": lambda p: by_transformers(pair, p, options.batch_tokens, stop),
+    }
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    said: dict[str, list[str]] = {}
+    for contestant in contestants.values():  # warm up
+        contestant([replace(prompt, tokens=prompt.tokens[-64:]) for prompt in prompts[:2]])
+    for number in range(options.rounds):
+        # Back and forth, so that none always follows the other.
+        for name in contestants if number % 2 == 0 else reversed(contestants):
+            start = time.perf_counter()
+            said[name] = contestants[name](prompts)
+            times[name].append(time.perf_counter() - start)
+        print(f"{pair.name}, {task_name}: round {number + 1} of {options.rounds}", file=sys.stderr)
+    same = sum(a == b for a, b in zip(*said.values(), strict=True))
+    scores = [score(text, p.answers) for text, p in zip(said["ours"], prompts, strict=True)]
+    ratios = [b / a for a, b in zip(*times.values(), strict=True)]
+    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    return [
+        f"{pair.name}, {task_name}, {length} tokens",
+        *(f"{len(prompts) / median(found):,.2f}" for found in times.values()),
+        f"{median(ratios):.2f} ({low:.2f}-{high:.2f})",
+        f"{same}/{len(prompts)}",
+        f"{100 * sum(scores) / len(scores):.1f}%",
+    ]
+
+
+def main() -> None:
+    """Run the comparisons and print their table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("nano", "smollm2"), default="nano")
+    parser.add_argument("--checkpoint", help="a run directory or checkpoint, instead of --model")
+    parser.add_argument("--task", nargs="+", choices=(STATEMENTS, *NEEDLE_TASKS))
+    parser.add_argument("--trials", type=int, default=24, help="haystacks")
+    parser.add_argument("--depths", type=float, nargs="+", default=NeedleTaskSettings.depths)
+    parser.add_argument("--length", type=int, help="tokens of prompt and answer")
+    parser.add_argument("--batch-tokens", type=int, default=16_384)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+    if options.checkpoint:
+        pair = checkpoint(options.checkpoint)
+    else:
+        pair = {"nano": nano, "smollm2": smollm2}[options.model]()
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    pair = replace(pair, ours=pair.ours.to(dtype).eval(), theirs=pair.theirs.to(dtype).eval())
+    default = ["standard"] if options.model == "smollm2" else [STATEMENTS, "standard"]
+    table = Table(
+        title=f"{options.precision}, {options.threads} threads, {options.rounds} rounds", width=120
+    )
+    for column in ("", "ours trials/s", "transformers", "ratio (quartiles)", "same", "score"):
+        table.add_column(column, justify="right" if column else "left")
+    for task in options.task or default:
+        table.add_row(*compare(pair, task, options))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

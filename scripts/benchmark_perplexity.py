@@ -1,0 +1,95 @@
+#!/usr/bin/env python
+"""Time and memory of held-out loss at great lengths.
+
+    python scripts/benchmark_perplexity.py --lengths 32768 65536
+
+One window of every length is read by a model of conf/model/nano.yaml with random weights, trained
+on 256 tokens, with RoPE, without any encoding, and cropped to what it was trained on. Every
+measurement has a process of its own, one after the other in one run. Memory is the peak resident
+set beyond what the process held before it read. What glibc makes of freed blocks of less than 32
+MiB differs from run to run and can be several times as much as is in use; in an environment with
+MALLOC_MMAP_THRESHOLD_=1048576 it gives them back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from trainer.evaluation.loss import losses_by_position
+from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.config import PositionalConfig, build_layout
+
+NANO = Path(__file__).parents[1] / "conf" / "model" / "nano.yaml"
+VOCABULARY, TRAINED = 4096, 256
+CASES = {"RoPE": ("rope", None), "NoPE": ("nope", None), "RoPE, cropped": ("rope", TRAINED)}
+
+
+def peak() -> float:
+    """The largest resident set so far, MiB."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def measure(case: str, length: int, threads: int) -> dict[str, float]:
+    """Seconds and MiB of one window."""
+    torch.set_num_threads(threads)
+    encoding, reads = CASES[case]
+    values = OmegaConf.to_container(OmegaConf.load(NANO))
+    norm = QKNormConfig(**values.pop("qk_norm"))
+    config = ModelConfig(**values | {"qk_norm": norm, "vocab_size": VOCABULARY})
+    layout = build_layout(
+        PositionalConfig(layers=[encoding]),
+        num_layers=config.num_hidden_layers,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_size,
+        training_length=TRAINED,
+    )
+    model = Decoder(config, layout).eval()
+    windows = np.random.default_rng(0).integers(0, VOCABULARY, (1, length))
+    losses_by_position(model, windows[:, :TRAINED], 0, 16384)  # what the first call sets up
+    before, start = peak(), time.perf_counter()
+    losses_by_position(model, windows, 0, 16384, reads=reads)
+    return {"seconds": time.perf_counter() - start, "MiB": peak() - before}
+
+
+def main() -> None:
+    """Run every case in a process of its own and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--one", nargs=2, metavar=("CASE", "LENGTH"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.one[0], int(args.one[1]), args.threads)))
+        return
+    table = Table("model", *(f"{length:,} tokens" for length in args.lengths))
+    for case in CASES:
+        cells = []
+        for length in args.lengths:
+            words = ["--one", case, str(length), "--threads", str(args.threads)]
+            found = subprocess.run(
+                [sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE
+            )
+            result = json.loads(found.stdout)
+            cells.append(f"{result['seconds']:.1f} s, {result['MiB']:,.0f} MiB")
+        table.add_row(case, *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Methods by name: what a part does, how parts combine, and what they say of models without
+rotation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.evaluation.dope import DopeSettings
+from trainer.evaluation.lengths.config import LengthConfig, LongRopeSettings, TemperatureSettings
+from trainer.evaluation.lengths.fitting import FitText, Fitting
+from trainer.evaluation.lengths.methods import PARTS, Recipe, part_problems, recipe
+from trainer.evaluation.lengths.store import Store
+from trainer.evaluation.weighted_rope import WeightedRopeSettings
+from trainer.positional.rescaling import RESCALINGS, at_length
+
+CONFIG = LengthConfig(
+    dope=DopeSettings(heads=1),
+    longrope=LongRopeSettings(evaluations=9, windows=1),
+    temperature=TemperatureSettings(grid=[0.0, 0.5]),
+)
+
+
+@pytest.fixture
+def fitting(tiny_decoder, tmp_path):
+    def make(**positional):
+        windows = {
+            length: np.random.default_rng(0).integers(1, 50, (2, length)) for length in (32, 64)
+        }
+        text = FitText(windows, 0, "text")
+        return Fitting(tiny_decoder(**positional), "weights", text, Store(tmp_path), 4096)
+
+    return make
+
+
+def layout_of(name, fitting, factor, config=CONFIG):
+    made = recipe(name, fitting.model.layout, config)
+    assert isinstance(made, Recipe)
+    return made.make(fitting).layout_at(factor)
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_every_part_leaves_the_model_as_it_was_and_gives_a_layout_that_runs(fitting, name):
+    have = fitting()
+    before = have.model.layout
+    changed = layout_of(name, have, 2.0)
+    assert have.model.layout == before
+    have.model.layout = changed
+    assert torch.isfinite(have.model(torch.randint(50, (1, 64)))).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "crop", "pi", "yarn", "dynamic_yarn", "longrope", "temperature"]
+)
+def test_at_the_training_length_nothing_changes(fitting, name):
+    have = fitting()
+    ids = torch.randint(50, (2, 32))
+    before = have.model(ids)
+    have.model.layout = layout_of(name, have, 1.0)
+    torch.testing.assert_close(have.model(ids), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted(RESCALINGS))
+def test_the_dynamic_part_is_the_static_one_at_its_length(fitting, name):
+    have = fitting()
+    static = layout_of(name, have, 2.0).map(lambda s: at_length(s, 64))
+    dynamic = layout_of(f"dynamic_{name}", have, 2.0).map(lambda s: at_length(s, 64))
+    for a, b in zip(static.spectra, dynamic.spectra, strict=True):
+        np.testing.assert_allclose(a.inv_freq, b.inv_freq, rtol=1e-12)
+
+
+def test_joined_parts_apply_from_left_to_right(fitting):
+    have = fitting()
+    joined = layout_of("yarn+weighted_rope", have, 2.0)
+    alone = layout_of("yarn", have, 2.0)
+    assert joined.spectra == alone.spectra
+    config = LengthConfig(weighted_rope=[WeightedRopeSettings(tau=1.0, alpha=0.5)])
+    weighted = layout_of("pi+weighted_rope", have, 2.0, config)
+    assert all(layer.gains is not None for layer in weighted.layers)
+    assert weighted.spectra == layout_of("pi", have, 2.0).spectra
+
+
+def test_cropping_reads_as_many_tokens_as_in_training(fitting):
+    have = fitting()
+    made = recipe("crop", have.model.layout, CONFIG)
+    assert made.make(have).reads == 32
+    assert recipe("none", have.model.layout, CONFIG).make(have).reads is None
+
+
+def test_dropping_leaves_no_encoding(fitting):
+    have = fitting()
+    dropped = layout_of("drop", have, 2.0)
+    assert not any(s.rotates for s in dropped.spectra)
+
+
+def test_a_model_without_rotation_has_no_rescaling(fitting):
+    layout = fitting(layers=["nope"]).model.layout
+    assert recipe("yarn", layout, CONFIG) == "YaRN"
+    assert recipe("dope+temperature", layout, CONFIG) == "DoPE"
+    assert isinstance(recipe("temperature", layout, CONFIG), Recipe)
+
+
+def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
+    have = fitting(layers=["nope"])
+    first = layout_of("temperature", have, 2.0)
+    assert "fitted on validation text" in have.notes[0]
+    assert have.temperature["lengths"] == [64]
+    monkeypatch.setattr(
+        "trainer.evaluation.lengths.methods.fit_coefficient",
+        lambda *_: pytest.fail("fitted a second time"),
+    )
+    assert layout_of("temperature", have, 2.0) == first
+
+
+def test_unknown_names_are_told_with_the_nearest():
+    assert part_problems("none") == []
+    assert part_problems("yarm+dope") == [
+        "evaluation.methods: unknown method 'yarm'. Did you mean 'yarn'?"
+    ]

@@ -1,0 +1,185 @@
+"""The loop: same trials for all, finished cells kept, models left as they were."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.data.corpus import prepare_corpus
+from trainer.data.needles import NeedleVocabulary
+from trainer.evaluation.lengths.config import LengthConfig
+from trainer.evaluation.lengths.fitting import FitText
+from trainer.evaluation.lengths.methods import recipe
+from trainer.evaluation.lengths.run import Subject, measure_cells, plan_cells
+from trainer.evaluation.lengths.store import Store
+from trainer.evaluation.lengths.tasks import Perplexity, Prompted, Statements
+from trainer.evaluation.loss import losses_by_position
+from trainer.evaluation.prompts import Prompt
+
+LENGTHS = [32, 64]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("text")
+    path = directory / "a.jsonl"
+    texts = (f"Sentence {i} of a text that is {i * i} long. " for i in range(900))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = DataConfig(
+        source="files", files=[str(path)], sequence_length=32, cache_dir=str(directory / "cache")
+    )
+    return prepare_corpus(config, TokenizerConfig(vocab_size=300))
+
+
+@pytest.fixture
+def model(tiny_decoder, corpus):
+    return tiny_decoder(model={"vocab_size": corpus.tokenizer.get_vocab_size()})
+
+
+@pytest.fixture
+def evaluation(model, corpus, tmp_path):
+    """A function that evaluates into one store; returns cells and how often weights were read."""
+    loads = []
+
+    def load():
+        loads.append(1)
+        return model
+
+    def go(methods=("none", "crop", "yarn"), trials=5):
+        config = LengthConfig(methods=list(methods))
+        end = corpus.end_of_text
+        subject = Subject("tiny", "weights", model.config, model.layout, load)
+        recipes = {"tiny": [recipe(name, model.layout, config) for name in methods]}
+        tasks = [
+            Perplexity(corpus.test, LENGTHS, 3, end, 32),
+            Statements(
+                corpus.test, LENGTHS, NeedleVocabulary.of(corpus.tokenizer), end, trials, 2, 1
+            ),
+        ]
+        plans = plan_cells([subject], recipes, tasks, LENGTHS, {"trials": trials})
+        text = FitText({}, end, "text")
+        cells, _ = measure_cells(plans, text, Store(tmp_path), 4096, "cpu")
+        return cells, len(loads)
+
+    return go
+
+
+def test_there_is_a_cell_for_everything_and_the_model_stays_as_it_was(evaluation, model):
+    before = model.layout
+    cells, _ = evaluation()
+    assert [(c.method, c.length, c.task) for c in cells] == [
+        (method, length, task)
+        for method in ("none", "crop", "yarn")
+        for length in LENGTHS
+        for task in ("perplexity", "statements")
+    ]
+    assert model.layout == before
+    by_key = {(c.method, c.length, c.task): c for c in cells}
+    for task in ("perplexity", "statements"):
+        one, other = by_key["none", 32, task], by_key["yarn", 32, task]
+        assert (one.scores, one.losses) == (other.scores, other.losses)
+
+
+def test_losses_are_those_of_the_windows(evaluation, model, corpus):
+    cells, _ = evaluation(["none"])
+    cell = next(c for c in cells if c.task == "perplexity" and c.length == 64)
+    windows = Perplexity(corpus.test, LENGTHS, 3, corpus.end_of_text, 32)._windows[64]
+    expected = losses_by_position(model, windows, corpus.end_of_text, 64)
+    assert cell.edges == (0, 16, 32, 48, 64)
+    assert cell.last_loss == pytest.approx(expected[32:].mean().item(), abs=1e-9)
+    np.testing.assert_allclose(cell.losses, expected.view(4, 16).mean(dim=1), atol=1e-9)
+
+
+def test_cropped_losses_do_not_depend_on_what_is_out_of_reach(evaluation):
+    cells, _ = evaluation(["crop"])
+    last = {c.length: c.last_loss for c in cells if c.task == "perplexity"}
+    whole = next(c for c in evaluation(["none"])[0] if c.task == "perplexity" and c.length == 64)
+    assert last[64] != whole.last_loss
+
+
+def test_what_was_measured_is_not_measured_again(evaluation):
+    first, loads = evaluation(["none"])
+    again, still = evaluation(["none"])
+    assert (again, still) == (first, loads)
+    more, once_more = evaluation(["none", "pi"])
+    assert more[: len(first)] == first
+    assert once_more == loads + 1
+    # Other trials are another measurement.
+    assert len(evaluation(["none"], trials=4)[0][1].scores) == 4
+
+
+def test_a_method_that_changes_nothing_at_a_length_is_not_measured_there(evaluation, monkeypatch):
+    measure, lengths = Statements.measure, []
+
+    def counting(task, model, length, *rest):
+        lengths.append(length)
+        return measure(task, model, length, *rest)
+
+    monkeypatch.setattr(Statements, "measure", counting)
+    cells, _ = evaluation(["none", "yarn", "crop"])
+    assert lengths == [32, 64, 64, 64]
+    assert len(cells) == 12
+
+
+def test_an_interrupted_evaluation_goes_on(evaluation, monkeypatch, tmp_path):
+    measure = Statements.measure
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Statements, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluation(["none"])
+    assert len(list(tmp_path.glob("cell-*.json"))) == 1
+    monkeypatch.setattr(Statements, "measure", measure)
+    cells, _ = evaluation(["none"])
+    assert len(cells) == 4
+
+
+def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
+    asked = []
+
+    class Quarter:
+        name, stop = "quarter", None
+
+        def score(self, text, answers):
+            asked.append(tuple(answers))
+            return 0.25
+
+        def prompts(self, length):
+            tokens = (0, *range(1, length - 2))
+            return [Prompt(tokens, (str(i),), 2, depth=0.5, label="a") for i in range(3)]
+
+    task = Prompted(Quarter(), corpus.tokenizer)
+    assert task.sequences(64) == 3
+    read = []
+    found = task.measure(model, 64, 32, 4096, read.append)
+    assert found == {"scores": (0.25,) * 3, "depths": (0.5,) * 3, "labels": ("a",) * 3}
+    assert sum(read) == 3
+    assert asked == [("0",), ("1",), ("2",)]
+
+
+def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "trainer.evaluation.lengths.tasks.answers",
+        lambda model, tokenizer, prompts, *_: asked.extend(prompts) or [""] * len(prompts),
+    )
+
+    class One:
+        name, stop = "one", None
+
+        def score(self, text, answers):
+            return 0.0
+
+        def prompts(self, length):
+            return [Prompt((7, *range(100, 100 + length - 3)), ("x",), 2)]
+
+    Prompted(One(), corpus.tokenizer).measure(model, 64, 32, 4096, lambda _: None)
+    (prompt,) = asked
+    assert len(prompt.tokens) == 30
+    assert prompt.tokens[0] == 7
+    assert prompt.tokens[-1] == 160

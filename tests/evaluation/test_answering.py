@@ -1,0 +1,231 @@
+"""Answers are those of every prompt read alone, whatever is shared and batched."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tests.model.test_cache import MODELS
+from tests.model.test_decoder import published
+from tests.model.test_generation import changing
+from trainer.data.tokenizer import END_OF_TEXT
+from trainer.evaluation import answering
+from trainer.evaluation.answering import answers
+from trainer.evaluation.prompts import Prompt
+from trainer.model.generation import generate
+
+WORDS = 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Decodes different tokens to different texts."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    words.add_special_tokens([END_OF_TEXT])
+    return words
+
+
+@pytest.fixture(scope="module")
+def end(tokenizer):
+    return tokenizer.token_to_id(END_OF_TEXT)
+
+
+@pytest.fixture
+def build(tiny_decoder, tokenizer):
+    """A decoder for the tokenizer."""
+
+    def decoder(**positional):
+        shape = positional.pop("model", {}) | {"vocab_size": tokenizer.get_vocab_size()}
+        return tiny_decoder(model=shape, **positional)
+
+    return decoder
+
+
+def draw(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(WORDS, (count,), generator=generator).tolist())
+
+
+def groups(count, length=40, cuts=(0, 1, 9, 22, 35), new=6):
+    """Texts with something of three tokens put in at each cut, in an order that helps nobody."""
+    found = []
+    for group in range(count):
+        text, put = draw(length - 3, group), draw(3, 1000 + group)
+        places = [cut + (group + cut) % 2 for cut in cuts]
+        found += [
+            Prompt(text[:cut] + put + text[cut:], (), new, cut / length, group) for cut in places
+        ]
+    return found[::2] + found[1::2]
+
+
+def singles(sizes=(7, 30, 12, 30, 1, 30), new=6):
+    return [Prompt(draw(size, 99 + i), (), new + i % 2) for i, size in enumerate(sizes)]
+
+
+@torch.no_grad()
+def one_at_a_time(model, tokenizer, prompts):
+    """The likeliest token of the whole prefix, again and again."""
+    end, found = tokenizer.token_to_id(END_OF_TEXT), []
+    for prompt in prompts:
+        tokens = list(prompt.tokens)
+        for _ in range(prompt.new_tokens):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+            if tokens[-1] == end:
+                tokens.pop()
+                break
+        found.append(tokenizer.decode(tokens[len(prompt.tokens) :]))
+    return found
+
+
+def generated_alone(model, tokenizer, prompts):
+    """Where the encoding changes with the length, what was read before it does is not read anew."""
+    end, found = tokenizer.token_to_id(END_OF_TEXT), []
+    for prompt in prompts:
+        (tokens,) = generate(model, [prompt.tokens], prompt.new_tokens, end_tokens=(end,))
+        found.append(tokenizer.decode([token for token in tokens if token != end]))
+    return found
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Shapes of all that a model reads."""
+
+    def watch(model):
+        shapes, states = [], model.hidden_states
+
+        def hidden_states(ids, **options):
+            shapes.append(tuple(ids.shape))
+            return states(ids, **options)
+
+        monkeypatch.setattr(model, "hidden_states", hidden_states)
+        return shapes
+
+    return watch
+
+
+@pytest.mark.parametrize("enough", [0, 60, 10_000])
+@pytest.mark.parametrize("change", [None, "sequence", "query", "beyond"])
+@pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
+def test_sharing_and_batching_change_nothing(
+    build, tokenizer, positional, change, enough, monkeypatch
+):
+    monkeypatch.setattr(answering, "ENOUGH", enough)
+    model = build(**positional)
+    model.layout = model.layout.map(changing(change))
+    prompts = [*groups(2), *singles()]
+    by_length = any(
+        s.beyond or (s.temperature.per == "sequence" and not s.temperature.is_constant)
+        for s in model.layout.spectra
+    )
+    alone = generated_alone if by_length else one_at_a_time
+    expected = alone(model, tokenizer, prompts)
+    assert len(set(expected)) > 5
+    assert answers(model, tokenizer, prompts, 1000) == expected
+
+
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("batch_tokens", [1, 100, 300, 4096])
+def test_any_batch_size_gives_the_same(build, tokenizer, batch_tokens, new):
+    model = build()
+    prompts = [*groups(3, new=new), *singles(new=new)]
+    told = []
+    got = answers(model, tokenizer, prompts, batch_tokens, told.append)
+    assert got == one_at_a_time(model, tokenizer, prompts)
+    assert sum(told) == len(prompts)
+
+
+@torch.no_grad()
+def test_transformers_says_the_same(build, tokenizer, end):
+    model = build()
+    hf, prompts = published("Llama", model), groups(2)
+    ids = torch.tensor([prompt.tokens for prompt in prompts])
+    out = hf.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=6,
+        do_sample=False,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+    expected = tokenizer.decode_batch(out[:, ids.shape[1] :].tolist())
+    assert answers(model, tokenizer, prompts, 1000) == expected
+
+
+def test_a_group_reads_its_common_beginning_once(build, tokenizer, read, monkeypatch):
+    monkeypatch.setattr(answering, "ENOUGH", 0)
+    model = build()
+    shapes = read(model)
+    prompts = groups(1, cuts=(10, 20, 30), new=1)
+    answers(model, tokenizer, prompts, 4096)
+    cuts = [round(prompt.depth * 40) for prompt in prompts]
+    assert shapes == [(1, 40), *((1, 40 - cut) for cut in sorted(cuts)[:-1])]
+
+
+def test_prompts_with_little_in_common_are_read_as_they_are(build, tokenizer, read):
+    model = build()
+    shapes = read(model)
+    answers(model, tokenizer, groups(1, cuts=(0, 2, 4), new=1), 4096)
+    assert shapes == [(3, 40)]
+
+
+def test_one_token_answers_take_one_forward_pass_a_batch(build, tokenizer, read):
+    model = build()
+    shapes = read(model)
+    answers(model, tokenizer, [replace(p, group=None) for p in groups(2, new=1)], 4 * 41)
+    assert shapes == [(4, 40), (4, 40), (2, 40)]
+
+
+def test_an_answer_ends_where_nothing_can_change_any_more(build, tokenizer):
+    model, prompts = build(), groups(2, new=12)
+    whole = answers(model, tokenizer, prompts, 1000)
+    asked = [
+        replace(prompt, answers=(text.split()[2],))
+        for prompt, text in zip(prompts, whole, strict=True)
+    ]
+    got = answers(model, tokenizer, asked, 1000, stop=lambda text, right: right[0] in text.split())
+    for text, prompt, short in zip(whole, asked, got, strict=True):
+        until = text.split().index(prompt.answers[0]) + 1
+        assert short.split() == text.split()[:until]
+
+
+def test_end_of_text_ends_an_answer_and_is_no_part_of_it(build, tokenizer, end):
+    model, (prompt,) = build(), groups(1, cuts=(5,))
+    with torch.no_grad():
+        model.head[end] = 0
+        state = model.hidden_states(torch.tensor([prompt.tokens]))[0, -1]
+        model.head[end] = 50 * state
+    assert answers(model, tokenizer, [prompt], 1000) == [""]
+
+
+def test_no_prompts_no_answers(build, tokenizer):
+    assert answers(build(), tokenizer, [], 100) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(2, 30), st.integers(1, 3)), max_size=30),
+    st.integers(1, 200),
+)
+def test_every_prompt_is_in_one_batch_within_the_budget(kinds, budget):
+    prompts = [
+        Prompt((group,) * (size - 1) + (index,), (), new, depth=index / 30, group=group or None)
+        for index, (group, size, new) in enumerate(kinds)
+    ]
+    batches = list(answering._batches(prompts, budget))
+    assert sorted(i for batch in batches for i in batch.prompts) == list(range(len(prompts)))
+    for batch in batches:
+        sizes = {len(prompts[i].tokens) for i in batch.prompts}
+        (new,) = {prompts[i].new_tokens for i in batch.prompts}
+        assert len(batch.prompts) == 1 or len(batch.prompts) * (max(sizes) + new) <= budget
+        if batch.cuts:
+            assert len(sizes) == 1
+            assert list(batch.cuts) == sorted(batch.cuts)
+            assert max(batch.cuts) < max(sizes)
+            groups = len(batch.prompts) // (len(batch.cuts) + 1)
+            trunks = batch.prompts[-groups:]
+            for place, index in enumerate(batch.prompts[:-groups]):
+                cut, trunk = batch.cuts[place // groups], trunks[place % groups]
+                assert prompts[index].tokens[:cut] == prompts[trunk].tokens[:cut]

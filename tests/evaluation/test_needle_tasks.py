@@ -1,0 +1,215 @@
+"""Needle tasks say what they hide once, ask for it at the end, and are exactly as long as asked."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.evaluation.test_haystack import TEXTS, TOKENIZERS
+from trainer.data.tokenizer import END_OF_TEXT
+from trainer.errors import UserError
+from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.needles.quiz import listed
+from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.needles.tasks import FILLER, NEEDLE_TASKS
+from trainer.evaluation.needles.words import draw_keys, draw_values, words
+
+SETTINGS = NeedleTaskSettings(trials=6, depths=(0.0, 0.4, 1.0))
+NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")
+SEVERAL = ("multi_query", "multi_key", "multi_value")
+
+
+@pytest.fixture(params=TOKENIZERS)
+def haystack(request):
+    tokenizer = TOKENIZERS[request.param]
+    bos = "</s>" if request.param == "metaspace" else END_OF_TEXT
+    return Haystack(tokenizer, TEXTS, (tokenizer.token_to_id(bos),))
+
+
+def text_of(haystack, prompt):
+    return haystack.tokenizer.decode(list(prompt.tokens))
+
+
+@pytest.mark.parametrize("length", [900, 1201])
+@pytest.mark.parametrize("name", NEEDLE_TASKS)
+def test_prompt_and_answer_have_exactly_the_length(haystack, name, length):
+    task = NEEDLE_TASKS[name](haystack, SETTINGS)
+    prompts = task.prompts(length)
+    assert len(prompts) == (6 if name in SEVERAL else 18)
+    for prompt in prompts:
+        assert len(prompt.tokens) + prompt.new_tokens == length
+        assert prompt.tokens[:1] == haystack.bos
+        answer = haystack.tokenizer.encode(" " + ", ".join(prompt.answers)).ids
+        assert len(answer) <= prompt.new_tokens
+
+
+@pytest.mark.parametrize("name", [name for name in NEEDLE_TASKS if name != "passkey"])
+def test_needles_and_answers_are_in_the_text_once(haystack, name):
+    needles = 4 if name in SEVERAL else 1
+    for prompt in NEEDLE_TASKS[name](haystack, SETTINGS).prompts(900):
+        text = text_of(haystack, prompt)
+        found = NEEDLE.findall(text)
+        assert len(found) == len(set(found)) == needles
+        assert len({value for _, value in found}) == needles
+        assert len({key for key, _ in found}) == (1 if name == "multi_value" else needles)
+        assert set(prompt.answers) <= {value for _, value in found}
+        for answer in prompt.answers:
+            assert text.count(answer) == 1
+
+
+def question(text):
+    return text.rsplit("The special magic", 1)[1]
+
+
+def test_one_key_is_asked_for(haystack):
+    for name in ("standard", "noisy", "multi_key"):
+        for prompt in NEEDLE_TASKS[name](haystack, SETTINGS).prompts(900):
+            text = text_of(haystack, prompt)
+            (answer,) = prompt.answers
+            key = {value: key for key, value in NEEDLE.findall(text)}[answer]
+            assert question(text) == f" number for {key} mentioned in the provided text is:"
+
+
+def test_all_keys_are_asked_for_in_the_order_of_the_answers(haystack):
+    for prompt in NEEDLE_TASKS["multi_query"](haystack, SETTINGS).prompts(900):
+        text = text_of(haystack, prompt)
+        keys = {value: key for key, value in NEEDLE.findall(text)}
+        a, b, c, d = (keys[answer] for answer in prompt.answers)
+        expected = f" numbers for {a}, {b}, {c}, and {d} mentioned in the provided text are:"
+        assert question(text) == expected
+
+
+def test_all_values_of_a_key_are_asked_for(haystack):
+    for prompt in NEEDLE_TASKS["multi_value"](haystack, SETTINGS).prompts(900):
+        text = text_of(haystack, prompt)
+        found = NEEDLE.findall(text)
+        assert {value for _, value in found} == set(prompt.answers)
+        asked = f"What are all the special magic numbers for {found[0][0]} mentioned"
+        assert text.count(asked) == 1
+
+
+def test_a_pass_key_is_in_one_sentence_of_a_text_that_repeats(haystack):
+    task = NEEDLE_TASKS["passkey"](haystack, SETTINGS)
+    for prompt in task.prompts(700):
+        text = text_of(haystack, prompt)
+        (key,) = prompt.answers
+        assert re.fullmatch(r"\d{5}", key)
+        needle = f"The pass key is {key}. Remember it. {key} is the pass key."
+        assert text.count(needle) == 1
+        assert text.count(key) == 2
+        assert text.endswith("What is the pass key? The pass key is")
+        around = " ".join(text.replace(needle, "").split("What is the")[0].split())
+        endless = " ".join([FILLER] * 100)
+        assert around.rstrip("\u2047 ") in endless or endless.startswith(around[:-8])
+
+
+def test_needles_are_where_their_depth_says(haystack):
+    for prompt in NEEDLE_TASKS["standard"](haystack, SETTINGS).prompts(1200):
+        text = text_of(haystack, prompt)
+        begin, end = NEEDLE.search(text).span()
+        last = text.rindex("The special magic")
+        if prompt.depth == 0:
+            assert text[:begin].strip() == ""
+        elif prompt.depth == 1:
+            assert text[end:last].strip() == ""
+        else:
+            tokens = len(haystack.tokenizer.encode(text[:begin]).ids)
+            assert tokens / 1200 == pytest.approx(prompt.depth, abs=0.1)
+            assert text[end].isspace()
+            assert text[:begin].rstrip()[-1] in '.!?")' or text[end] == "\n"
+
+
+def test_several_needles_are_anywhere(haystack):
+    settings = replace(SETTINGS, trials=60)
+    for name in SEVERAL:
+        depths = [p.depth for p in NEEDLE_TASKS[name](haystack, settings).prompts(900)]
+        expected = 0.5 if name == "multi_key" else 1 / 5  # the first of four uniform ones
+        assert np.mean(depths) == pytest.approx(expected, abs=0.1)
+        assert all(p.group is None for p in NEEDLE_TASKS[name](haystack, settings).prompts(900))
+
+
+def test_trials_of_one_text_are_a_group_and_begin_alike(haystack):
+    prompts = NEEDLE_TASKS["standard"](haystack, SETTINGS).prompts(900)
+    for number in range(6):
+        group = prompts[3 * number : 3 * number + 3]
+        assert [(p.group, p.depth) for p in group] == [(number, d) for d in SETTINGS.depths]
+        differs = np.array(group[1].tokens) != np.array(group[2].tokens)
+        assert 0.3 < differs.argmax() / 900 < 0.5
+        assert len({NEEDLE.search(text_of(haystack, p))[0] for p in group}) == 1
+
+
+def test_the_noisy_task_is_the_standard_one_with_sinks_behind_the_needle(haystack):
+    clean = NEEDLE_TASKS["standard"](haystack, SETTINGS).prompts(900)
+    noisy = NEEDLE_TASKS["noisy"](haystack, replace(SETTINGS, sinks=5)).prompts(900)
+    sink = haystack.bos[0]
+    for a, b in zip(clean, noisy, strict=True):
+        assert a.answers == b.answers
+        assert b.tokens.count(sink) == 1 + 5
+        place = b.tokens.index(sink, 1)
+        assert b.tokens[place : place + 5] == (sink,) * 5
+        assert haystack.tokenizer.decode(list(b.tokens[:place])).endswith(f"is: {b.answers[0]}.")
+
+
+@pytest.mark.parametrize("name", NEEDLE_TASKS)
+def test_trials_depend_on_seed_number_and_length_alone(haystack, name):
+    task = NEEDLE_TASKS[name]
+    found = task(haystack, SETTINGS).prompts(900)
+    assert found == task(haystack, SETTINGS).prompts(900)
+    fewer = task(haystack, replace(SETTINGS, trials=2)).prompts(900)
+    assert fewer == found[: len(fewer)]
+    other = task(haystack, replace(SETTINGS, seed=2)).prompts(900)
+    assert not {p.answers for p in other} & {p.answers for p in found}
+    longer = task(haystack, SETTINGS).prompts(1000)
+    assert [p.answers for p in longer] == [p.answers for p in found]
+
+
+@pytest.mark.parametrize("name", NEEDLE_TASKS)
+def test_the_least_length_that_is_named_is_the_least_there_is(haystack, name):
+    task = NEEDLE_TASKS[name](haystack, SETTINGS)
+    with pytest.raises(UserError, match=f"evaluation.lengths: .* for {name}, .* got 10") as error:
+        task.prompts(10)
+    least = int(re.search(r"at least (\d+)", str(error.value))[1])
+    assert len(task.prompts(least)[0].tokens) + task.new_tokens == least
+    with pytest.raises(UserError):
+        task.prompts(least - 1)
+
+
+def test_values_are_not_in_the_text_already():
+    """Of all two-digit numbers one is left."""
+    taken = " ".join(str(n) for n in range(10, 100) if n != 54)
+    for seed in range(3):
+        assert draw_values(1, 2, taken, np.random.default_rng(seed)) == ["54"]
+
+
+@given(st.integers(1, 40), st.integers(0, 999))
+def test_keys_and_values_are_different_ones(count, seed):
+    random = np.random.default_rng(seed)
+    keys, values = draw_keys(count, random), draw_values(count, 7, "", random)
+    assert len(set(keys)) == len(set(values)) == count
+    for key in keys:
+        adjective, noun = key.split("-")
+        assert adjective in words("adjective")
+        assert noun in words("noun")
+    assert all(re.fullmatch(r"[1-9]\d{6}", value) for value in values)
+
+
+def test_lists_are_written_as_in_english():
+    assert [listed(list(items)) for items in ("a", "ab", "abc")] == ["a", "a and b", "a, b, and c"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trials": 0}, "evaluation.needles.trials: expected 1 or more, got 0"),
+        ({"needles": 0}, "evaluation.needles.needles: expected 1 or more, got 0"),
+        ({"depths": (0.5, 1.2)}, r"evaluation.needles.depths: .* got \[0.5, 1.2\]"),
+        ({"depths": ()}, r"evaluation.needles.depths: .* got \[\]"),
+    ],
+)
+def test_impossible_settings_are_named(change, message):
+    assert SETTINGS.problems() == []
+    (problem,) = replace(SETTINGS, **change).problems()
+    assert re.match(message, problem)

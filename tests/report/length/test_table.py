@@ -1,0 +1,87 @@
+"""What stands in the tables, before it is written in any format."""
+
+import math
+
+from tests.report.length.examples import cell, example, report
+from trainer.report.length.table import number, perplexity, tables
+from trainer.report.lengths import PERPLEXITY
+
+
+def by_key(made):
+    return {table.key: table for table in tables(made)}
+
+
+def test_the_mean_comes_first_and_perplexity_last():
+    made = example(models=("RoPE", "DroPE"), methods=("none", "yarn"), trials=18, longbench=True)
+    titles = [table.title for table in tables(made)]
+    assert titles == [
+        "Mean over tasks",
+        "Multi-key needles",
+        "Multi-value needles",
+        "LongBench",
+        "LongBench by label",
+        "LongBench by label",
+        "Held-out perplexity",
+    ]
+
+
+def test_a_cell_is_a_mean_half_its_interval_and_a_mark():
+    better = cell([1.0] * 9 + [0.0] * 11, method="yarn")
+    table = by_key(report(cell([0.0] * 20), better))["multi_key"]
+    (_, _, (plain,)), (_, _, (yarn,)) = table.rows
+    assert (plain.value, plain.mark, plain.best) == ("0.0", "", False)
+    # Wilson: 9 of 20 is 25.8 to 65.8; nine discordant pairs in one direction: p = 2 / 2^9.
+    assert (yarn.value, yarn.half, yarn.mark, yarn.best) == ("45.0", "20.0", "↑", True)
+
+
+def test_columns_are_lengths_and_say_which_was_trained():
+    table = by_key(report(cell([1.0], length=2048), cell([1.0], length=1024)))["multi_key"]
+    assert table.columns == (("1024 tokens", "1× (trained)"), ("2048 tokens", "2×"))
+
+
+def test_what_was_not_measured_is_empty_and_rows_of_nothing_are_left_out():
+    made = report(
+        cell([1.0], length=1024),
+        cell([1.0], "DroPE", length=2048),
+        cell([], "NoPE", task=PERPLEXITY, last_loss=3.0),
+    )
+    table = by_key(made)["multi_key"]
+    assert [(model, [e is None for e in entries]) for model, _, entries in table.rows] == [
+        ("RoPE", [False, True]),
+        ("DroPE", [True, False]),
+    ]
+    (row,) = by_key(made)[PERPLEXITY].rows
+    assert row[0] == "NoPE"
+
+
+def test_perplexity_is_exp_of_the_last_loss_and_the_lowest_is_best():
+    made = report(
+        cell([], task=PERPLEXITY, last_loss=math.log(20)),
+        cell([], "DroPE", task=PERPLEXITY, last_loss=math.log(12.345)),
+    )
+    table = by_key(made)[PERPLEXITY]
+    assert [(e.value, e.best) for _, _, (e,) in table.rows] == [("20.00", False), ("12.35", True)]
+    assert perplexity(1e4) == math.inf
+    assert [number(x) for x in (9.876, 123.4, 1e7, math.inf)] == ["9.88", "123", "1e+07", "inf"]
+
+
+def test_averages_by_each_part_of_a_label():
+    labels = ("qa|8–16K", "qa|0–4K", "code|0–4K")
+    made = report(
+        cell([0.2, 0.4, 0.6], task="longbench", labels=labels),
+        cell([0.1, 0.4, 0.9], task="longbench", labels=labels, method="yarn"),
+    )
+    kinds, buckets = (t for t in tables(made) if t.detail)
+    assert kinds.columns == (("code", "1 trial"), ("qa", "2 trials"))
+    assert [e.value for e in kinds.rows[0][2]] == ["60.0", "30.0"]
+    assert buckets.columns == (("0–4K", "2 trials"), ("8–16K", "1 trial"))
+    assert [e.value for e in buckets.rows[1][2]] == ["65.0", "10.0"]
+
+
+def test_a_label_that_all_trials_share_makes_no_table():
+    made = report(cell([0.2, 0.4], task="longbench", labels=("qa", "qa")))
+    assert [table.key for table in tables(made)] == ["longbench"]
+
+
+def test_a_report_without_cells_has_no_tables():
+    assert tables(report()) == []

@@ -1,0 +1,207 @@
+"""The directory of a length report: figures with their numbers, one page that needs nothing else,
+and the report itself as the last file."""
+
+import csv
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from tests.report.length.examples import DEPTHS, cell, example, report
+from trainer.errors import UserError
+from trainer.report.length.figures import write_length_figures
+from trainer.report.length.heatmap import Depths
+from trainer.report.length.html import lead, measured
+from trainer.report.length.outcomes import Outcomes
+from trainer.report.length.panels import is_panelled
+from trainer.report.length.writing import read_length_report, write_length_report
+from trainer.report.lengths import PERPLEXITY
+
+FIGURES = {
+    "success_mean",
+    "success_multi_key",
+    "success_multi_value",
+    "perplexity_and_retrieval",
+    "perplexity_by_position",
+    "depth_multi_key",
+    "depth_multi_value",
+}
+
+
+@pytest.fixture(scope="module")
+def small():
+    made = example(models=("RoPE", "DroPE"), methods=("none", "crop", "yarn"), trials=20)
+    return report(*made.cells, name="<script>alert(1)</script>", notes=("A note.",))
+
+
+@pytest.fixture(scope="module")
+def written(small, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("lengths")
+    write_length_report(small, directory)
+    return directory
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_everything_is_there_and_nothing_temporary(written):
+    names = {path.name for path in written.iterdir()}
+    assert names == {"report.json", "report.html", "table.md", "table.tex", "table.csv", "figures"}
+    assert {path.name for path in (written / "figures").iterdir()} == {
+        f"{name}.{kind}" for name in FIGURES for kind in ("svg", "png", "csv")
+    }
+
+
+def test_the_report_comes_back_and_a_cell_is_a_line(small, written):
+    assert read_length_report(written / "report.json") == small
+    text = (written / "report.json").read_text()
+    assert sum(line.startswith('{"model"') for line in text.splitlines()) == len(small.cells)
+    json.loads(text, parse_constant=pytest.fail)
+
+
+def test_the_report_is_the_last_file(small, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("trainer.report.length.writing.write_length_html", fail)
+    monkeypatch.setattr("trainer.report.length.writing.write_length_figures", lambda *_: [])
+    with pytest.raises(OSError, match="disk full"):
+        write_length_report(small, tmp_path)
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize("text", ["{", '{"name": 1}', "[]"])
+def test_what_is_no_report_is_refused_by_name(tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(UserError, match=r"report\.json is not a length report"):
+        read_length_report(tmp_path / "report.json")
+
+
+def test_figures_are_the_same_in_every_repetition(small, written, tmp_path):
+    drawn = write_length_figures(small, tmp_path)
+    assert {figure.path.stem for figure in drawn} == FIGURES
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (written / "figures" / path.name).read_bytes(), path.name
+
+
+def test_the_numbers_of_a_figure_lie_beside_it(small, written):
+    found = {(c.model, c.method, c.task, c.length): c for c in small.cells}
+    for row in read_csv(written / "figures" / "success_multi_key.csv"):
+        scores = found[row["model"], row["method"], "multi_key", int(row["length"])].scores
+        assert float(row["success"]) == pytest.approx(np.mean(scores))
+    for row in read_csv(written / "figures" / "perplexity_by_position.csv"):
+        own = found[row["model"], row["method"], PERPLEXITY, 8192]
+        index = own.edges.index(int(row["from_position"]))
+        assert float(row["perplexity"]) == pytest.approx(math.exp(own.losses[index]))
+    for row in read_csv(written / "figures" / "depth_multi_key.csv"):
+        own = found[row["model"], row["method"], "multi_key", int(row["length"])]
+        near = [
+            s for s, d in zip(own.scores, own.depths, strict=True) if 100 * d == int(row["depth"])
+        ]
+        assert float(row["success"]) == pytest.approx(np.mean(near))
+    rows = read_csv(written / "figures" / "perplexity_and_retrieval.csv")
+    assert {(row["model"], row["method"]) for row in rows} == {
+        *(("RoPE", "none"), ("RoPE", "crop"), ("RoPE", "yarn"), ("DroPE", "none")),
+    }
+
+
+def test_depths_are_rows_of_their_own_until_there_are_many():
+    few = Depths.of([cell([1.0] * 5, depths=DEPTHS)])
+    assert few.names == ("0", "25", "50", "75", "100")
+    depths = tuple(np.linspace(0, 1, 31).tolist())
+    many = Depths.of([cell([1.0] * 31, depths=depths)])
+    assert many.names[0] == "0–10"
+    assert many.names[-1] == "90–100"
+    # The end of the text belongs to the last tenth; a tenth without trials is not a zero.
+    assert many.means(cell([0.5], depths=(1.0,)))[-1] == 0.5
+    assert math.isnan(many.means(cell([0.5], depths=(1.0,)))[0])
+
+
+def test_many_lines_are_shared_out_among_panels():
+    assert not is_panelled([("RoPE", str(i)) for i in range(20)])
+    assert not is_panelled([("RoPE", "a"), ("RoPE", "b"), ("DroPE", "a")])
+    assert is_panelled([(model, str(i)) for model in ("RoPE", "DroPE") for i in range(4)])
+
+
+def test_many_models_and_methods_are_drawn(tmp_path):
+    made = example(methods=("none", "yarn"), factors=(1, 2), trials=10)
+    made = report(*(c for c in made.cells if c.task == "multi_key"))
+    drawn = write_length_figures(made, tmp_path)
+    assert [figure.path.name for figure in drawn] == [
+        *("success_multi_key.svg", "depth_multi_key.svg"),
+    ]
+    assert "Grey" in drawn[0].caption
+
+
+def test_models_that_differ_in_punctuation_share_no_file(tmp_path):
+    cells = [
+        cell([1.0, 0.0], model, method, length=n, depths=(0.0, 1.0))
+        for model in ("a+b", "a b")
+        for method in map(str, range(8))
+        for n in (1024,)
+    ]
+    drawn = write_length_figures(report(*cells), tmp_path)
+    assert len({figure.path for figure in drawn}) == len(drawn) == 2
+
+
+def test_a_report_without_numbers_draws_nothing(tmp_path):
+    assert write_length_figures(report(), tmp_path) == []
+
+
+class _Page(HTMLParser):
+    """Collects what the page would load, and its visible words."""
+
+    def __init__(self):
+        super().__init__()
+        self.loads, self.tags, self.words = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [v for k, v in attrs if k in ("src", "href", "data", "srcset", "poster")]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_page_needs_nothing_else(written):
+    text = (written / "report.html").read_text(encoding="utf-8")
+    page = _Page()
+    page.feed(text)
+    assert len(page.loads) == len(FIGURES)
+    assert all(load.startswith("data:image/svg+xml;base64,") for load in page.loads)
+    assert "script" not in page.tags
+    assert not re.search(r"@import|url\(", text)
+    words = " ".join(" ".join(page.words).split())
+    for part in ("<script>alert(1)</script>", "A note.", "Figure 5 of", "McNemar"):
+        assert part in words
+
+
+def test_the_page_has_every_table(small, written):
+    text = (written / "report.html").read_text(encoding="utf-8")
+    assert re.findall(r"<b>Table \d\. (.*?)\.</b>", text) == [
+        *("Mean over tasks", "Multi-key needles", "Multi-value needles", "Held-out perplexity"),
+    ]
+    outcomes = Outcomes(small)
+    assert text.count('<th scope="row"') == 4 * len(outcomes.rows)
+
+
+def test_the_lead_is_made_of_the_numbers():
+    made = report(cell([0.0] * 10), cell([1.0] * 5 + [0.0] * 5, "DroPE"))
+    assert lead(made) == (
+        "Trained at 1024 tokens and tested at up to 2048 (2×). Of 2 combinations of model and "
+        "method DroPE reaches most there in Multi-key needles: 50.0% (23.7–76.3); RoPE has 0.0% "
+        "(0.0–27.8)."
+    )
+    assert lead(report()) == ""
+
+
+def test_what_was_measured_is_said_in_words(small):
+    words = dict(measured(small))
+    assert words["Models"] == "RoPE, DroPE"
+    assert words["Multi-key needles"].startswith("20 trials at each length")
+    assert words["Lengths in tokens"] == "1024 (1×), 2048 (2×), 4096 (4×), 8192 (8×)"

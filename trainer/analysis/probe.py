@@ -1,0 +1,100 @@
+"""Five numbers that say what attention does in each layer, cheap enough for a model in training.
+
+The mass on the first token (attention sinks, Xiao et al. 2024), the entropy of attention, whose
+collapse comes with instability (Zhai et al. 2023), the largest logit, whose growth does (Dehghani
+et al. 2023), the distance attended over, and the stable rank of the keys (Rudelson and Vershynin
+2007).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.capture import Heads, observing
+from trainer.model.decoder import Decoder
+from trainer.positional.alibi import alibi_slopes
+
+MEASURES = ("sink_mass", "entropy", "distance", "largest_logit", "stable_rank")
+SCORES = 2**22
+"""Scores held at once."""
+
+
+@torch.no_grad()
+def probe(model: Decoder, ids: Tensor) -> dict[str, list[float]]:
+    """Read ``ids`` ``[B, T]``, T at least 2; each of :data:`MEASURES` for every layer.
+
+    ``sink_mass``: attention on the first token. ``entropy``: of attention, 1 where it is uniform
+    over what a query sees. ``distance``: mean distance attended over, in tokens. All three are
+    means over heads and queries but the first, which sees itself alone. ``largest_logit``: max of
+    q k / sqrt(D) over what these queries see. ``stable_rank``: squared Frobenius over squared
+    spectral norm of a head's keys ``[T, D]``, mean over heads and sequences. Queries and keys are
+    those after the encoding.
+    """
+    measured, grams = [], []
+
+    def look(heads: Heads) -> None:
+        with torch.autocast(heads.q.device.type, enabled=False):
+            measured.append(attention_measures(heads))
+            grams.append(heads.rotated_k.mT @ heads.rotated_k)
+
+    with observing(model, look):
+        model(ids.to(model.norm.weight.device), last=1)
+    # All layers in one transfer from the device.
+    ranks = stable_rank(torch.stack(grams)).mean(dim=(1, 2))
+    rows = torch.column_stack([torch.stack(measured), ranks]).T.tolist()
+    return dict(zip(MEASURES, rows, strict=True))
+
+
+def attention_measures(heads: Heads) -> Tensor:
+    """Sink mass, entropy, distance and largest logit of one layer, ``[4]``; see :func:`probe`.
+
+    Goes through blocks of queries, and with a window through those keys that they can see.
+    """
+    k = heads.rotated_k[:, :, None]
+    q = heads.rotated_q.unflatten(1, (k.shape[1], -1)) / math.sqrt(k.shape[-1])
+    B, H, G, T, _ = q.shape
+    window = heads.encoding.window or T
+    slopes = _slopes(heads)
+    sums, largest = q.new_zeros(3), q.new_full((), -math.inf)
+    size = max(1, SCORES // (B * H * G * min(T, window)))
+    for start in range(1, T, size):
+        stop = min(start + size, T)
+        first = max(0, start - window + 1)
+        i = torch.arange(start, stop, device=q.device)[:, None]
+        away = i - torch.arange(first, stop, device=q.device)
+        hidden = (away < 0) | (away >= window)
+        scores = (q[..., start:stop, :] @ k[..., first:stop, :].mT).masked_fill(hidden, -math.inf)
+        largest = torch.maximum(largest, scores.amax())
+        attention = (scores if slopes is None else scores - slopes * away).softmax(dim=-1)
+        # A query that sees itself alone has the entropy 0, whatever that is divided by.
+        most = (i + 1).clamp(max=window).log().clamp(min=1e-6)
+        sums += torch.stack(
+            [
+                attention[..., 0].sum() if first == 0 else sums.new_zeros(()),
+                (torch.special.entr(attention) / most).sum(),
+                (attention * away).sum(),
+            ]
+        )
+    return torch.cat([sums / (B * H * G * (T - 1)), largest[None]])
+
+
+def stable_rank(gram: Tensor) -> Tensor:
+    """Of matrices K ``[..., T, D]`` from K^T K ``[..., D, D]``; not a number where K is not finite
+    or zero."""
+    # The decomposition refuses what is not finite.
+    finite = gram.isfinite().all(dim=-1).all(dim=-1)[..., None, None]
+    gram = torch.where(finite, gram, 0.0)
+    return gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / torch.linalg.eigvalsh(gram)[..., -1]
+
+
+def _slopes(heads: Heads) -> Tensor | None:
+    """ALiBi's ``[Hkv, Hq / Hkv, 1, 1]``, 0 where a key-value head has no bias."""
+    biased = [spectrum.alibi for spectrum in heads.encoding.spectra]
+    if not any(biased):
+        return None
+    slopes = torch.tensor(alibi_slopes(heads.q.shape[1]), device=heads.q.device)
+    on = torch.tensor(biased, device=slopes.device)[:, None]
+    return (slopes.unflatten(0, (len(biased), -1)) * on)[..., None, None]

@@ -1,0 +1,199 @@
+"""Greedy answers to prompts, reading what prompts have in common only once.
+
+Prompts of a group, say one text with a needle at several depths, begin alike. The one that has most
+in common with the others, the trunk, is read first; the others go on from a copy of its keys and
+values up to where they leave it. Groups are read side by side, and all their prompts then grow
+together. Everything else is :func:`generate`'s.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from trainer.data.order import Integers
+from trainer.data.tokenizer import end_of_text
+from trainer.evaluation.prompts import Prompt, Stop
+from trainer.model.cache import KVCache
+from trainer.model.decoder import Decoder
+from trainer.model.generation import generate, go_on
+
+WORTH_SHARING = 0.15
+"""Share of the tokens to read that must be saved; smaller forward passes cost about as much."""
+ENOUGH = 512
+"""Tokens in a forward pass, if need be with some that the trunk has read already."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Prompts to answer together, by their indices.
+
+    ``cuts``: where prompts leave the trunk of their group, ascending; none where nothing is shared.
+    Otherwise ``prompts`` are first those that leave at ``cuts[0]``, one of every group, and last
+    the trunks.
+    """
+
+    prompts: tuple[int, ...]
+    cuts: tuple[int, ...] = ()
+
+
+@torch.no_grad()
+def answers(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    batch_tokens: int,
+    done: Callable[[int], None] | None = None,
+    stop: Stop | None = None,
+) -> list[str]:
+    """What the model says after each prompt, as if it were alone.
+
+    An answer ends at end-of-text, after ``new_tokens`` of its prompt, or where ``stop`` says.
+
+    Args:
+        model: a decoder.
+        tokenizer: its tokenizer.
+        prompts: in any order.
+        batch_tokens: tokens of the prompts that are read and kept at once (at least one prompt).
+        done: told how many prompts have been answered since it was told last.
+        stop: asked of every answer after each of its tokens.
+    """
+    texts = [""] * len(prompts)
+    end = end_of_text(tokenizer)
+    for batch in _batches(prompts, batch_tokens):
+        asked = [prompts[index] for index in batch.prompts]
+        said: list[list[int]] = [[] for _ in asked]
+
+        def on_token(row: int, token: int, asked: Any = asked, said: Any = said) -> bool:
+            said[row].append(token)
+            return stop is not None and stop(tokenizer.decode(said[row]), asked[row].answers)
+
+        _answer(model, asked, batch.cuts, end, on_token)
+        for index, tokens in zip(batch.prompts, said, strict=True):
+            texts[index] = tokenizer.decode(tokens[:-1] if tokens[-1:] == [end] else tokens)
+        if done is not None:
+            done(len(asked))
+    return texts
+
+
+def _answer(
+    model: Decoder,
+    prompts: Sequence[Prompt],
+    cuts: Sequence[int],
+    end: int,
+    on_token: Callable[[int, int], bool],
+) -> None:
+    """Greedily; all are allowed equally many tokens."""
+    tokens, count = [prompt.tokens for prompt in prompts], prompts[0].new_tokens
+    if cuts:
+        logits, cache = _read(model, tokens, cuts, count)
+        go_on(model, logits, cache, count, end_tokens=(end,), on_token=on_token)
+    elif count == 1 and len(set(map(len, tokens))) == 1:
+        # Nothing goes on from here, so that nothing has to be kept.
+        ids = torch.tensor(tokens, device=model.embed_tokens.weight.device)
+        for row, token in enumerate(model(ids, last=1)[:, 0].argmax(dim=-1).tolist()):
+            on_token(row, token)
+    else:
+        generate(model, tokens, count, end_tokens=(end,), on_token=on_token)
+
+
+def _read(
+    model: Decoder, tokens: Sequence[Sequence[int]], cuts: Sequence[int], new: int
+) -> tuple[Tensor, KVCache]:
+    """Logits ``[B, vocab]`` after prompts of one length, and what was read; see :class:`_Batch`."""
+    weight, length = model.embed_tokens.weight, len(tokens[0])
+    groups = len(tokens) // (len(cuts) + 1)
+    cache = KVCache.empty(model.config, len(tokens), length + new - 1, weight.dtype, weight.device)
+    ids = torch.tensor(tokens, device=weight.device)
+    trunk = cache.part(len(tokens) - groups, groups, 0)
+    of_trunk = model(ids[-groups:], cache=trunk, last=1)[:, 0]
+    logits = []
+    for first, count in _stages(cuts, groups, length):
+        cut, begin, end = cuts[first], first * groups, (first + count) * groups
+        branches = cache.part(begin, end - begin, 0)
+        for copy, read in zip(branches.layers, trunk.layers, strict=True):
+            copy.append(*(x[:, :, :cut].repeat(count, 1, 1, 1) for x in (read.keys, read.values)))
+        logits.append(model(ids[begin:end, cut:], cache=branches, last=1)[:, 0])
+    cache.fill((), length)
+    return torch.cat([*logits, of_trunk]), cache
+
+
+def _stages(cuts: Sequence[int], groups: int, length: int) -> list[tuple[int, int]]:
+    """(first, number) of the cuts whose prompts are read together, all from the first one on."""
+    found: list[tuple[int, int]] = []
+    for index in range(len(cuts)):
+        first, count = found[-1] if found else (0, 0)
+        if found and count * groups * (length - cuts[first]) < ENOUGH:
+            found[-1] = first, count + 1
+        else:
+            found.append((index, 1))
+    return found
+
+
+def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[_Batch]:
+    """Every prompt once, groups that are worth it side by side."""
+    alike: dict[tuple[int | None, int, int], list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        alike[prompt.group, len(prompt.tokens), prompt.new_tokens].append(index)
+    single: list[int] = []
+    sharing: dict[tuple[int, int, int], list[tuple[list[int], Integers]]] = defaultdict(list)
+    for (group, length, new), members in alike.items():
+        fit = batch_tokens // (length + new)
+        parts = -(-len(members) // fit) if fit else len(members)
+        if group is None or parts == len(members):
+            single += members
+            continue
+        # Neighbours in depth have most in common.
+        members.sort(key=lambda index: prompts[index].depth or 0.0)
+        for part in np.array_split(members, parts):
+            order, cuts = _cuts([prompts[index].tokens for index in part])
+            if cuts.sum() < WORTH_SHARING * length * len(part):
+                single += part.tolist()
+            else:
+                sharing[length, new, len(part)].append((part[order].tolist(), cuts))
+    yield from _plain_batches(single, prompts, batch_tokens)
+    for (length, new, size), parts in sharing.items():
+        count = max(1, batch_tokens // (size * (length + new)))
+        for first in range(0, len(parts), count):
+            chosen = parts[first : first + count]
+            rows = np.array([order for order, _ in chosen]).T.flatten()
+            cuts = np.min([cuts for _, cuts in chosen], axis=0)
+            yield _Batch(tuple(rows.tolist()), tuple(cuts.tolist()))
+
+
+def _cuts(tokens: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+    """For prompts ``[n, L]``, the last of them the trunk: their order by where they leave it, and
+    these places ``[n - 1]``, one token at least behind them."""
+    ids = np.array(tokens)
+    differs = ids[:-1] != ids[-1]
+    differs[:, -1] = True
+    cuts = differs.argmax(axis=1)
+    order = cuts.argsort(kind="stable")
+    return np.append(order, len(ids) - 1), cuts[order]
+
+
+def _plain_batches(
+    indices: Sequence[int], prompts: Sequence[Prompt], batch_tokens: int
+) -> Iterator[_Batch]:
+    """Prompts that may say equally much, the longest first."""
+    batch: list[int] = []
+    room = new = 0
+    for index in sorted(
+        indices, key=lambda i: (prompts[i].new_tokens, len(prompts[i].tokens)), reverse=True
+    ):
+        prompt = prompts[index]
+        if batch and (prompt.new_tokens != new or (len(batch) + 1) * room > batch_tokens):
+            yield _Batch(tuple(batch))
+            batch = []
+        if not batch:
+            new, room = prompt.new_tokens, len(prompt.tokens) + prompt.new_tokens
+        batch.append(index)
+    if batch:
+        yield _Batch(tuple(batch))

@@ -1,0 +1,145 @@
+"""Text to hide needles in: one stream of tokens, excerpts of exact lengths, and where another
+sentence can be put in.
+
+Prompts are put together from tokens, not from text, so that they have exactly the length asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from trainer.data.order import Integers
+from trainer.errors import UserError
+
+NEAR = 0.05
+"""Share of an excerpt by which a place may miss its depth in favour of a sentence's or word's
+beginning."""
+SENTENCE_ENDS = re.compile(r"""[.!?]["')\]]*$""")
+ANCHOR = "."
+"""Text before a text, so that a tokenizer takes the latter for the middle of something longer."""
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """``tokens`` of running text. ``sentences``, ``words``: ascending indices of tokens that begin
+    with white space, behind a sentence or line, and behind any word."""
+
+    tokens: list[int]
+    sentences: Integers
+    words: Integers
+
+    def place(self, depth: float) -> int:
+        """Where to put something in: before which token.
+
+        Args:
+            depth: 0 for the beginning, 1 for the end, both exact. Between them a sentence's end
+                that is near, or else a word's, is preferred to the exact place.
+        """
+        wanted = round(depth * len(self.tokens))
+        if 0 < wanted < len(self.tokens):
+            for places in (self.sentences, self.words):
+                found = places[np.abs(places - wanted).argmin()] if len(places) else -1
+                if abs(found - wanted) <= NEAR * len(self.tokens):
+                    return int(found)
+        return wanted
+
+    def with_insertions(self, insertions: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
+        """The tokens with others put in, each given with its place."""
+        found: list[int] = []
+        done = 0
+        for place, tokens in sorted(insertions, key=lambda insertion: insertion[0]):
+            found += self.tokens[done:place]
+            found += tokens
+            done = place
+        return tuple(found + self.tokens[done:])
+
+
+class Haystack:
+    """Documents as one stream of tokens, a blank line before each.
+
+    ``bos``: tokens before every prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, documents: list[str], bos: tuple[int, ...]) -> None:
+        self.tokenizer = tokenizer
+        self.documents = documents
+        self.bos = bos
+
+    @cached_property
+    def tokens(self) -> Integers:
+        """The stream, made when it is first needed."""
+        blank = self.encode("\n\n")
+        found = self.tokenizer.encode_batch(self.documents, add_special_tokens=False)
+        return np.concatenate([np.array([*blank, *e.ids], dtype=np.int32) for e in found])
+
+    @cached_property
+    def numbers(self) -> str:
+        """All runs of five and more digits in the text: a value that is in none is a new one."""
+        return " ".join(n for text in self.documents for n in re.findall(r"[0-9]{5,}", text))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text that goes on from another one."""
+        before = len(self._anchor)
+        ids = self.tokenizer.encode(ANCHOR + text, add_special_tokens=False).ids
+        if ids[:before] == self._anchor:
+            return ids[before:]
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def excerpt(self, length: int, random: np.random.Generator) -> Excerpt:
+        """``length`` tokens from a random sentence or line on, where there is one early enough.
+
+        Raises:
+            UserError: there are fewer tokens.
+        """
+        room = len(self.tokens) - length
+        if room < 0:
+            raise UserError(
+                f"evaluation.text: expected at least {length} tokens for one haystack, got "
+                f"{len(self.tokens)}; give more text or shorter lengths."
+            )
+        last = np.searchsorted(self._starts, room, side="right")
+        begin = self._starts[random.integers(last)]
+        return self.marked(self.tokens[begin : begin + length])
+
+    def marked(self, tokens: Integers) -> Excerpt:
+        """Tokens of the stream with the places between their sentences and words."""
+        # Prompts then hold the same few Python integers: 8 bytes a token instead of 36.
+        shared = list(map(self._integers.__getitem__, tokens.tolist()))
+        return Excerpt(shared, *self._places(tokens))
+
+    def _places(self, tokens: Integers) -> tuple[Integers, Integers]:
+        opens, breaks, stops = self._kinds[:, tokens]
+        ends = breaks[1:] | (opens[1:] & stops[:-1])
+        return ends.nonzero()[0] + 1, opens[1:].nonzero()[0] + 1
+
+    @cached_property
+    def _starts(self) -> Integers:
+        return np.concatenate([[0], self._places(self.tokens)[0]])
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
+
+    @cached_property
+    def _integers(self) -> list[int]:
+        return list(range(self._kinds.shape[1]))
+
+    @cached_property
+    def _kinds(self) -> NDArray[np.bool_]:
+        """``[3, V]``: does a token begin with white space, break a line, end a sentence?"""
+        ids = np.unique(self.tokens)
+        known = len(self.tokenizer.decode(self._anchor))
+        texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
+        kinds = np.zeros((3, self.tokens.max(initial=0) + 1), dtype=bool)
+        for token, whole in zip(ids, texts, strict=True):
+            text = whole[known:]
+            stops = SENTENCE_ENDS.search(text.rstrip()) is not None
+            kinds[:, token] = text[:1].isspace(), text[:1] == "\n", stops
+        return kinds

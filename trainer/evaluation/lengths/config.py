@@ -1,0 +1,105 @@
+"""What a length evaluation is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainer.errors import did_you_mean
+from trainer.evaluation.dope import DopeSettings
+from trainer.evaluation.lengths.methods import part_problems
+from trainer.evaluation.longbench.tasks import LongBenchSettings
+from trainer.evaluation.many_shot import ManyShotSettings
+from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.ruler.tasks import RulerSettings
+from trainer.evaluation.weighted_rope import WeightedRopeSettings
+from trainer.report.lengths import PERPLEXITY
+
+STATEMENTS, RULER, LONGBENCH, MANY_SHOT = "statements", "ruler", "longbench", "many_shot"
+TASKS = (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
+
+
+@dataclass(frozen=True)
+class TemperatureSettings:
+    """Softmax temperature: ``grid`` of coefficients c of 1 + c ln s that is searched, and whether s
+    is that of the sequence or of each ``query``."""
+
+    grid: list[float] = field(
+        default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
+    )
+    per: Literal["sequence", "query"] = "sequence"
+
+
+@dataclass(frozen=True)
+class LongRopeSettings:
+    """``evaluations``: sets of factors that the search tries at each length. ``windows``: held-out
+    windows it tries them on."""
+
+    evaluations: int = 64
+    windows: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LengthConfig:
+    """Methods, tasks and lengths, and how carefully.
+
+    ``lengths``: multiples of the training length. ``methods``: names, or several joined by ``+``
+    (``yarn+dope``), applied from left to right. ``tasks``: of :data:`TASKS`. ``windows``: held-out
+    windows of the perplexity at each length, of which the ``last`` tokens are reported (null: as
+    many as the training length); ``fit_windows``: validation windows for what is
+    fitted. ``batch_tokens``: tokens in one forward pass. ``dtype``: of the weights. ``needles``: of
+    the trained statements and of all tasks with needles; ``ruler``, ``longbench``, ``many_shot``:
+    of those tasks.
+    """
+
+    lengths: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
+    methods: list[str] = field(default_factory=lambda: ["none"])
+    tasks: list[str] = field(default_factory=lambda: [PERPLEXITY])
+    windows: int = 96
+    last: int | None = None
+    fit_windows: int = 32
+    batch_tokens: int = 16384
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
+    longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
+    dope: DopeSettings = field(default_factory=DopeSettings)
+    weighted_rope: list[WeightedRopeSettings] = field(
+        default_factory=lambda: [WeightedRopeSettings()]
+    )
+    needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
+    ruler: RulerSettings = field(default_factory=RulerSettings)
+    longbench: LongBenchSettings = field(default_factory=LongBenchSettings)
+    many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = []
+        if not self.lengths or min(self.lengths) <= 0:
+            found.append(
+                "evaluation.lengths: expected positive multiples of the training length, got "
+                f"{self.lengths}."
+            )
+        for key in ("methods", "tasks"):
+            if not getattr(self, key):
+                found.append(f"evaluation.{key}: expected one or more, got none.")
+        for key in ("windows", "last", "fit_windows", "batch_tokens"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                found.append(f"evaluation.{key}: expected 1 or more, got {value}.")
+        if not self.temperature.grid or min(self.temperature.grid) < 0:
+            found.append("evaluation.temperature.grid: expected coefficients of 0 or more.")
+        for key in ("evaluations", "windows"):
+            if getattr(self.longrope, key) < 1:
+                found.append(f"evaluation.longrope.{key}: expected 1 or more.")
+        found += [
+            f"evaluation.tasks: unknown task {name!r}.{did_you_mean(name, TASKS)}"
+            for name in self.tasks
+            if name not in TASKS
+        ]
+        for method in self.methods:
+            found += part_problems(method)
+        groups = (self.dope, *self.weighted_rope, self.needles, self.ruler, self.longbench)
+        for group in (*groups, self.many_shot):
+            found += group.problems()
+        return found

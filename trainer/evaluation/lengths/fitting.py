@@ -1,0 +1,64 @@
+"""What methods that choose something on held-out text choose it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.data.order import Integers
+from trainer.evaluation.lengths.store import Store
+from trainer.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class FitText:
+    """Validation text, apart from what is reported.
+
+    ``windows``: ``[N, length]`` tokens for every length, which end at the same places.
+    ``fingerprint``: of the text and its tokens.
+    """
+
+    windows: dict[int, Integers]
+    end_of_text: int
+    fingerprint: str
+
+
+@dataclass
+class Fitting:
+    """One model, the text, and what was chosen so far; choices are kept in the store.
+
+    ``notes``: what was chosen, in words. ``temperature``: the softmax temperature, if that was.
+    """
+
+    model: Decoder
+    fingerprint: str
+    text: FitText
+    store: Store
+    batch_tokens: int
+    notes: list[str] = field(default_factory=list)
+    temperature: dict[str, Any] | None = None
+
+    def beyond(self) -> dict[int, Integers]:
+        """The windows longer than the training length."""
+        C = self.model.layout.training_length
+        return {length: windows for length, windows in self.text.windows.items() if length > C}
+
+    def ids(self, factor: float, texts: int = 4) -> Tensor:
+        """``[texts, length]`` tokens on the model's device, to look at queries and keys."""
+        windows = self.text.windows[round(factor * self.model.layout.training_length)]
+        return torch.from_numpy(windows[:texts]).to(self.model.norm.weight.device)
+
+    def kept(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
+        """A choice, made once for these weights, this text and these settings."""
+        sizes = {length: len(windows) for length, windows in self.text.windows.items()}
+        key = {
+            "model": self.fingerprint,
+            "text": self.text.fingerprint,
+            "windows": sizes,
+            "settings": settings,
+        }
+        return self.store.get(kind, key, make)

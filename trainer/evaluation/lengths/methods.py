@@ -1,0 +1,222 @@
+"""Methods by their names: parts that change a layout for an extension factor, joined by ``+``.
+
+What a part chooses on held-out text it chooses for the layout that the parts before it give, so
+that every intervention goes with every rescaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import did_you_mean
+from trainer.evaluation import dope, weighted_rope
+from trainer.evaluation.interventions import reading_with
+from trainer.evaluation.lengths.fitting import Fitting
+from trainer.evaluation.longrope import search_longrope
+from trainer.evaluation.methods import TITLES, Method, rotates, tempered, windowed, with_factors
+from trainer.evaluation.temperature import fit_coefficient
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import DYNAMIC, RESCALINGS
+from trainer.positional.spectrum import Spectrum
+
+if TYPE_CHECKING:
+    from trainer.evaluation.lengths.config import LengthConfig
+
+LayoutAt = Callable[[float], Layout]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that is done. ``rotation``: whether it does something to rotating heads only.
+    ``uses``: keys of the configuration that it depends on. ``make``: from the layouts before it to
+    those after it."""
+
+    title: str
+    make: Callable[[LayoutAt, Fitting, LengthConfig], LayoutAt]
+    rotation: bool = False
+    uses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A method that is not made yet; ``settings``: all that it depends on beside the model."""
+
+    key: str
+    title: str
+    settings: dict[str, Any]
+    make: Callable[[Fitting], Method]
+
+
+def recipe(name: str, layout: Layout, config: LengthConfig) -> Recipe | str:
+    """The method of that name for a model, or the titles of its parts that need a rotation which
+    the model does not have."""
+    parts = [PARTS[part] for part in name.split("+")]
+    if not rotates(layout):
+        idle = [part.title for part in parts if part.rotation]
+        if idle:
+            return " + ".join(idle)
+
+    def make(fitting: Fitting) -> Method:
+        at: LayoutAt = lambda factor: layout  # noqa: E731
+        for part in parts:
+            at = part.make(at, fitting, config)
+        cropped = "crop" in name.split("+")
+        return Method(name, title, at, layout.training_length if cropped else None)
+
+    title = " + ".join(part.title for part in parts)
+    used = {key: getattr(config, key) for part in parts for key in part.uses}
+    plain = {key: _plain(value) for key, value in used.items()}
+    return Recipe(name, title, plain, make)
+
+
+def part_problems(name: str) -> list[str]:
+    """What is wrong with a method's name, one sentence each."""
+    return [
+        f"evaluation.methods: unknown method {part!r}.{did_you_mean(part, PARTS)}"
+        for part in name.split("+")
+        if part not in PARTS
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return [asdict(item) for item in value] if isinstance(value, list) else asdict(value)
+
+
+def _unchanged(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
+    return before
+
+
+def _each(change: Callable[[Spectrum, float], Spectrum]) -> Callable[..., LayoutAt]:
+    """Every spectrum changed for the factor, which is at least 1."""
+
+    def make(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
+        return lambda factor: before(factor).map(lambda s: change(s, max(factor, 1.0)))
+
+    return make
+
+
+def _windowed(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
+    return lambda factor: windowed(before(factor))
+
+
+def _dropped(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
+    """No encoding at all, without recalibration."""
+    return lambda factor: before(factor).map(lambda s: Spectrum(s.training_length))
+
+
+def _longrope(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
+    settings = config.longrope
+    C = fitting.model.layout.training_length
+
+    def search(factor: float, layout: Layout) -> list[list[float]]:
+        windows = fitting.text.windows[round(factor * C)][: settings.windows]
+        with reading_with(fitting.model, layout):
+            found = search_longrope(
+                fitting.model,
+                windows,
+                fitting.text.end_of_text,
+                factor,
+                budget=settings.evaluations,
+                seed=settings.seed,
+                batch_tokens=fitting.batch_tokens,
+            )
+        return [list(factors) for factors in found]
+
+    def at(factor: float) -> Layout:
+        layout = before(factor)
+        if factor <= 1:
+            return layout
+        asked = [factor, asdict(settings), layout.to_dict()]
+        factors = fitting.kept("longrope", asked, lambda: search(factor, layout))
+        return with_factors(layout, tuple(tuple(row) for row in factors))
+
+    return at
+
+
+def _temperature(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
+    """1 + c ln s (DroPE, App. C.2), c fitted on the lengths beyond the training length."""
+    per = config.temperature.per
+
+    def tempered_with(coefficient: float) -> LayoutAt:
+        return lambda factor: tempered(before(factor), coefficient, per)
+
+    def fit() -> float:
+        return fit_coefficient(
+            fitting.model,
+            tempered_with,
+            fitting.beyond(),
+            fitting.text.end_of_text,
+            config.temperature.grid,
+            fitting.batch_tokens,
+        )
+
+    if not fitting.beyond():
+        return before
+    layouts = [before(n / C).to_dict() for n in fitting.beyond() if (C := _length(fitting))]
+    asked = [layouts, asdict(config.temperature)]
+    coefficient = fitting.kept("temperature", asked, fit)
+    fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, fitted on validation text")
+    fitting.temperature = {
+        "coefficient": coefficient,
+        "per": per,
+        "lengths": list(fitting.beyond()),
+        "text": fitting.text.fingerprint,
+    }
+    return tempered_with(coefficient)
+
+
+def _length(fitting: Fitting) -> int:
+    return fitting.model.layout.training_length
+
+
+def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
+    """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4)."""
+    return lambda factor: tempered(before(factor), 0.1, config.temperature.per, exponent=2.0)
+
+
+def _dope(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
+    def at(factor: float) -> Layout:
+        layout = before(factor)
+        ids = fitting.ids(factor)
+        chosen = dope.select(fitting.model, ids, config.dope, layout)
+        return dope.apply(layout, chosen)
+
+    return at
+
+
+def _weighted_rope(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
+    def at(factor: float) -> Layout:
+        layout = before(factor)
+        ids = fitting.ids(factor)
+        weights = weighted_rope.select(fitting.model, ids, config.weighted_rope, layout)
+        return weighted_rope.apply(layout, weights)
+
+    return at
+
+
+PARTS: dict[str, Part] = {
+    "none": Part("as is", _unchanged),
+    "crop": Part("cropped", _unchanged),
+    "window": Part("sliding window", _windowed),
+    **{
+        name: Part(TITLES[name], _each(change), rotation=True)
+        for name, change in RESCALINGS.items()
+    },
+    **{
+        f"dynamic_{name}": Part(
+            f"dynamic {TITLES[name]}",
+            _each(lambda spectrum, _, change=change: change(spectrum)),
+            rotation=True,
+        )
+        for name, change in DYNAMIC.items()
+    },
+    "longrope": Part("LongRoPE", _longrope, rotation=True, uses=("longrope",)),
+    "temperature": Part("temperature", _temperature, uses=("temperature",)),
+    "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
+    "dope": Part("DoPE", _dope, rotation=True, uses=("dope",)),
+    "weighted_rope": Part("Weighted RoPE", _weighted_rope, rotation=True, uses=("weighted_rope",)),
+    "drop": Part("dropped", _dropped),
+}
+"""By the names that ``evaluation.methods`` takes."""

@@ -1,0 +1,197 @@
+"""The loop over models, methods, tasks and lengths."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from trainer.evaluation.lengths.fitting import FitText, Fitting
+from trainer.evaluation.lengths.methods import Recipe
+from trainer.evaluation.lengths.store import Store
+from trainer.evaluation.lengths.tasks import Measurement
+from trainer.evaluation.methods import Method
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.model.flops import forward_flops
+from trainer.positional.layout import Layout
+from trainer.report.lengths import LengthCell
+from trainer.report.progress import Progress
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is not in memory yet.
+
+    ``fingerprint`` changes whenever its weights do. ``keep_temperature`` is given what was fitted
+    for the model as it was trained.
+    """
+
+    name: str
+    fingerprint: str
+    config: ModelConfig
+    layout: Layout
+    load: Callable[[], Decoder]
+    keep_temperature: Callable[[dict[str, Any]], None] = lambda fitted: None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One model with one method in one task at one length; ``key``: all that it depends on."""
+
+    subject: Subject
+    recipe: Recipe
+    task: Measurement
+    length: int
+    key: dict[str, Any]
+
+    @property
+    def work(self) -> float:
+        """Operations, nearly: reading every sequence once."""
+        subject, n = self.subject, self.task.sequences(self.length)
+        return n * forward_flops(subject.config, subject.layout, self.length)
+
+
+def plan_cells(
+    subjects: Sequence[Subject],
+    recipes: dict[str, list[Recipe]],
+    tasks: Sequence[Measurement],
+    lengths: Sequence[int],
+    settings: dict[str, Any],
+) -> list[Plan]:
+    """All cells, a model after the other, and of a model a method after the other.
+
+    Args:
+        subjects: the models.
+        recipes: the methods that apply to each, by its name.
+        tasks: what is measured.
+        lengths: in tokens.
+        settings: what results depend on beside these: text, seeds, numbers of trials.
+    """
+    return [
+        Plan(
+            subject,
+            recipe,
+            task,
+            length,
+            {
+                "model": subject.fingerprint,
+                "method": [recipe.key, recipe.settings],
+                "task": task.key,
+                "length": length,
+                **settings,
+            },
+        )
+        for subject in subjects
+        for recipe in recipes[subject.name]
+        for length in lengths
+        for task in tasks
+    ]
+
+
+def measure_cells(
+    plans: Sequence[Plan], text: FitText, store: Store, batch_tokens: int, device: str
+) -> tuple[list[LengthCell], list[str]]:
+    """Measure what is not in the store yet; returns all cells, and what was fitted in words."""
+    total = sum(plan.work for plan in plans if not store.has("cell", plan.key))
+    missing = sum(not store.has("cell", plan.key) for plan in plans)
+    log.info("%d cells, %d of them measured before", len(plans), len(plans) - missing)
+    cells: list[LengthCell] = []
+    notes: list[str] = []
+    with Progress("Evaluating", max(total, 1.0)) as progress:
+        counter = _Counter(progress)
+        for subject in dict.fromkeys(plan.subject for plan in plans):
+            own = [plan for plan in plans if plan.subject is subject]
+            if all(store.has("cell", plan.key) for plan in own):
+                cells += [_stored(store, plan) for plan in own]
+                continue
+            model = subject.load().to(device).eval()
+            if counter.work == 0:
+                _announce(model, own, total, batch_tokens)
+            for recipe in dict.fromkeys(plan.recipe for plan in own):
+                fitting = Fitting(model, subject.fingerprint, text, store, batch_tokens)
+                method = recipe.make(fitting)
+                chosen = [plan for plan in own if plan.recipe is recipe]
+                cells += [_cell(model, method, p, store, batch_tokens, counter) for p in chosen]
+                notes += [f"{subject.name}, {recipe.title}: {said}" for said in fitting.notes]
+                if fitting.temperature is not None and recipe.key == "temperature":
+                    subject.keep_temperature(fitting.temperature)
+    return cells, notes
+
+
+class _Counter:
+    """Counts work for the progress."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.work, self.tokens = progress, 0.0, 0
+        progress.advance_to(0)
+
+    def of(self, plan: Plan) -> Callable[[int], None]:
+        """What is told the number of sequences that were read for a cell."""
+        each = plan.work / max(1, plan.task.sequences(plan.length))
+
+        def done(sequences: int) -> None:
+            self.work += sequences * each
+            self.tokens += sequences * plan.length
+            self.progress.advance_to(self.work, tokens=self.tokens)
+
+        return done
+
+
+def _stored(store: Store, plan: Plan) -> LengthCell:
+    value = store.get("cell", plan.key, dict)
+    # Names may have changed since; they are no part of what was measured.
+    return replace(LengthCell.from_dict(value), model=plan.subject.name)
+
+
+def _cell(
+    model: Decoder, method: Method, plan: Plan, store: Store, batch_tokens: int, counter: _Counter
+) -> LengthCell:
+    if store.has("cell", plan.key):
+        return _stored(store, plan)
+    trained, done = model.layout, counter.of(plan)
+    factor = plan.length / trained.training_length
+    layout = method.layout_at(factor)
+    reads = method.reads if method.reads is not None and method.reads < plan.length else None
+
+    def measured() -> dict[str, Any]:
+        began = time.perf_counter()
+        model.layout = layout
+        try:
+            found = plan.task.measure(model, plan.length, reads, batch_tokens, done)
+        finally:
+            model.layout = trained
+        seconds = round(time.perf_counter() - began, 3)
+        names = (plan.subject.name, plan.recipe.key, plan.task.key)
+        return LengthCell(*names, plan.length, factor, **found, seconds=seconds).to_dict()
+
+    def of_the_model_as_it_is() -> dict[str, Any]:
+        key = {**plan.key, "method": ["none", {}]}
+        if store.has("cell", key):
+            done(plan.task.sequences(plan.length))
+        return store.get("cell", key, measured) | {"method": plan.recipe.key}
+
+    same = layout == trained and reads is None
+    value = store.get("cell", plan.key, of_the_model_as_it_is if same else measured)
+    return replace(LengthCell.from_dict(value), model=plan.subject.name)
+
+
+@torch.no_grad()
+def _announce(model: Decoder, plans: Sequence[Plan], total: float, batch_tokens: int) -> None:
+    """Say how long all will take, from the time of a few sequences of the shortest length."""
+    length = min(plan.length for plan in plans)
+    rows = min(max(1, batch_tokens // length), 32)
+    ids = torch.zeros(rows, length, dtype=torch.long, device=model.norm.weight.device)
+    model(ids, last=1)  # the first pass is slower
+    began = time.perf_counter()
+    model(ids, last=1)[0, 0, 0].item()
+    each = (time.perf_counter() - began) / rows
+    seconds = total * each / forward_flops(model.config, model.layout, length)
+    text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    log.info("About %s of measuring, and the fits of methods that have some", text)

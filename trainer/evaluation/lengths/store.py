@@ -1,0 +1,36 @@
+"""Finished pieces of a long evaluation, kept so that an interrupted one goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.report.atomic import write_atomically
+
+
+class Store:
+    """One JSON file a piece, named after a hash of everything that the piece depends on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, kind: str, key: dict[str, Any]) -> Path:
+        """Where the piece of that key lies."""
+        text = json.dumps(key, sort_keys=True, default=str)
+        return self.directory / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+
+    def has(self, kind: str, key: dict[str, Any]) -> bool:
+        """Whether the piece is there."""
+        return self.path(kind, key).is_file()
+
+    def get(self, kind: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
+        """The piece's value, made and kept where it is missing; plain JSON values."""
+        path = self.path(kind, key)
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))["value"]
+        value = json.loads(json.dumps(make(), allow_nan=False))
+        write_atomically(path, json.dumps({"key": key, "value": value}, default=str) + "\n")
+        return value

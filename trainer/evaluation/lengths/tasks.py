@@ -1,0 +1,163 @@
+"""What is measured of a model at one length: held-out loss, the statements it was trained on, or
+any task with prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from trainer.data.corpus import TokenStream
+from trainer.data.needles import NeedleVocabulary, Trials, make_trials
+from trainer.data.order import Integers
+from trainer.evaluation.answering import answers
+from trainer.evaluation.loss import by_bucket, losses_by_position, windows_with_common_ends
+from trainer.evaluation.prompts import Prompt, Task
+from trainer.evaluation.retrieval import successes
+from trainer.model.decoder import Decoder
+from trainer.report.lengths import PERPLEXITY
+
+Done = Callable[[int], None]
+"""Told how many sequences were read."""
+
+
+class Measurement(Protocol):
+    """One kind of cell. ``key`` names it in configurations and files, ``title`` in tables."""
+
+    key: str
+    title: str
+
+    def sequences(self, length: int) -> int:
+        """How many sequences of ``length`` tokens a cell reads."""
+        ...
+
+    def measure(
+        self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
+    ) -> dict[str, Any]:
+        """Fields of a :class:`LengthCell`; ``reads``: the last tokens that the model reads at all
+        (None: every token)."""
+        ...
+
+
+@dataclass
+class Perplexity:
+    """Held-out loss by position, and on the last tokens of windows that end at the same places."""
+
+    stream: TokenStream
+    lengths: list[int]
+    windows: int
+    end_of_text: int
+    training_length: int
+    last: int | None = None
+    key: str = PERPLEXITY
+    title: str = "Held-out perplexity"
+
+    def __post_init__(self) -> None:
+        self._windows = windows_with_common_ends(self.stream, self.windows, self.lengths)
+
+    def sequences(self, length: int) -> int:
+        """Windows."""
+        return self.windows
+
+    def measure(
+        self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
+    ) -> dict[str, Any]:
+        """Mean losses of buckets of half a training length."""
+        windows: Integers = self._windows[length]
+        losses = losses_by_position(
+            model, windows, self.end_of_text, batch_tokens, reads=reads, done=done
+        )
+        edges, means = by_bucket(losses, max(1, self.training_length // 2))
+        last = losses[-(self.last or self.training_length) :].mean().item()
+        return {"edges": edges, "losses": means, "last_loss": last}
+
+
+@dataclass
+class Statements:
+    """Multi-key needles in the words that the demo's training sequences carry; see
+    :mod:`trainer.data.needles`."""
+
+    stream: TokenStream
+    lengths: list[int]
+    vocabulary: NeedleVocabulary
+    end_of_text: int
+    trials: int
+    needles: int
+    seed: int
+    key: str = "statements"
+    title: str = "Trained statements (multi-key)"
+
+    def __post_init__(self) -> None:
+        windows = windows_with_common_ends(self.stream, self.trials, self.lengths)
+        self._trials: dict[int, Trials] = {}
+        for length, text in windows.items():
+            text[:, 0] = self.end_of_text
+            counters = np.arange(self.trials)
+            self._trials[length] = make_trials(
+                text, counters, self.vocabulary, self.needles, self.seed
+            )
+
+    def sequences(self, length: int) -> int:
+        """Trials."""
+        return self.trials
+
+    def measure(
+        self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
+    ) -> dict[str, Any]:
+        """One score a trial."""
+        trials = self._trials[length]
+        if reads is not None and reads < length:
+            prompts = trials.prompts[:, -reads:].copy()
+            prompts[:, 0] = self.end_of_text
+            trials = Trials(prompts, trials.answers, trials.depths)
+        hits = successes(model, trials, batch_tokens, done)
+        depths = 1 - self._trials[length].depths / length
+        return {
+            "scores": tuple(float(hit) for hit in hits),
+            "depths": tuple(np.round(depths, 4).tolist()),
+        }
+
+
+@dataclass
+class Prompted:
+    """A task whose prompts are answered in words."""
+
+    task: Task
+    tokenizer: Tokenizer
+
+    def __post_init__(self) -> None:
+        self.key = self.title = self.task.name
+        # The same for all models and methods; a length at a time is kept.
+        self._prompts = lru_cache(maxsize=1)(self.task.prompts)
+
+    def sequences(self, length: int) -> int:
+        """Trials."""
+        return len(self._prompts(length))
+
+    def measure(
+        self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
+    ) -> dict[str, Any]:
+        """One score a trial."""
+        prompts = self._prompts(length)
+        asked = prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts]
+        texts = answers(model, self.tokenizer, asked, batch_tokens, done, self.task.stop)
+        scores = (self.task.score(text, p.answers) for text, p in zip(texts, prompts, strict=True))
+        found: dict[str, Any] = {"scores": tuple(float(score) for score in scores)}
+        if all(prompt.depth is not None for prompt in prompts):
+            found["depths"] = tuple(prompt.depth for prompt in prompts)
+        if any(prompt.label for prompt in prompts):
+            found["labels"] = tuple(prompt.label for prompt in prompts)
+        return found
+
+
+def _cropped(prompt: Prompt, reads: int) -> Prompt:
+    """The prompt with as many of its last tokens as leave room for the answer, behind its first."""
+    room = max(1, reads - prompt.new_tokens)
+    if len(prompt.tokens) <= room:
+        return prompt
+    tokens = (prompt.tokens[0], *prompt.tokens[len(prompt.tokens) - room + 1 :])
+    return Prompt(tokens, prompt.answers, prompt.new_tokens, prompt.depth, label=prompt.label)

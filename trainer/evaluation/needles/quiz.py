@@ -1,0 +1,74 @@
+"""What is hidden in a haystack and asked for at its end.
+
+The sentences are those of DroPE, App. C.2, which are RULER's without its introduction and without a
+chat template: a question ends so that the answer is how the text goes on, also for a model that was
+never taught to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.evaluation.needles.words import draw_keys, draw_values
+
+DIGITS = 7
+TOKENS_PER_VALUE = 16
+"""Room in an answer. Seven digits and a space are 8 tokens at a token a byte, the most there can
+be; the rest is for words between them."""
+
+
+@dataclass(frozen=True)
+class Quiz:
+    """``needles``: sentences to hide. ``question``: what the prompt ends with. ``answers``: the
+    right ones. ``asked``: the indices of the needles that hold them."""
+
+    needles: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+    asked: tuple[int, ...]
+
+
+DrawQuiz = Callable[[int, str, np.random.Generator], Quiz]
+"""A quiz of so many needles, whose values are not in the text given."""
+
+
+def needle(key: str, value: str) -> str:
+    """The sentence that states a value."""
+    return f"One of the special magic numbers for {key} is: {value}."
+
+
+def one_of_many(count: int, taken: str, random: np.random.Generator) -> Quiz:
+    """Several keys, one of them asked for; of one needle the standard quiz."""
+    keys, values = draw_keys(count, random), draw_values(count, DIGITS, taken, random)
+    asked = int(random.integers(count))
+    question = f"The special magic number for {keys[asked]} mentioned in the provided text is:"
+    needles = tuple(map(needle, keys, values))
+    return Quiz(needles, question, (values[asked],), (asked,))
+
+
+def all_keys(count: int, taken: str, random: np.random.Generator) -> Quiz:
+    """Several keys, all of them asked for."""
+    keys, values = draw_keys(count, random), draw_values(count, DIGITS, taken, random)
+    question = f"The special magic numbers for {listed(keys)} mentioned in the provided text are:"
+    return Quiz(tuple(map(needle, keys, values)), question, tuple(values), tuple(range(count)))
+
+
+def all_values(count: int, taken: str, random: np.random.Generator) -> Quiz:
+    """Several values of one key, all of them asked for."""
+    (key,), values = draw_keys(1, random), draw_values(count, DIGITS, taken, random)
+    question = (
+        f"What are all the special magic numbers for {key} mentioned in the provided text? "
+        f"The special magic numbers for {key} mentioned in the provided text are:"
+    )
+    needles = tuple(needle(key, value) for value in values)
+    return Quiz(needles, question, tuple(values), tuple(range(count)))
+
+
+def listed(items: list[str]) -> str:
+    """``a``, ``a and b``, ``a, b, and c``."""
+    if len(items) < 3:
+        return " and ".join(items)
+    return ", ".join(items[:-1]) + f", and {items[-1]}"

@@ -1,0 +1,125 @@
+"""Needle tasks: trials of an exact length in tokens, the same for every model and method.
+
+A trial depends on the seed, its number and the length alone, its quiz not even on the length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.errors import UserError
+from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.needles.quiz import TOKENS_PER_VALUE, DrawQuiz, Quiz
+from trainer.evaluation.prompts import Prompt, Score, Stop
+
+
+@dataclass(frozen=True)
+class NeedleTaskSettings:
+    """``trials``: of a cell: at every depth in tasks with one needle in the text, at every length
+    in the others. ``depths``: 0 is the beginning of the text, 1 its end. ``needles``: in tasks with
+    several. ``sinks``: tokens behind the needle in the noisy task; DoPE does not say how many it
+    has."""
+
+    trials: int = 500
+    depths: tuple[float, ...] = tuple(step / 10 for step in range(11))
+    needles: int = 4
+    sinks: int = 8
+    seed: int = 1
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [
+            f"evaluation.needles.{key}: expected 1 or more, got {getattr(self, key)}."
+            for key in ("trials", "needles", "sinks")
+            if getattr(self, key) < 1
+        ]
+        if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
+            found.append(
+                "evaluation.needles.depths: expected numbers from 0 (beginning) to 1 (end), got "
+                f"{list(self.depths)}."
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Tokens of the needles and the question of a quiz."""
+
+    quiz: Quiz
+    needles: list[list[int]]
+    question: list[int]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.question) + sum(map(len, self.needles))
+
+
+@dataclass(frozen=True)
+class NeedleTask:
+    """A :class:`~trainer.evaluation.prompts.Task`.
+
+    ``draw``: makes quizzes of ``needles`` needles. ``depths``: where the needle is, a prompt each;
+    None: all needles at random places. ``behind``: tokens right after every needle.
+    """
+
+    name: str
+    score: Score
+    stop: Stop
+    settings: NeedleTaskSettings
+    haystack: Haystack
+    draw: DrawQuiz
+    needles: int = 1
+    new_tokens: int = TOKENS_PER_VALUE
+    depths: tuple[float, ...] | None = None
+    behind: tuple[int, ...] = ()
+
+    def prompts(self, length: int) -> list[Prompt]:
+        """The trials; with ``depths`` those of one text follow each other and are a group.
+
+        Raises:
+            UserError: ``length`` is too short for the needles and the question, or the text for
+                ``length``.
+        """
+        trials = [self._trial(number) for number in range(self.settings.trials)]
+        around = len(self.haystack.bos) + self.new_tokens
+        least = max(trial.tokens for trial in trials) + around + 1
+        if length < least:
+            raise UserError(
+                f"evaluation.lengths: expected at least {least} tokens for {self.name}, which its "
+                f"needles, question and answer need, got {length}."
+            )
+        return [
+            prompt
+            for number, trial in enumerate(trials)
+            for prompt in self._prompts(trial, number, length - around - trial.tokens)
+        ]
+
+    def _trial(self, number: int) -> _Trial:
+        haystack = self.haystack
+        random = np.random.default_rng((self.settings.seed, number, 0))
+        quiz = self.draw(self.needles, haystack.numbers, random)
+        needles = [[*haystack.encode(f" {text}"), *self.behind] for text in quiz.needles]
+        return _Trial(quiz, needles, haystack.encode(f"\n\n{quiz.question}"))
+
+    def _prompts(self, trial: _Trial, number: int, room: int) -> list[Prompt]:
+        """The trial's prompts, ``room`` tokens of text in each."""
+        random = np.random.default_rng((self.settings.seed, number, 1))
+        excerpt = self.haystack.excerpt(room, random)
+        found = []
+        for wanted in self.depths or (None,):
+            depths = random.random(self.needles) if wanted is None else [wanted]
+            places = [excerpt.place(depth) for depth in depths]
+            text = excerpt.with_insertions(list(zip(places, trial.needles, strict=True)))
+            first = min(places[asked] for asked in trial.quiz.asked)
+            found.append(
+                Prompt(
+                    (*self.haystack.bos, *text, *trial.question),
+                    trial.quiz.answers,
+                    self.new_tokens,
+                    round(first / room, 4) if wanted is None else wanted,
+                    None if wanted is None else number,
+                )
+            )
+        return found

@@ -1,0 +1,135 @@
+"""The needle tasks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+
+from trainer.data.order import Integers
+from trainer.data.tokenizer import end_of_text
+from trainer.evaluation.haystack import Excerpt, Haystack
+from trainer.evaluation.needles.quiz import (
+    TOKENS_PER_VALUE,
+    DrawQuiz,
+    Quiz,
+    all_keys,
+    all_values,
+    one_of_many,
+)
+from trainer.evaluation.needles.task import NeedleTask, NeedleTaskSettings
+from trainer.evaluation.needles.words import draw_values
+from trainer.evaluation.scoring import after_all, after_number, exact_number, string_match_all
+
+
+def standard(
+    haystack: Haystack, settings: NeedleTaskSettings, *, noisy: bool = False
+) -> NeedleTask:
+    """One needle at every depth (Kamradt 2023; DroPE, App. C.2).
+
+    ``noisy``: with tokens right behind it that draw attention, a start-of-sequence symbol several
+    times (DoPE, noisy setups). The symbol is the last of ``haystack.bos``, else end-of-text.
+    """
+    behind: tuple[int, ...] = ()
+    if noisy:
+        sink = haystack.bos[-1] if haystack.bos else end_of_text(haystack.tokenizer)
+        behind = (sink,) * settings.sinks
+    return NeedleTask(
+        "noisy" if noisy else "standard",
+        exact_number,
+        after_number,
+        settings,
+        haystack,
+        one_of_many,
+        depths=settings.depths,
+        behind=behind,
+    )
+
+
+def noisy(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
+    """:func:`standard` with attention sinks behind the needle, in the same trials."""
+    return standard(haystack, settings, noisy=True)
+
+
+def multi_key(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
+    """Several keys, one asked for."""
+    return NeedleTask(
+        "multi_key",
+        exact_number,
+        after_number,
+        settings,
+        haystack,
+        one_of_many,
+        settings.needles,
+    )
+
+
+def multi_query(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
+    """Several keys, all asked for; scored by the share that is found."""
+    return _all_asked("multi_query", haystack, settings, all_keys)
+
+
+def multi_value(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
+    """Several values of one key, all asked for; scored by the share that is found."""
+    return _all_asked("multi_value", haystack, settings, all_values)
+
+
+def _all_asked(
+    name: str, haystack: Haystack, settings: NeedleTaskSettings, draw: DrawQuiz
+) -> NeedleTask:
+    return NeedleTask(
+        name,
+        string_match_all,
+        after_all,
+        settings,
+        haystack,
+        draw,
+        settings.needles,
+        TOKENS_PER_VALUE * settings.needles,
+    )
+
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""The haystack of pass keys (Mohtashami and Jaggi 2023), again and again."""
+
+
+class _Filler(Haystack):
+    """A sentence or two, again and again."""
+
+    @cached_property
+    def tokens(self) -> Integers:
+        """The text once."""
+        return np.array(self.encode(f" {self.documents[0]}"), dtype=np.int32)
+
+    def excerpt(self, length: int, random: np.random.Generator) -> Excerpt:
+        """``length`` tokens, from the beginning on."""
+        return self.marked(np.resize(self.tokens, length))
+
+
+def _pass_key(count: int, taken: str, random: np.random.Generator) -> Quiz:
+    (key,) = draw_values(1, 5, taken, random)
+    sentences = f"The pass key is {key}. Remember it. {key} is the pass key."
+    return Quiz((sentences,), "What is the pass key? The pass key is", (key,), (0,))
+
+
+def passkey(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
+    """A five-digit pass key at every depth of a text that says nothing (Mohtashami and Jaggi 2023).
+
+    Of ``haystack`` only the tokenizer and ``bos`` are used.
+    """
+    filler = _Filler(haystack.tokenizer, [FILLER], haystack.bos)
+    return NeedleTask(
+        "passkey",
+        exact_number,
+        after_number,
+        settings,
+        filler,
+        _pass_key,
+        depths=settings.depths,
+    )
+
+
+NEEDLE_TASKS: dict[str, Callable[[Haystack, NeedleTaskSettings], NeedleTask]] = {
+    task.__name__: task for task in (standard, noisy, multi_query, multi_key, multi_value, passkey)
+}

@@ -1,0 +1,1 @@
+"""What is written and drawn of a length evaluation: statistics, tables, figures, the page."""

@@ -1,0 +1,102 @@
+"""A length report as one HTML file that opens anywhere: no network, no scripts, figures inside."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from trainer.report.atomic import write_atomically
+from trainer.report.length.figures import Drawn
+from trainer.report.length.outcomes import Outcomes
+from trainer.report.length.table import tables
+from trainer.report.lengths import PERPLEXITY, LengthReport
+from trainer.report.summary import factor_label, percent
+
+
+def write_length_html(report: LengthReport, figures: Sequence[Drawn], path: Path) -> None:
+    """Write the page, complete or not at all; it holds nothing but the report's data, the figures
+    and fixed text. Raises ``OSError`` when a figure cannot be read."""
+    page = Environment(
+        loader=PackageLoader("trainer.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page.filters |= {
+        "by_model": lambda rows: [(m, list(own)) for m, own in groupby(rows, lambda row: row[0])],
+        "embedded": lambda svg: b64encode(svg.read_bytes()).decode(),
+        "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
+    }
+    data = report.to_dict()
+    text = page.get_template("lengths.html.j2").render(
+        report=report,
+        lead=lead(report),
+        measured=measured(report),
+        tables=tables(report),
+        figures=figures,
+        settings=data["settings"],
+        environment=data["environment"],
+    )
+    write_atomically(path, text)
+
+
+def lead(report: LengthReport) -> str:
+    """The result in two sentences, made of the numbers alone; empty where nothing has a score."""
+    outcomes = Outcomes(report)
+    tasks = outcomes.averaged or outcomes.scored[:1]
+    if not tasks:
+        return ""
+    longest, factor = list(outcomes.lengths(tasks).items())[-1]
+    found = {row: outcomes.estimate(row, tasks, longest) for row in outcomes.rows}
+    ranked = sorted(
+        ((row, own) for row, own in found.items() if own is not None),
+        key=lambda item: -item[1].mean,
+    )
+    what = outcomes.task(tasks[0]) if len(tasks) == 1 else f"the mean over {len(tasks)} tasks"
+    text = (
+        f"Trained at {report.training_length} tokens and tested at up to {longest} "
+        f"({factor_label(factor)})."
+    )
+    if not ranked:
+        return text
+    (best, own), first = ranked[0], outcomes.rows[0]
+    text += (
+        f" Of {len(ranked)} combinations of model and method {outcomes.name(best)} reaches most "
+        f"there in {what}: "
+        f"{percent(own.mean)}% ({percent(own.low)}–{percent(own.high)})"
+    )
+    reference = found[first]
+    if reference is None or best == first:
+        return f"{text}."
+    limits = f"{percent(reference.low)}–{percent(reference.high)}"
+    return f"{text}; {outcomes.name(first)} has {percent(reference.mean)}% ({limits})."
+
+
+def measured(report: LengthReport) -> list[tuple[str, str]]:
+    """What was measured, in words: a term and what it was."""
+    outcomes = Outcomes(report)
+    lengths = dict(sorted({(cell.length, cell.factor) for cell in report.cells}))
+    spans = (f"{length} ({factor_label(factor)})" for length, factor in lengths.items())
+    words = [
+        ("Models", ", ".join(outcomes.models)),
+        ("Methods", ", ".join(map(outcomes.method, outcomes.methods))),
+        ("Lengths in tokens", ", ".join(spans)),
+    ]
+    for task in outcomes.scored:
+        counts = sorted({len(c.scores) for c in report.cells if c.task == task and c.scores})
+        trials = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        text = f"{trials} trials at each length, the same for all models and methods"
+        words.append((outcomes.task(task), text))
+    if any(cell.task == PERPLEXITY for cell in report.cells):
+        text = "held-out text; windows of all lengths end with the same tokens"
+        words.append((outcomes.task(PERPLEXITY), text))
+    seconds = sum(cell.seconds for cell in report.cells)
+    if seconds:
+        words.append(("Time", f"{seconds / 60:.1f} minutes for {len(report.cells)} cells"))
+    return words

@@ -1,0 +1,144 @@
+"""Lines of many models and methods: in one panel while they are few, otherwise in small multiples
+that leave few to each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from trainer.report.length.outcomes import Outcomes, Row
+from trainer.report.plotting import (
+    WIDTH,
+    Frame,
+    Series,
+    draw,
+    draw_line,
+    finish,
+    line_style,
+    reference_handles,
+)
+
+FEW = 6
+_BESIDE = 6  # names of a legend beside each other
+_DODGE = 0.03  # octaves between lines of one panel, so that their intervals stay apart
+
+
+def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> Figure:
+    """One line a row. Up to ``FEW``, or all of one model or one method: as any figure has them.
+    Otherwise a panel for each model with its methods or for each method with its models, whichever
+    leaves fewer lines to a panel, over all the others in grey."""
+    if not is_panelled(lines):
+        named = [
+            replace(line, label=outcomes.name(row), style=number)
+            for number, (row, line) in enumerate(lines.items())
+        ]
+        return draw(apart(named), frame)
+    models = [name for name in outcomes.models if any(model == name for model, _ in lines)]
+    methods = [key for key in outcomes.methods if any(method == key for _, method in lines)]
+    by_model = len(models) >= len(methods)
+    titles = models if by_model else [outcomes.method(key) for key in methods]
+    names = [outcomes.method(key) for key in methods] if by_model else models
+    panels: dict[str, list[Series]] = {title: [] for title in titles}
+    for (model, method), line in lines.items():
+        panel, name = (
+            (model, outcomes.method(method))
+            if by_model
+            else (
+                outcomes.method(method),
+                model,
+            )
+        )
+        panels[panel].append(replace(line, label=name, style=names.index(name)))
+    marked = any(line.marked for line in lines.values())
+    looks = [Series(name, i, (), (), marked=marked) for i, name in enumerate(names)]
+    return _multiples(panels, frame, looks)
+
+
+def is_panelled(lines: Iterable[Row]) -> bool:
+    """Whether the lines are shared out among panels, several to each."""
+    rows = list(lines)
+    shapes = (len({model for model, _ in rows}), len({method for _, method in rows}))
+    return len(rows) > FEW and 1 not in shapes
+
+
+def pair(series: Sequence[Sequence[Series]], frames: Sequence[Frame]) -> Figure:
+    """Panels side by side with one legend and the first one's label below; a label has the same
+    style in all of them."""
+    figure = _figure(2.9)
+    grid = figure.subplots(1, len(frames))
+    seen: dict[str, Series] = {}
+    for axes, lines, frame in zip(grid, series, frames, strict=True):
+        for line in apart(lines):
+            draw_line(axes, line)
+            seen.setdefault(line.label, line)
+        finish(axes, frame, with_note=False)
+        axes.set_ylabel(frame.y_label)
+    figure.supxlabel(frames[0].x_label, fontsize=8)
+    _legend(figure, list(seen.values()), frames[0])
+    return figure
+
+
+def apart(lines: Sequence[Series]) -> list[Series]:
+    """The same lines, those with intervals slightly shifted along a logarithmic axis."""
+    middle = (len(lines) - 1) / 2
+    return [
+        line
+        if line.low is None
+        else replace(line, x=[x * 2 ** (_DODGE * (index - middle)) for x in line.x])
+        for index, line in enumerate(lines)
+    ]
+
+
+def _multiples(
+    panels: Mapping[str, Sequence[Series]], frame: Frame, names: Sequence[Series]
+) -> Figure:
+    columns = min((4, 3), key=lambda count: -len(panels) % count)  # the fuller last row
+    rows = math.ceil(len(panels) / columns)
+    figure = _figure(0.9 + 1.45 * rows)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    everything = [line for lines in panels.values() for line in lines]
+    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+        for other in everything:
+            axes.plot(other.x, other.y, color="#dcdcdc", linewidth=0.5, zorder=1)
+        for line in apart(lines):
+            draw_line(axes, line)
+        finish(axes, frame, with_note=False)
+        axes.set_title(title, pad=3)
+    _trim(list(grid.flat), len(panels), columns)
+    figure.supxlabel(frame.x_label, fontsize=8)
+    figure.supylabel(frame.y_label, fontsize=8)
+    _legend(figure, names, frame)
+    return figure
+
+
+def _figure(height: float) -> Figure:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _trim(grid: Sequence[Axes], used: int, columns: int) -> None:
+    """Panels without a line go; those above them carry the tick labels of their column."""
+    for axes in grid[used:]:
+        axes.remove()
+    for axes in grid[max(0, used - columns) : used]:
+        axes.tick_params(labelbottom=True)
+
+
+def _legend(figure: Figure, lines: Sequence[Series], frame: Frame) -> None:
+    handles = [Line2D([], [], label=line.label, **line_style(line)) for line in lines]
+    handles += reference_handles(frame, with_vertical=True)
+    rows = math.ceil(len(handles) / _BESIDE)
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=math.ceil(len(handles) / rows),
+        frameon=False,
+        handlelength=2.6,
+    )

@@ -1,0 +1,208 @@
+"""The tables of a length report, whatever the format: what stands in each cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from trainer.report.length.outcomes import Outcomes, Row, labelled, natural, parts
+from trainer.report.length.statistics import Comparison, Estimate, estimate
+from trainer.report.lengths import PERPLEXITY, LengthReport
+from trainer.report.summary import factor_label, percent
+
+MISSING = "·"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What stands in a cell: ``97.3``, half of its interval ``1.2`` (may be empty), the mark ``↑``
+    or ``↓`` of a difference, and whether it is the best of its column."""
+
+    value: str
+    half: str = ""
+    mark: str = ""
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """``key`` names it in links. ``note``: what is particular to it; ``legend``: what its cells
+    mean, mostly the same for all. ``columns``: two lines each. ``rows``: model, method and an entry
+    for every column, None where nothing was measured. ``detail``: of less interest."""
+
+    key: str
+    title: str
+    note: str
+    legend: str
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, str, tuple[Entry | None, ...]], ...]
+    detail: bool = False
+
+
+def tables(report: LengthReport) -> list[Table]:
+    """The mean over tasks where there are several, a table for each task, followed by its averages
+    by label where it has labels, and perplexity as the last."""
+    outcomes = Outcomes(report)
+    made = []
+    if outcomes.averaged:
+        made.append(_scores(outcomes, "summary", "Mean over tasks", outcomes.averaged))
+    for task in outcomes.scored:
+        made.append(_scores(outcomes, task, outcomes.task(task), [task]))
+        made += _by_label(outcomes, task)
+    return made + _perplexity(outcomes)
+
+
+def heads(lengths: dict[int, float]) -> list[tuple[str, str]]:
+    """Two lines for each length: ``2048 tokens`` and ``2×``."""
+    return [
+        (f"{length} tokens", f"{factor_label(factor)}{' (trained)' if factor == 1 else ''}")
+        for length, factor in lengths.items()
+    ]
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss in nats per token; infinite where that is beyond a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def number(value: float) -> str:
+    """A perplexity with about four digits."""
+    if value < 100:
+        return f"{value:.2f}"
+    return f"{value:.0f}" if value < 100_000 else f"{value:.0e}"
+
+
+def _scores(outcomes: Outcomes, key: str, title: str, tasks: list[str]) -> Table:
+    lengths = outcomes.lengths(tasks)
+
+    def column(length: int) -> dict[Row, Entry]:
+        found = {row: outcomes.estimate(row, tasks, length) for row in outcomes.rows}
+        return _column(found, lambda row: outcomes.comparison(row, tasks, length))
+
+    what, columns = _what(outcomes, tasks), [column(length) for length in lengths]
+    return _table(outcomes, key, title, what, _legend(outcomes), heads(lengths), columns)
+
+
+def _by_label(outcomes: Outcomes, task: str) -> list[Table]:
+    """A table for every part of the labels that has more than one value, at every length."""
+    made = []
+    for length, factor in outcomes.lengths([task]).items():
+        cells = [outcomes.cell(row, task, length) for row in outcomes.rows]
+        labels = {tuple(parts(label)) for cell in cells if cell for label in cell.labels}
+        for index in range(max(map(len, labels), default=0)):
+            values = sorted({label[index] for label in labels if len(label) > index}, key=natural)
+            if len(values) < 2:
+                continue
+            columns, counts = zip(
+                *(_label(outcomes, task, length, (index, value)) for value in values), strict=True
+            )
+            top = [
+                (value, f"{n} {'trial' if n == 1 else 'trials'}")
+                for value, n in zip(values, counts, strict=True)
+            ]
+            made.append(
+                _table(
+                    outcomes,
+                    f"{task}-{length}-label-{index + 1}",
+                    f"{outcomes.task(task)} by label",
+                    f"At {length} tokens ({factor_label(factor)}).",
+                    _legend(outcomes),
+                    top,
+                    list(columns),
+                    detail=True,
+                )
+            )
+    return made
+
+
+def _label(
+    outcomes: Outcomes, task: str, length: int, label: tuple[int, str]
+) -> tuple[dict[Row, Entry], int]:
+    """A column, and of how many trials it is the average."""
+    cells = {row: outcomes.cell(row, task, length) for row in outcomes.rows}
+    scores = {row: labelled(cell, label) for row, cell in cells.items() if cell and cell.labels}
+    found = {row: estimate(own) if own else None for row, own in scores.items()}
+    column = _column(found, lambda row: outcomes.comparison(row, [task], length, label))
+    return column, max(map(len, scores.values()))
+
+
+def _perplexity(outcomes: Outcomes) -> list[Table]:
+    lengths = outcomes.lengths([PERPLEXITY], losses=True)
+    columns = []
+    for length in lengths:
+        cells = {row: outcomes.cell(row, PERPLEXITY, length) for row in outcomes.rows}
+        losses = {row: c.last_loss for row, c in cells.items() if c and c.last_loss is not None}
+        least = min(losses.values())
+        columns.append(
+            {
+                row: Entry(number(perplexity(loss)), best=loss == least)
+                for row, loss in losses.items()
+            }
+        )
+    note = (
+        f"exp of the mean loss on the last {outcomes.report.training_length} tokens of held-out "
+        "sequences, the same tokens at every length, so that more context only adds what lies "
+        "before them."
+    )
+    legend = f"Bold: the lowest of a column. {MISSING} not measured."
+    title = outcomes.task(PERPLEXITY)
+    if not columns:
+        return []
+    return [_table(outcomes, PERPLEXITY, title, note, legend, heads(lengths), columns)]
+
+
+def _column(
+    found: dict[Row, Estimate | None], comparison: Callable[[Row], Comparison | None]
+) -> dict[Row, Entry]:
+    best = max((e.mean for e in found.values() if e is not None), default=None)
+    column = {}
+    for row, own in found.items():
+        if own is not None:
+            held = comparison(row)
+            mark = "" if held is None else held.mark
+            column[row] = Entry(percent(own.mean), percent(own.half), mark, own.mean == best)
+    return column
+
+
+def _table(
+    outcomes: Outcomes,
+    key: str,
+    title: str,
+    note: str,
+    legend: str,
+    columns: Iterable[tuple[str, str]],
+    entries: list[dict[Row, Entry]],
+    detail: bool = False,
+) -> Table:
+    """Rows in which nothing was measured are left out."""
+    rows = tuple(
+        (row[0], outcomes.method(row[1]), tuple(column.get(row) for column in entries))
+        for row in outcomes.rows
+        if any(row in column for column in entries)
+    )
+    return Table(key, title, note, legend, tuple(columns), rows, detail)
+
+
+def _what(outcomes: Outcomes, tasks: list[str]) -> str:
+    """How many trials a cell has."""
+    counts = {len(c.scores) for c in outcomes.report.cells if c.task in tasks and c.scores}
+    trials = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    if len(tasks) == 1:
+        return f"{trials} trials a cell."
+    titles = ", ".join(outcomes.task(task) for task in tasks)
+    return (
+        f"Unweighted mean over {titles}; {trials} trials of each. Differences are tested on the "
+        "trials of all of them together."
+    )
+
+
+def _legend(outcomes: Outcomes) -> str:
+    first = outcomes.name(outcomes.rows[0])
+    others = f"; of other models as they are: {first}" if len(outcomes.models) > 1 else ""
+    return (
+        "Success in %, ± half of its 95% interval. ↑ ↓ better or worse than the reference on the "
+        "same trials (exact sign test, p < 0.05, not corrected for the number of tests). "
+        f"Reference: the same model as it is{others}. Bold: the highest of a column. "
+        f"{MISSING} not measured."
+    )

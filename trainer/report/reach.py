@@ -1,0 +1,117 @@
+"""How the reach of a run came about: what was measured at several lengths while it trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import CenteredNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from trainer.report.plotting import WIDTH, Frame, Series, draw
+from trainer.report.results import Reach, Report
+from trainer.report.summary import factor_label
+
+Reaches = dict[str, tuple[Reach, ...]]
+"""Measurements by arm, the run itself first."""
+HEAD = ("arm", "step", "dropped", "length", "loss", "retrieval")
+
+
+class Drawing(NamedTuple):
+    """A figure and its numbers."""
+
+    figure: Figure
+    head: tuple[str, ...]
+    rows: Iterator[tuple[Any, ...]]
+
+
+def reach_figures(report: Report) -> dict[str, Drawing]:
+    """``reach`` and ``reach_by_position``, or nothing where no arm was measured in training."""
+    arms = {name: history for name, history in report.reach.items() if history}
+    if not arms:
+        return {}
+    places = ("arm", "step", "dropped", "from_position", "to_position", "loss")
+    return {
+        "reach": Drawing(_lines(report, arms), HEAD, by_length(arms)),
+        "reach_by_position": Drawing(
+            _heat_map(next(iter(arms.values()))), places, _by_position(arms)
+        ),
+    }
+
+
+def _lines(report: Report, arms: Reaches) -> Figure:
+    retrieval = any(reach.retrieval for history in arms.values() for reach in history)
+    series = []
+    for number, (name, history) in enumerate(arms.items()):
+        lengths = history[-1].lengths
+        for length in lengths if number == 0 else lengths[-1:]:
+            label = f"{name}, {factor_label(length / history[-1].training_length)}"
+            y = [_value(reach, length, retrieval) for reach in history]
+            steps = [reach.step for reach in history]
+            series.append(Series(label, len(series), steps, y, marked=False))
+
+    def prepare(axes: Axes) -> None:
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        if retrieval:
+            axes.set_ylim(-4, 106)
+            axes.set_yticks(range(0, 101, 25))
+
+    drop = report.drop
+    note = (float(drop.step), f"encoding dropped at step {drop.step}") if drop else None
+    label = "retrieval (%)" if retrieval else "held-out loss (nats/token)"
+    return draw(series, Frame("training step", label, prepare, note))
+
+
+def _value(reach: Reach, length: int, retrieval: bool) -> float:
+    """What lines show of one measurement, not a number where it is missing."""
+    values = [100 * rate for rate in reach.retrieval] if retrieval else reach.loss
+    value = dict(zip(reach.lengths, values, strict=False)).get(length)
+    return math.nan if value is None else value
+
+
+def _heat_map(history: tuple[Reach, ...]) -> Figure:
+    # A run may go on with other lengths; only what is like the last measurement shares its axis.
+    history = tuple(reach for reach in history if reach.edges == history[-1].edges)
+    edges, seen = history[-1].edges, history[-1].training_length
+    losses = np.array([reach.losses for reach in history], dtype=float).T
+    excess = losses - losses[[edge <= seen for edge in edges[1:]]].mean(axis=0)
+    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    columns = np.arange(len(history) + 1)
+    mesh = axes.pcolormesh(columns, edges, excess, cmap="RdBu_r", norm=CenteredNorm())
+    figure.colorbar(mesh, label="excess loss (nats/token)")
+    every = math.ceil(len(history) / 10)
+    axes.set_xticks(columns[:-1:every] + 0.5, [str(reach.step) for reach in history[::every]])
+    axes.set_yticks([edge for edge in edges if edge % seen == 0])
+    axes.axhline(seen, color="black", linewidth=0.8, linestyle=":")
+    crossings = [i for i in columns[1:-1] if history[i].dropped and not history[i - 1].dropped]
+    for column in crossings:
+        axes.axvline(column, color="black", linewidth=0.8, linestyle="--")
+    axes.grid(visible=False)
+    axes.set_xlabel("training step of the measurement")
+    axes.set_ylabel("position (tokens)")
+    return figure
+
+
+def by_length(arms: Reaches) -> Iterator[tuple[Any, ...]]:
+    """Rows under :data:`HEAD`, one a measurement and length."""
+    for name, history in arms.items():
+        for reach in history:
+            retrieval = reach.retrieval or [None] * len(reach.lengths)
+            for values in zip(reach.lengths, reach.loss, retrieval, strict=True):
+                yield name, reach.step, reach.dropped, *values
+
+
+def _by_position(arms: Reaches) -> Iterator[tuple[Any, ...]]:
+    for name, history in arms.items():
+        for reach in history:
+            for start, stop, loss in zip(
+                reach.edges[:-1], reach.edges[1:], reach.losses, strict=True
+            ):
+                yield name, reach.step, reach.dropped, start, stop, loss

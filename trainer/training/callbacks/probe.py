@@ -1,0 +1,48 @@
+"""What attention does in every layer, again and again while the model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning as L
+import torch
+
+from trainer.analysis.probe import probe
+from trainer.data.corpus import Corpus
+from trainer.data.dataset import held_out_windows
+from trainer.training.callbacks.drop import Drop
+from trainer.training.callbacks.monitor import Monitor, evaluating
+from trainer.training.config import RunConfig
+from trainer.training.module import LanguageModule
+
+
+class Probe(Monitor):
+    """Puts each measure of :func:`probe` into the next row of metrics, for every layer and in all.
+
+    In all: the mean of the layers, of the largest logit the largest. Every rank reads the same few
+    sequences, of the training length.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        drop: Drop,
+        add_metrics: Callable[[dict[str, float]], None],
+    ) -> None:
+        assert config.monitor.probe_every is not None
+        super().__init__(config, config.monitor.probe_every, drop)
+        self.add_metrics = add_metrics
+        count, length = config.monitor.probe_sequences, config.data.sequence_length
+        text = held_out_windows(corpus.validation, count, length)
+        text[:, 0] = corpus.end_of_text  # sequences begin with it in training
+        self.ids = torch.from_numpy(text)
+
+    def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
+        """Look at all layers in one forward pass."""
+        with evaluating(module) as model:
+            found = probe(model, self.ids)
+        for name, layers in found.items():
+            whole = max(layers) if name == "largest_logit" else sum(layers) / len(layers)
+            each = {f"probe/{name}/layer_{i:02}": value for i, value in enumerate(layers)}
+            self.add_metrics({f"probe/{name}": whole} | each)

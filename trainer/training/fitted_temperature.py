@@ -1,0 +1,65 @@
+"""The softmax temperature that an evaluation fitted for a checkpoint, kept beside its weights.
+
+``temperature.json`` in the checkpoint's directory; no part of what was trained, and not listed in
+its manifest. Generation uses it, evaluation has it as a method of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainer.errors import UserError
+from trainer.positional.layout import Layout
+from trainer.report.atomic import write_atomically
+
+FILE = "temperature.json"
+
+
+@dataclass(frozen=True)
+class FittedTemperature:
+    """Logits are multiplied by 1 + ``coefficient`` ln s, s = max(n, C) / C (DroPE, App. C.2).
+
+    ``per``: whether n is the length of the sequence or what each query sees. ``lengths``: tokens it
+    was fitted at; ``text``: fingerprint of what it was fitted on.
+    """
+
+    coefficient: float
+    per: Literal["sequence", "query"]
+    lengths: tuple[int, ...]
+    text: str
+
+
+def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> None:
+    """Write what was fitted into the directory of a checkpoint."""
+    write_atomically(checkpoint / FILE, json.dumps(fitted, indent=1) + "\n")
+
+
+def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, str]:
+    """The layout with the temperature kept with a checkpoint, and what that is in words; as it is
+    where there is none.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = checkpoint / FILE
+    if not path.is_file():
+        return layout, ""
+    try:
+        fitted = TypeAdapter(FittedTemperature).validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise UserError(
+            f"checkpoint: {str(path)!r} holds no temperature ({error.errors()[0]['msg']}); remove "
+            "it to go without."
+        ) from error
+    changed = layout.map(
+        lambda spectrum: spectrum.with_temperature(
+            coefficient=fitted.coefficient, exponent=1.0, per=fitted.per
+        )
+    )
+    words = f", logits times 1 + {fitted.coefficient:.3g} ln(n / {layout.training_length}) beyond"
+    return changed, words
