@@ -24,8 +24,14 @@ SCRIPTS = {
     "scripts/benchmark_training.py": BENCHMARK,
     "scripts/benchmark_checkpoint.py": ["--model=nano", "--length=64", "--repeats=1"],
     "scripts/benchmark_generation.py": ["--quick"],
+    "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
+    "scripts/benchmark_perplexity.py": ["--lengths", "64", "128"],
     "scripts/kill_runs.py": ["--kills=3", "--steps=100"],
 }
+LENGTHS = [
+    "threads=1", "evaluation.windows=2", "evaluation.fit_windows=1",
+    "evaluation.needles.trials=2", "evaluation.longrope.evaluations=2",
+]  # fmt: skip
 EVALUATE = ["evaluation.trials=4", "evaluation.loss_windows=2", "evaluation.fit_windows=1"]
 
 
@@ -44,6 +50,8 @@ def small(words: list[str]) -> list[str]:
         return [words[0], *SCRIPTS[words[0]]]
     if words[0].startswith("scripts/") or {"--help", "--cfg"} & set(words):
         return words
+    if {"+evaluation=extension", "+evaluation=niah"} & set(words):
+        return [*words, *LENGTHS]
     others = any(word.startswith("+evaluation=") for word in words)
     if others or {"generate", "export"} & set(words):
         return words
