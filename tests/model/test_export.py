@@ -8,6 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
+from trainer.errors import UserError
 from trainer.model.config import QKNormConfig
 from trainer.model.export.custom.modeling_unrope import UnropeForCausalLM
 from trainer.model.export.directory import write_files
@@ -16,7 +17,7 @@ from trainer.model.export.weights import write_weights
 from trainer.model.generation import generate
 from trainer.model.pretrained import read_pretrained
 from trainer.model.tensor_files import read_headers
-from trainer.positional.rescaling import dynamic_ntk, llama3, longrope, yarn
+from trainer.positional.rescaling import dynamic, dynamic_ntk, llama3, longrope, yarn
 from trainer.recalibration.drop import drop
 
 IDS = torch.randint(50, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -253,3 +254,10 @@ def test_large_models_are_written_in_shards(tiny_decoder, tmp_path):
     assert set(index["weight_map"]) == set(weights) == set(read_headers(tmp_path))
     for name, value in model.named_parameters():
         assert torch.equal(weights[f"model.{name}"], value)
+
+
+def test_a_schedule_that_nothing_there_follows_is_refused(tiny_decoder):
+    model = tiny_decoder()
+    layout_changed(lambda s: dynamic(s, "yarn"))(model)
+    with pytest.raises(UserError, match="follow the length as 'yarn' says"):
+        make_plan(model.config, model.layout)

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer.errors import UserError
 from trainer.model.config import ModelConfig
 from trainer.model.hf_config import ARCHITECTURES, Architecture
 from trainer.positional.alibi import alibi_slopes
@@ -63,6 +64,12 @@ def make_plan(config: ModelConfig, layout: Layout) -> Plan:
             values = _native_values(config, layout, architecture, rope)
             return Plan(name, values, _changes(config, layout, rope), refusals)
         refusals[name] = str(reason)
+    for beyond in (spectrum.beyond for spectrum in layout.spectra):
+        if beyond is not None and beyond.growth and beyond.rescaling != "ntk":
+            raise UserError(
+                f"checkpoint: its frequencies follow the length as {beyond.rescaling!r} says, and "
+                "what is exported can follow it as 'ntk' does only."
+            )
     return Plan(CUSTOM, _custom_values(config, layout), (), refusals)
 
 
