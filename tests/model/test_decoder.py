@@ -228,3 +228,11 @@ def test_layout_of_another_shape_is_refused(tiny_decoder):
     ):
         with pytest.raises(ValueError, match=said):
             decoder.layout = Layout(wrong)
+
+
+@pytest.mark.parametrize("windows", [[None], [5]])
+@pytest.mark.parametrize("last", [1, 3])
+def test_the_last_positions_alone_have_the_logits_they_have_among_all(tiny_decoder, windows, last):
+    model = tiny_decoder(windows=windows)
+    ids = torch.randint(50, (2, 20))
+    torch.testing.assert_close(model(ids, last=last), model(ids)[:, -last:])

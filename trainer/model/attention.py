@@ -76,6 +76,7 @@ class Attention(nn.Module):
         mask: Mask,
         qk_norm: bool,
         cache: LayerCache | None = None,
+        last: int | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -87,6 +88,7 @@ class Attention(nn.Module):
             cache: keys and values of earlier tokens, extended in place. Where frequencies change
                 with the length, all keys are encoded with those of the length now, as tokens at the
                 cache's columns.
+            last: how many of the last positions to compute; None: all.
         """
         q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
         k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
@@ -101,6 +103,8 @@ class Attention(nn.Module):
             k = k if first else _encoded_again(plain_k, late, cache.begins)
         elif cache is not None:
             k, v = cache.append(k, v)
+        if last is not None:
+            q = q[:, :, -last:]
         out = self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
         if not qk_norm:
             for norm in (self.q_norm, self.k_norm):

@@ -58,9 +58,11 @@ class Block(nn.Module):
         mask: Mask,
         qk_norm: bool,
         cache: LayerCache | None = None,
+        last: int | None = None,
     ) -> Tensor:
         """See :meth:`Attention.forward`."""
-        x = x + self.self_attn(self.input_layernorm(x), groups, mask, qk_norm, cache)
+        mixed = self.self_attn(self.input_layernorm(x), groups, mask, qk_norm, cache, last)
+        x = (x if last is None else x[:, -last:]) + mixed
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -176,6 +178,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         length: int | None = None,
+        last: int | None = None,
     ) -> Tensor:
         """Normalised states before the head.
 
@@ -186,9 +189,11 @@ class Decoder(nn.Module):
             cache: earlier tokens, extended in place.
             length: tokens in the whole sequence, where this is a part of it and more will follow;
                 positional encodings that depend on the length are those for it.
+            last: how many of the last positions to return; None: all. The last block computes
+                nothing but keys and values for the others.
 
         Returns:
-            ``[B, T, hidden_size]``.
+            ``[B, T, hidden_size]``, or of the ``last`` positions only.
         """
         past = cache.length if cache else 0
         end = past + ids.shape[1]
@@ -212,7 +217,8 @@ class Decoder(nn.Module):
                 begins,
             )
             layer_cache = cache.layers[index] if cache else None
-            x = block(x, groups[index], mask, encoding.qk_norm, layer_cache)
+            of_block = last if block is self.layers[-1] else None
+            x = block(x, groups[index], mask, encoding.qk_norm, layer_cache, of_block)
         return self.norm(x)
 
     def forward(
@@ -227,9 +233,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits ``[B, T, vocab]``, or of the ``last`` positions only."""
         x = self.hidden_states(
-            ids, documents=documents, positions=positions, cache=cache, length=length
+            ids, documents=documents, positions=positions, cache=cache, length=length, last=last
         )
-        return product(x if last is None else x[:, -last:], self.head)
+        return product(x, self.head)
 
     def loss(
         self,
