@@ -128,3 +128,10 @@ def test_requests_name_what_is_missing():
     (problem,) = LengthRequest(evaluation=CONFIG).problems()
     assert problem.startswith("checkpoint: give checkpoint=runs/NAME")
     assert "threads" in LengthRequest(checkpoint="x", threads=0, evaluation=CONFIG).problems()[0]
+
+
+def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
+    changes = {"methods": None, "lengths": [1], "tasks": ["perplexity"]}
+    alone = replace(request(runs, tmp_path, **changes), checkpoint=str(runs), compare=[])
+    report, _ = evaluate_lengths(alone)
+    assert list(report.methods) == ["none", "crop", "temperature"]

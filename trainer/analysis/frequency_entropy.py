@@ -112,16 +112,18 @@ def frequency_entropies(
     """
     found: list[FrequencyEntropy] = []
 
-    def on_layer(heads: Heads) -> None:
-        found.append(
-            FrequencyEntropy(_of_side(heads, heads.q, measures), _of_side(heads, heads.k, measures))
-        )
-
     # Told before any reading.
     for name in measures:
         MEASURES[name](torch.ones(ids.shape[1]))
-    capture(model, ids, on_layer)
+    capture(model, ids, lambda heads: found.append(frequency_entropy_of(heads, measures)))
     return found
+
+
+def frequency_entropy_of(
+    heads: Heads, measures: Sequence[str] = tuple(MEASURES)
+) -> FrequencyEntropy:
+    """Of one captured layer; raises what :func:`frequency_entropies` does."""
+    return FrequencyEntropy(_of_side(heads, heads.q, measures), _of_side(heads, heads.k, measures))
 
 
 def _of_side(heads: Heads, x: Tensor, measures: Sequence[str]) -> dict[str, Tensor]:

@@ -16,10 +16,12 @@ from trainer.positional.rescaling import RESCALINGS
 from trainer.positional.spectrum import Spectrum
 
 BLOCK = 256
+METHODS = ("pi", "ntk", "yarn")
+"""Keys of :data:`RESCALINGS` that Fig. 6 and 11 compare."""
 
 
 def scaling_factors(spectrum: Spectrum, factor: float) -> dict[str, Array]:
-    """gamma ``[pairs]`` of Eq. 3 for every rescaling: what each frequency is multiplied by.
+    """gamma ``[pairs]`` of Eq. 3 for each of :data:`METHODS`: a factor for every frequency.
 
     A pair that stands still stays as it is: 1.
     """
@@ -27,9 +29,11 @@ def scaling_factors(spectrum: Spectrum, factor: float) -> dict[str, Array]:
     still = before == 0
     return {
         name: np.where(
-            still, 1.0, np.array(rescale(spectrum, factor).inv_freq) / np.where(still, 1.0, before)
+            still,
+            1.0,
+            np.array(RESCALINGS[name](spectrum, factor).inv_freq) / np.where(still, 1.0, before),
         )
-        for name, rescale in RESCALINGS.items()
+        for name in METHODS
     }
 
 
@@ -74,3 +78,37 @@ def last_token_attention(heads: Heads, head: int) -> Array:
     """Attention ``[B, T]`` of the last token on every key (Fig. 8)."""
     T = heads.q.shape[2]
     return head_attention(heads, head, slice(T - 1, T))[:, 0].cpu().numpy()
+
+
+@torch.no_grad()
+def attention_around(heads: Heads, head: int, half: int, reach: int) -> Array:
+    """Mean attention ``[2 reach + 1]`` of repeated tokens on keys around their first occurrence.
+
+    Args:
+        heads: of texts whose last ``half`` tokens are the ``half`` tokens before, once more.
+        head: the query head.
+        half: tokens that are repeated, more than ``reach``.
+        reach: how far before and behind; entry ``reach`` is the occurrence itself, the next one the
+            token that followed it.
+    """
+    T = heads.q.shape[2]
+    attention = head_attention(heads, head, slice(T - half, T))
+    first = T - 2 * half
+    diagonals = [
+        attention.diagonal(first + offset, -2, -1).double().mean()
+        for offset in range(-reach, reach + 1)
+    ]
+    return torch.stack(diagonals).cpu().numpy()
+
+
+@torch.no_grad()
+def attention_shift(heads: Heads, others: Heads, queries: slice) -> Array:
+    """How much of a head's attention ``[Hq]`` lies on other keys in another reading of the texts:
+    total variation distance, 0 to 1, mean over some of the queries."""
+
+    def of_head(head: int) -> Tensor:
+        one, other = (head_attention(x, head, queries) for x in (heads, others))
+        return (one - other).abs().sum(dim=-1).mean() / 2
+
+    shifts = [of_head(head) for head in range(heads.q.shape[1])]
+    return torch.stack(shifts).double().cpu().numpy()

@@ -71,7 +71,7 @@ method that costs no training, on the same trials; also for published models (a 
 +evaluation=niah, ruler, longbench and many_shot are the same with other tasks.
 
   evaluation.  lengths, methods, tasks, trials, dtype, ...: see conf/extension.yaml
-  text.        another source of held-out text, such as '+text={source: files, files: [a.txt]}'
+  text.        another source of held-out text, such as 'text={source: files, files: [a.txt]}'
 
 python -m trainer evaluate checkpoint=PATH +evaluation=multiple_choice [evaluation.KEY=VALUE ...]
 

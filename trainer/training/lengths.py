@@ -23,6 +23,7 @@ from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.lengths.config import (
     LONGBENCH,
     MANY_SHOT,
+    METHODS,
     RULER,
     STATEMENTS,
     LengthConfig,
@@ -118,9 +119,10 @@ def evaluate_lengths(request: LengthRequest) -> tuple[LengthReport, Path]:
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cells, fitted = measure_cells(plans, fit, Store(output / "cells"), config.batch_tokens, device)
-    titles = {r.key: r.title for name in config.methods for r in _of_all(recipes) if r.key == name}
+    order = config.methods or METHODS
+    titles = {r.key: r.title for name in order for r in _of_all(recipes) if r.key == name}
     report = LengthReport(
-        name=first.name,
+        name="Length evaluation",
         training_length=C,
         cells=tuple(cells),
         methods=titles,
@@ -176,14 +178,15 @@ def _recipes(
     found: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
     idle: dict[str, list[str]] = defaultdict(list)
     problems = []
-    for name in config.methods:
+    for name in config.methods or METHODS:
         for subject in subjects:
             made = recipe(name, subject.layout, config)
             if isinstance(made, Recipe):
                 found[subject.name].append(made)
             else:
                 idle[subject.name].append(made)
-        if not any(made.key == name for of_one in found.values() for made in of_one):
+        idle_everywhere = not any(made.key == name for made in _of_all(found))
+        if idle_everywhere and config.methods is not None:
             problems.append(
                 f"evaluation.methods: {name!r} changes a rotation, which "
                 f"{' and '.join(map(repr, found))} {'does' if len(found) == 1 else 'do'} not have."
@@ -249,15 +252,17 @@ def _tasks(
                     text.corpus.test, lengths, config.windows, end, training_length, config.last
                 )
             )
+        elif name == STATEMENTS and not text.trained_statements:
+            notes.append(
+                "The task statements was left out: the training text of the first model "
+                "carried none (data.needles.share)."
+            )
         elif name == STATEMENTS:
-            vocabulary = NeedleVocabulary.of(tokenizer)
-            if not text.trained_statements:
-                notes.append("The models were not trained on statements of this form.")
             found.append(
                 Statements(
                     text.corpus.test,
                     lengths,
-                    vocabulary,
+                    NeedleVocabulary.of(tokenizer),
                     end,
                     config.needles.trials,
                     config.needles.needles,

@@ -17,6 +17,10 @@ from trainer.evaluation.weighted_rope import WeightedRopeSettings
 from trainer.report.lengths import PERPLEXITY
 
 STATEMENTS, RULER, LONGBENCH, MANY_SHOT = "statements", "ruler", "longbench", "many_shot"
+METHODS = (
+    *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
+    *("dope", "weighted_rope", "temperature"),
+)
 TASKS = (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
 
 
@@ -46,7 +50,8 @@ class LengthConfig:
     """Methods, tasks and lengths, and how carefully.
 
     ``lengths``: multiples of the training length. ``methods``: names, or several joined by ``+``
-    (``yarn+dope``), applied from left to right. ``tasks``: of :data:`TASKS`. ``windows``: held-out
+    (``yarn+dope``), applied from left to right; null: those of :data:`METHODS` that do something to
+    a checkpoint. ``tasks``: of :data:`TASKS`. ``windows``: held-out
     windows of the perplexity at each length, of which the ``last`` tokens are reported (null: as
     many as the training length); ``fit_windows``: validation windows for what is
     fitted. ``batch_tokens``: tokens in one forward pass. ``dtype``: of the weights. ``needles``: of
@@ -55,7 +60,7 @@ class LengthConfig:
     """
 
     lengths: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
-    methods: list[str] = field(default_factory=lambda: ["none"])
+    methods: list[str] | None = None
     tasks: list[str] = field(default_factory=lambda: [PERPLEXITY])
     windows: int = 96
     last: int | None = None
@@ -82,7 +87,7 @@ class LengthConfig:
                 f"{self.lengths}."
             )
         for key in ("methods", "tasks"):
-            if not getattr(self, key):
+            if getattr(self, key) == []:
                 found.append(f"evaluation.{key}: expected one or more, got none.")
         for key in ("windows", "last", "fit_windows", "batch_tokens"):
             if (value := getattr(self, key)) is not None and value < 1:
@@ -97,7 +102,7 @@ class LengthConfig:
             for name in self.tasks
             if name not in TASKS
         ]
-        for method in self.methods:
+        for method in self.methods or ():
             found += part_problems(method)
         groups = (self.dope, *self.weighted_rope, self.needles, self.ruler, self.longbench)
         for group in (*groups, self.many_shot):
