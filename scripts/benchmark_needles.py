@@ -34,6 +34,7 @@ from trainer.commands.train import read_config
 from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
 from trainer.data.sources import stdlib_docs
 from trainer.data.tokenizer import end_of_text, train_tokenizer
+from trainer.errors import UserError
 from trainer.evaluation.answering import answers
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.task import NeedleTaskSettings
@@ -234,4 +235,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))

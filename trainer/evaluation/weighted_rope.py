@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trainer.analysis.attenuation import Gate, channel_factors
 from trainer.analysis.frequency_entropy import FrequencyEntropy, frequency_entropies
 from trainer.analysis.pairs import Side
 from trainer.errors import UserError
@@ -84,44 +85,24 @@ def select(
     measures = sorted({one.entropy for one in settings})
     with reading_with(model, layout or model.layout):
         layers = frequency_entropies(model, ids, measures)
-    trained, size = model.layout.layers, model.config.head_size
+    size = model.config.head_size
     found = []
-    for encoding, entropies in zip(trained, layers, strict=True):
-        rotating = [torch.tensor(s.inv_freq) > 0 for s in encoding.spectra]
-        query, query_pairs = _rows(entropies, "query", settings, rotating, size)
-        key, key_pairs = _rows(entropies, "key", settings, rotating, size)
-        found.append(Weights(query, key, query_pairs, key_pairs))
+    for encoding, entropies in zip(model.layout.layers, layers, strict=True):
+        query, of_query = channel_factors(encoding, _weights(entropies, "query", settings), size)
+        key, of_key = channel_factors(encoding, _weights(entropies, "key", settings), size)
+        found.append(Weights(query if of_query else (), key if of_key else (), of_query, of_key))
     return tuple(found)
 
 
-def _rows(
-    entropies: FrequencyEntropy,
-    side: Side,
-    settings: Sequence[WeightedRopeSettings],
-    rotating: list[Tensor],
-    head_dim: int,
-) -> tuple[Factors, int]:
-    """Factors of one side of a layer, and how many pairs have another than 1.
-
-    ``rotating``: of every key-value head, which pairs do.
-    """
-    of_side = entropies.query if side == "query" else entropies.key
-    weights = torch.ones_like(of_side[settings[0].entropy])
-    for one in settings:
-        measured = of_side[one.entropy]
-        extreme = measured < one.tau if one.side == "below" else measured > one.tau
-        weights = torch.where(extreme, weights.clamp(max=one.alpha), weights)
-    per_key = len(weights) // len(rotating)
-    rows, changed = [], 0
-    for head, of_head in enumerate(weights):
-        turns = rotating[head // per_key]
-        pairs = len(turns)
-        factors = torch.where(turns, of_head[:pairs], 1.0)
-        row = torch.ones(head_dim, dtype=torch.float64)
-        row[:pairs] = row[pairs : 2 * pairs] = factors
-        changed += int((factors != 1).sum())
-        rows.append(tuple(row.tolist()))
-    return (tuple(rows), changed) if changed else ((), 0)
+def _weights(
+    entropies: FrequencyEntropy, side: Side, settings: Sequence[WeightedRopeSettings]
+) -> Tensor:
+    """Factors of the pairs of one side of a layer, ``[H, pairs]``."""
+    gates = [Gate(one.entropy, one.side, one.tau) for one in settings]
+    found = [
+        gate.weights(entropies, side, one.alpha) for gate, one in zip(gates, settings, strict=True)
+    ]
+    return torch.stack(found).amin(dim=0)
 
 
 def apply(layout: Layout, weights: tuple[Weights, ...]) -> Layout:

@@ -1,0 +1,193 @@
+"""Frequency entropies in a section: the numbers, and the sentences made of them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import scipy.signal
+import scipy.stats
+import torch
+
+from trainer.analysis.capture import capture
+from trainer.analysis.studies.frequency_entropy import FrequencyEntropyStudy
+from trainer.analysis.studies.study import Target, run
+
+
+def text(length, texts=1):
+    return torch.randint(50, (texts, length), generator=torch.Generator().manual_seed(3))
+
+
+def section_of(target, **options):
+    options = {"alphas": ()} | options
+    (section,) = run([FrequencyEntropyStudy(target, **options)], target)
+    return section
+
+
+def sequence_fe(signal):
+    power = np.abs(np.fft.fft(signal)[1 : len(signal) // 2]) ** 2
+    return scipy.stats.entropy(power) / math.log(len(power))
+
+
+def spectrum_fe(signal):
+    _, _, stft = scipy.signal.spectrogram(
+        signal, window="hann", nperseg=1024, noverlap=512, detrend=False, mode="complex"
+    )
+    return scipy.stats.entropy((np.abs(stft) ** 2).mean(axis=-1)) / math.log(513)
+
+
+def expected(target, measure, side, pairs=4):
+    """``[layers][heads][pairs]`` of one text, from queries and keys after their encoding."""
+    layers = []
+    capture(target.model, target.ids, layers.append)
+    sides = {"query": "rotated_q", "key": "rotated_k"}
+    return np.array(
+        [
+            [
+                [measure(np.hypot(head[:, m], head[:, m + pairs])) for m in range(pairs)]
+                for head in getattr(heads, sides[side])[0].double().numpy()
+            ]
+            for heads in layers
+        ]
+    )
+
+
+def test_the_numbers_are_those_of_every_pair(tiny_decoder):
+    target = Target("tiny", tiny_decoder(), text(1536))
+    section = section_of(target)
+    for name, measure in (("SpectrumFE", spectrum_fe), ("SequenceFE", sequence_fe)):
+        for side in ("query", "key"):
+            ours = section.numbers["entropy"][f"{name} {side}"]
+            np.testing.assert_allclose(ours, expected(target, measure, side), atol=1e-4)
+    queries, keys, norms, means = section.pictures
+    assert queries.header == ("layer", "head", "pair", "SpectrumFE", "SequenceFE")
+    assert len(queries.rows) == 2 * 4 * 4
+    assert len(keys.rows) == 2 * 2 * 4
+    layer, head, pair, *values = queries.rows[-1]
+    assert values == pytest.approx(
+        [expected(target, m, "query")[layer, head, pair] for m in (spectrum_fe, sequence_fe)],
+        rel=1e-3,
+    )
+    assert len(means.rows) == 2 * 2 * 2 * 4
+    by_row = {row[:4]: row[4] for row in means.rows}
+    assert by_row["SequenceFE", "key", 1, 2] == pytest.approx(
+        expected(target, sequence_fe, "key")[1, :, 2].mean(), rel=1e-4
+    )
+    assert {row[0] for row in norms.rows} == {0, 1}
+
+
+def periodic(tiny_decoder, length=600):
+    """A text that repeats every four tokens, and so do the norms of queries and keys, nearly."""
+    ids = torch.tensor([7, 7, 7, 9]).repeat(length // 4)[None]
+    return Target("tiny", tiny_decoder(), ids)
+
+
+def test_periods_are_counted_and_found_in_their_layer(tiny_decoder):
+    target = periodic(tiny_decoder)
+    section = section_of(target)
+    for side, kind in (("query", "queries"), ("key", "keys")):
+        entropy = expected(target, sequence_fe, side)
+        low = (entropy < 0.6).sum(axis=(1, 2))
+        assert low.any()
+        assert (
+            f"{low.sum()} of {entropy.size} pairs of {kind} have SequenceFE below 0.6, most "
+            f"of them in layer {low.argmax()} ({low.max()})."
+        ) in section.findings
+
+
+def test_noise_has_no_period(tiny_decoder):
+    section = section_of(Target("tiny", tiny_decoder(), text(600)))
+    sentence = "0 of 32 pairs of queries have SequenceFE below 0.6: none has a clear period."
+    assert sentence in section.findings
+
+
+def test_the_band_is_the_pair_that_is_lowest_in_most_heads(tiny_decoder):
+    target = Target("tiny", tiny_decoder(), text(1100))
+    lowest = expected(target, spectrum_fe, "query").argmin(axis=-1).ravel()
+    band = np.bincount(lowest).argmax()
+    share = np.mean([abs(pair - band) <= 2 for pair in lowest])
+    assert (
+        f"The strongest frequency band of queries is most often pair {band}; {share:.0%} of heads "
+        "have theirs within 2 pairs of it."
+    ) in section_of(target).findings
+
+
+def test_a_short_text_has_no_spectrum_entropy_and_says_so(tiny_decoder):
+    target = Target("tiny", tiny_decoder(), text(1023))
+    assert FrequencyEntropyStudy.problems(target) == []
+    section = section_of(target, alphas=(0.0,))
+    assert section.findings[0] == (
+        "SpectrumFE is left out: its frames take 1,024 tokens, the text has 1,023."
+    )
+    assert set(section.numbers["entropy"]) == {"SequenceFE query", "SequenceFE key"}
+    assert [s["gate"] for s in section.numbers["sweep"]] == ["SequenceFE < 0.6"]
+    (problem,) = FrequencyEntropyStudy.problems(Target("tiny", target.model, text(5)))
+    assert "6 tokens or more, got 5" in problem
+
+
+def test_layers_without_rotation_are_compared_with_the_others(tiny_decoder):
+    model = tiny_decoder(layers=["rope", "nope"])
+    target = Target("tiny", model, text(300))
+    section = section_of(target, alphas=(0.0,))
+    rope, nope = expected(target, sequence_fe, "query").mean(axis=(1, 2))
+    assert (
+        f"Mean SequenceFE of queries is {rope:.2f} in layers that rotate and {nope:.2f} in the "
+        "others."
+    ) in section.findings
+    assert {row[0] for row in section.pictures[0].rows} == {0, 1}
+
+
+def test_a_model_without_rotation_has_entropies_but_no_sweep(tiny_decoder):
+    section = section_of(Target("tiny", tiny_decoder(layers=["nope"]), text(300)), alphas=(0.0,))
+    assert section.numbers["sweep"] == []
+    assert len(section.pictures) == 4
+
+
+def test_layers_with_fewer_pairs_leave_the_rest_open(tiny_decoder):
+    model = tiny_decoder(layers=["rope", "nope"], encodings={"rope": {"rotary_fraction": 0.5}})
+    section = section_of(Target("tiny", model, text(100)))
+    entropy = section.numbers["entropy"]["SequenceFE query"]
+    assert all(head[2:] == [None, None] and None not in head[:2] for head in entropy[0])
+    assert all(None not in head for head in entropy[1])
+    assert len(section.pictures[0].rows) == 4 * 2 + 4 * 4
+
+
+def test_the_sweep_reads_the_text_and_tells_what_it_costs(tiny_decoder):
+    target = periodic(tiny_decoder)
+    section = section_of(target, alphas=(0.0,), sweep_tokens=100)
+    (sweep,) = section.numbers["sweep"]
+    with torch.no_grad():
+        losses = target.model.token_losses(target.ids[:, :100], target.ids[:, 1:101])
+    assert sweep["alpha=1"] == pytest.approx(float(losses.double().mean().exp()))
+    assert sweep["pairs"] == sum(
+        (expected(target, sequence_fe, side) < 0.6).sum() for side in ("query", "key")
+    )
+    before, after = sweep["alpha=1"], sweep["alpha=0"]
+    (sentence,) = (f for f in section.findings if "perplexity" in f)
+    assert re.findall(r"[\d.]*\d", sentence) == [
+        str(sweep["pairs"]),
+        "0.6",
+        "0",
+        f"{before:.2f}",
+        f"{after:.2f}",
+    ]
+    picture = section.pictures[-1]
+    assert picture.rows == [
+        ("SequenceFE < 0.6", sweep["pairs"], 0.0, after),
+        ("SequenceFE < 0.6", sweep["pairs"], 1.0, before),
+    ]
+
+
+def test_chosen_heads_are_those_of_the_norm_maps(tiny_decoder):
+    model, ids = tiny_decoder(), text(300)
+    section = section_of(Target("tiny", model, ids, chosen=((1, 3),)))
+    norms = section.pictures[2]
+    assert {row[:2] for row in norms.rows} == {(1, 3)}
+    layers = []
+    capture(model, ids, layers.append)
+    key = layers[1].k[0, 1].numpy()  # query head 3 reads key-value head 1
+    by_row = {row[2:5]: row[5] for row in norms.rows}
+    expected_norm = np.hypot(key[4:6, 2], key[4:6, 6]).mean()
+    assert by_row["key", 2, 4] == pytest.approx(expected_norm, rel=1e-5)

@@ -1,0 +1,218 @@
+"""Offset features in a section: Table 2 recounted by hand, bounds after a rescaling in closed form,
+and the sentences made of the numbers."""
+
+from __future__ import annotations
+
+import cmath
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.analysis.capture import capture
+from trainer.analysis.studies.offset_features import OffsetFeaturesStudy
+from trainer.analysis.studies.study import Target, run
+
+IDS = torch.randint(50, (1, 90), generator=torch.Generator().manual_seed(4))
+C = 32
+TURN = 2 * math.pi
+
+
+def loud(tiny_decoder, factor=40.0, **positional):
+    """A model with long keys."""
+    model = tiny_decoder(training_length=C, **positional)
+    with torch.no_grad():
+        for block in model.layers:
+            block.self_attn.k_proj.weight.mul_(factor)
+    return model
+
+
+def section_of(target, **options):
+    (section,) = run([OffsetFeaturesStudy(target, **options)], target)
+    return section
+
+
+def pairs_of(model, ids=IDS):
+    """Every (layer, head, pair, theta, mean query, mean key) with means as complex numbers."""
+    layers = []
+    capture(model, ids, layers.append)
+    for heads in layers:
+        for h in range(4):
+            inv_freq = heads.encoding.spectra[h // 2].inv_freq
+            q, k = (
+                x.double().mean(dim=(0, 1)).tolist() for x in (heads.q[:, h], heads.k[:, h // 2])
+            )
+            for m, theta in enumerate(inv_freq):
+                n = m + len(inv_freq)
+                yield heads.layer, h, m, theta, complex(q[m], q[n]), complex(k[m], k[n])
+
+
+def recounted(model, radius, length=C, change=lambda m, theta: theta):
+    """(pairs, under the upper bound, also above the lower bound, above it less 0.1 rad)."""
+    large = upper = lower = relaxed = 0
+    for _, _, m, theta, q, k in pairs_of(model):
+        if abs(k) < radius:
+            continue
+        turned = change(m, theta) * length
+        angle = cmath.phase(k / q) % TURN
+        large += 1
+        upper += turned < TURN
+        lower += turned < TURN and angle >= math.pi + turned / 2
+        relaxed += turned < TURN and angle >= math.pi + turned / 2 - 0.1
+    return large, upper, lower, relaxed
+
+
+def test_table_2_is_recounted(tiny_decoder):
+    model = loud(tiny_decoder)
+    section = section_of(Target("tiny", model, IDS))
+    table, _ = section.grids
+    for radius, row in zip((6, 9, 12), table.rows, strict=True):
+        large, *counts = recounted(model, radius)
+        assert large > 0
+        assert row == (f"{radius}", large, *(f"{n / large:.0%}" for n in counts))
+        upper, lower, relaxed = (f"{n / large:.0%}" for n in counts)
+        assert (
+            f"Of the {large} pairs of radius {radius} or more, {upper} are under the upper bound, "
+            f"{lower} also above the lower bound, {relaxed} above it less 0.1 rad."
+        ) in section.findings
+
+
+def test_every_pair_is_in_the_numbers_and_the_file(tiny_decoder):
+    model = loud(tiny_decoder)
+    section = section_of(Target("tiny", model, IDS))
+    expected = [
+        (layer, h, m, theta, abs(q), abs(k), cmath.phase(k / q) % TURN)
+        for layer, h, m, theta, q, k in pairs_of(model)
+    ]
+    scatter = section.pictures[0]
+    np.testing.assert_allclose(np.array([row[:7] for row in scatter.rows]), expected, rtol=1e-4)
+    np.testing.assert_allclose(
+        section.numbers["features"]["angle"], [row[6] for row in expected], atol=1e-4
+    )
+    thetas = np.array([row[3] for row in expected])
+    possible = thetas < TURN / C
+    assert section.findings[0] == (
+        f"{possible.mean():.0%} of {len(thetas)} pairs turn less than once in {C} tokens; the "
+        f"mean of their lower bounds is {(math.pi + thetas[possible] * C / 2).mean():.2f} rad."
+    )
+
+
+@pytest.mark.parametrize("negated", [False, True])
+def test_the_strongest_pair_is_followed_over_all_distances(tiny_decoder, negated):
+    """With its layer's queries turned round the strongest pair is no feature."""
+    model = loud(tiny_decoder)
+    if negated:
+        with torch.no_grad():
+            model.layers[1].self_attn.q_proj.weight.neg_()
+    section = section_of(Target("tiny", model, IDS))
+    slow = [one for one in pairs_of(model) if one[3] < TURN / C]
+    layer, head, pair, theta, q, k = max(slow, key=lambda one: abs(one[4]) * abs(one[5]))
+    # The query turns, the key stands still.
+    parts = [
+        (q * cmath.exp(1j * theta * d) * k.conjugate()).real / math.sqrt(8) for d in range(C + 1)
+    ]
+    text = (
+        f"The strongest pair under the upper bound is L{layer}H{head}, pair {pair}: angle "
+        f"{cmath.phase(k / q) % TURN:.2f} rad, lower bound {math.pi + theta * C / 2:.2f}. Its part "
+        f"of the logit is {parts[0]:.1f} at distance 0 and "
+    )
+    if max(parts[1:]) < parts[0]:
+        text += (
+            f"below that up to {C} tokens: an offset feature, lowest ({min(parts):.1f}) at "
+            f"{parts.index(min(parts))}."
+        )
+    else:
+        text += f"not always below that up to {C} tokens: no offset feature."
+    assert text in section.findings
+    assert ("an offset feature" in text) != negated
+    curves = next(p for p in section.pictures if p.name == "offset_contributions")
+    by_row = {row[:4]: row[4] for row in curves.rows}
+    assert by_row[layer, head, f"pair {pair}", 5] == pytest.approx(parts[5], rel=1e-4)
+    of_head = [one for one in pairs_of(model) if one[:2] == (layer, head)]
+    total = sum((a * cmath.exp(5j * t) * b.conjugate()).real for *_, t, a, b in of_head)
+    all_pairs = by_row[layer, head, "all pairs", 5]
+    assert all_pairs == pytest.approx(total / math.sqrt(8), rel=1e-4)
+    assert by_row[layer, head, f"all but pair {pair}", 5] == pytest.approx(
+        all_pairs - parts[5], rel=1e-4
+    )
+
+
+METHODS = {
+    "not rescaled": lambda s: lambda m, theta: theta,
+    "PI": lambda s: lambda m, theta: theta / s,
+    "NTK": lambda s: lambda m, theta: theta * s ** (-m / 3),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bounds_after_a_rescaling_are_those_of_its_frequencies(tiny_decoder, method):
+    model = loud(tiny_decoder)
+    section = section_of(Target("tiny", model, IDS))
+    assert section.numbers["extended_length"] == 90  # of the text, which is longer than C
+    change = METHODS[method](90 / C)
+    found = section.numbers["methods"][method]
+    turned = np.array([change(m, theta) * 90 for _, _, m, theta, _, _ in pairs_of(model)])
+    assert found["share"] == pytest.approx((turned < TURN).mean())
+    assert found["mean_lower_bound"] == pytest.approx((math.pi + turned[turned < TURN] / 2).mean())
+    large, upper, lower, _ = recounted(model, 6, 90, change)
+    assert found["recall"][0]["upper"] == pytest.approx(upper / large)
+    (row,) = (row for row in section.grids[1].rows if row[0] == method)
+    assert row[1] == 90
+    assert row[4:] == (f"{upper / large:.0%}", f"{lower / large:.0%}")
+    (sentence,) = (f for f in section.findings if f.startswith("At 90 tokens"))
+    assert f"{method} {lower / large:.0%}" in sentence
+    bounds = {row[:2]: row[2:] for row in section.pictures[-1].rows}
+    theta = model.layout.layers[0].spectra[0].inv_freq[2]
+    turns = change(2, theta) * 90 / TURN
+    assert bounds[method, 2] == pytest.approx((turns, math.pi * (1 + turns)))
+
+
+def test_position_interpolation_leaves_the_bounds_as_they_were(tiny_decoder):
+    methods = section_of(Target("tiny", loud(tiny_decoder), IDS)).numbers["methods"]
+    assert methods["PI"] == methods["as trained"]
+
+
+def test_a_short_text_is_extended_to_four_times_the_training_length(tiny_decoder):
+    target = Target("tiny", tiny_decoder(), IDS[:, :20])
+    assert section_of(target).numbers["extended_length"] == 4 * C
+    assert section_of(target, extended=50).numbers["extended_length"] == 50
+
+
+def test_quiet_keys_leave_the_table_empty(tiny_decoder):
+    model = loud(tiny_decoder, factor=0.1)
+    section = section_of(Target("tiny", model, IDS))
+    longest = max(abs(k) for *_, k in pairs_of(model))
+    assert f"No pair has a radius of 6; the largest is {longest:.2f}." in section.findings
+    assert section.grids[0].rows[0] == ("6", 0, "–", "–", "–")
+
+
+def test_points_are_those_of_chosen_heads(tiny_decoder):
+    model = loud(tiny_decoder)
+    section = section_of(Target("tiny", model, IDS, chosen=((1, 2), (1, 3))))
+    points = next(p for p in section.pictures if p.name == "offset_feature_points")
+    assert {row[:2] for row in points.rows} == {(1, 2), (1, 3)}
+    layers = []
+    capture(model, IDS, layers.append)
+    layer, head, pair, token, *values = points.rows[5]
+    q, k = layers[layer].q[0, head, token], layers[layer].k[0, head // 2, token]
+    assert values == pytest.approx([*q[[pair, pair + 4]].tolist(), *k[[pair, pair + 4]].tolist()])
+
+
+def test_layers_without_rotation_have_no_pairs(tiny_decoder):
+    model = loud(tiny_decoder, layers=["rope", "nope"])
+    section = section_of(Target("tiny", model, IDS))
+    assert {row[0] for row in section.pictures[0].rows} == {0}
+
+
+def test_a_model_without_slow_pairs_has_bounds_but_no_features_to_show(tiny_decoder):
+    model = loud(tiny_decoder, encodings={"rope": {"base": 1.5}})
+    section = section_of(Target("tiny", model, IDS))
+    assert [p.name for p in section.pictures] == ["offset_features", "extended_bounds"]
+    assert section.findings[0].startswith("0% of 32 pairs")
+
+
+def test_a_model_without_rotation_is_a_problem(tiny_decoder):
+    assert OffsetFeaturesStudy.problems(Target("tiny", tiny_decoder(), IDS)) == []
+    (problem,) = OffsetFeaturesStudy.problems(Target("tiny", tiny_decoder(layers=["nope"]), IDS))
+    assert "without rotation in any head" in problem

@@ -1,0 +1,121 @@
+"""Perplexity with the rotary pairs of extreme frequency entropy attenuated (Probing Rotary Position
+Embeddings through Frequency Entropy, Sec. 5.2 and Fig. 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.frequency_entropy import FrequencyEntropy
+from trainer.analysis.pairs import Side
+from trainer.model.decoder import Decoder
+from trainer.positional.gains import Factors, Gains
+from trainer.positional.layout import LayerEncoding, Layout
+
+SIDES: tuple[Side, Side] = ("query", "key")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Pairs whose ``measure`` is ``side`` the threshold ``tau``."""
+
+    measure: str
+    side: Literal["below", "above"]
+    tau: float
+
+    def chosen(self, entropy: FrequencyEntropy, side: Side) -> Tensor:
+        """Which pairs of queries or keys, ``[H, pairs]``."""
+        values = (entropy.query if side == "query" else entropy.key)[self.measure]
+        return values < self.tau if self.side == "below" else values > self.tau
+
+    def weights(self, entropy: FrequencyEntropy, side: Side, alpha: float) -> Tensor:
+        """``alpha`` for the chosen pairs and 1 for the others, ``[H, pairs]`` float64."""
+        chosen = self.chosen(entropy, side)
+        return torch.ones_like(chosen, dtype=torch.float64).masked_fill(chosen, alpha)
+
+
+GATES = (
+    Gate("spectrum", "below", 0.2),
+    Gate("spectrum", "above", 0.4),
+    Gate("sequence", "below", 0.6),
+)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Perplexity by alpha, with so many ``pairs`` of queries and keys attenuated."""
+
+    gate: Gate
+    pairs: int
+    perplexity: dict[float, float]
+
+
+@torch.no_grad()
+def sweep(
+    model: Decoder,
+    ids: Tensor,
+    entropies: Sequence[FrequencyEntropy],
+    gates: Sequence[Gate],
+    alphas: Sequence[float],
+) -> list[Sweep]:
+    """Read ``ids`` ``[B, T + 1]`` once as they are, and for every gate and alpha below 1 once more.
+
+    ``entropies``: of the layers. A gate that chooses no pair costs nothing.
+    """
+    layout = model.layout
+    ids = ids.to(model.norm.weight.device)
+
+    def perplexity(changed: Layout) -> float:
+        model.layout = changed
+        return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())
+
+    found = []
+    try:
+        plain = perplexity(layout)
+        for gate in gates:
+            curve, pairs = {1.0: plain}, 0
+            for alpha in sorted({*alphas} - {1.0}, reverse=True):
+                changed, pairs = attenuated(layout, entropies, gate, alpha, model.config.head_size)
+                curve[alpha] = perplexity(changed) if pairs else plain
+            found.append(Sweep(gate, pairs, curve))
+    finally:
+        model.layout = layout
+    return found
+
+
+def attenuated(
+    layout: Layout,
+    entropies: Sequence[FrequencyEntropy],
+    gate: Gate,
+    alpha: float,
+    head_dim: int,
+) -> tuple[Layout, int]:
+    """``layout`` with a factor ``alpha`` on the pairs of queries and keys that the gate chooses and
+    that rotate, each by its own entropy (Eq. 11 and 12), and how many pairs these are."""
+    layers, total = [], 0
+    for encoding, entropy in zip(layout.layers, entropies, strict=True):
+        query, of_query, key, of_key = (
+            part
+            for side in SIDES
+            for part in channel_factors(encoding, gate.weights(entropy, side, alpha), head_dim)
+        )
+        layers.append(replace(encoding, gains=Gains(query=query, key=key)))
+        total += of_query + of_key
+    return Layout(tuple(layers)), total
+
+
+def channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> tuple[Factors, int]:
+    """A factor for every channel of every head, ``[H][D]``, from those of the pairs ``[H, pairs]``;
+    pairs that do not rotate have 1. And how many have another."""
+    rows, changed = torch.ones(len(weights), head_dim, dtype=torch.float64), 0
+    per_key = len(weights) // len(encoding.spectra)
+    for head, row in enumerate(rows):
+        turns = torch.tensor(encoding.spectra[head // per_key].inv_freq) > 0
+        pairs = torch.where(turns, weights[head, : len(turns)], 1.0)
+        row[: 2 * len(turns)] = pairs.repeat(2)
+        changed += int((pairs != 1).sum())
+    return tuple(map(tuple, rows.tolist())), changed

@@ -1,0 +1,298 @@
+"""Frequency entropy of a model's rotary pairs: bands, periods, and what a model loses without them
+(Probing Rotary Position Embeddings through Frequency Entropy, Fig. 1 to 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from trainer.analysis.attenuation import GATES, Gate, Sweep, sweep
+from trainer.analysis.averages import Array
+from trainer.analysis.capture import Heads
+from trainer.analysis.frequency_entropy import MEASURES, FrequencyEntropy, frequency_entropy_of
+from trainer.analysis.pairs import Side, pair_counts, pair_norms
+from trainer.analysis.studies.arrays import known, mean_over_heads, plain, stacked
+from trainer.analysis.studies.study import Study, Target
+from trainer.positional.layout import LayerEncoding
+from trainer.report.geometry.entropy_figures import Scale, curves, heat_maps, pair_scatter
+from trainer.report.geometry.section import Picture, Section
+
+FRAME, SHORTEST = 1024, 6
+NAMES = {"spectrum": "SpectrumFE", "sequence": "SequenceFE"}
+SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
+NORMS: dict[Side, str] = {"query": "its queries", "key": "the keys it reads"}
+THRESHOLDS = {NAMES[m]: [g.tau for g in GATES if g.measure == m] for m in MEASURES}
+ALPHAS, SWEEP_TOKENS = (0.0, 0.5, 0.9), 1024
+LAYERS_SHOWN, CELLS = 4, 256
+NEAR = 2  # pairs to either side that count as the same band
+Values = Mapping[tuple[str, Side], Array]
+
+
+class FrequencyEntropyStudy(Study):
+    """SpectrumFE and SequenceFE of every layer, head and pair.
+
+    ``alphas``: of the attenuation sweep, which reads the first ``sweep_tokens`` tokens of the first
+    text once and for each of three gates and alphas again; empty: no sweep. A model without
+    rotation has none.
+    """
+
+    key: ClassVar[str] = "frequency_entropy"
+    title: ClassVar[str] = "Frequency entropy"
+
+    def __init__(
+        self, target: Target, alphas: Sequence[float] = ALPHAS, sweep_tokens: int = SWEEP_TOKENS
+    ) -> None:
+        super().__init__(target)
+        self.alphas, self.sweep_tokens = tuple(alphas), sweep_tokens
+        self.measures = [m for m in MEASURES if m != "spectrum" or target.length >= FRAME]
+        self._layers: list[FrequencyEntropy] = []
+        self._norms: dict[tuple[int, int], dict[Side, Array]] = {}
+        self._shown = _layers_to_show(target)
+
+    @classmethod
+    def problems(cls, target: Target) -> list[str]:
+        """With fewer than 1,024 tokens SpectrumFE alone is left out."""
+        if target.length >= SHORTEST:
+            return []
+        return [f"expected a text of {SHORTEST} tokens or more, got {target.length}."]
+
+    def on_layer(self, heads: Heads) -> None:
+        """Entropies of all its pairs; the norms of one head of a layer that is shown."""
+        found = frequency_entropy_of(heads, self.measures)
+        self._layers.append(found)
+        if heads.layer not in self._shown:
+            return
+        head = self._shown[heads.layer]
+        if head is None:  # the one with the most concentrated pair
+            head = int(found.query[self.measures[0]].nan_to_num(nan=1.0).amin(dim=-1).argmin())
+        self._norms[heads.layer, head] = {
+            "query": _norm_map(heads, heads.q, head),
+            "key": _norm_map(heads, heads.k, head // heads.queries_per_key),
+        }
+
+    def section(self) -> Section:
+        """Scatter plots, maps, and the sweep."""
+        values: Values = {
+            (m, side): stacked(
+                [(layer.query if side == "query" else layer.key)[m] for layer in self._layers]
+            )
+            for m in self.measures
+            for side in SIDES
+        }
+        sweeps = self._sweeps()
+        pictures = [self._scatter(values, side) for side in SIDES]
+        pictures += [self._norm_maps(), _mean_maps(values)]
+        if sweeps:
+            pictures.append(_sweep_picture(sweeps))
+        return Section(
+            self.key,
+            self.title,
+            "The norms of one rotary pair at all tokens are a signal; its frequency entropy says "
+            "how concentrated the power of that signal is, from 0 for a pure tone to 1 for white "
+            "noise. SpectrumFE, of short frames with the mean left in, is low where a pair is "
+            "large throughout: a frequency band. SequenceFE, of the whole text without the mean, "
+            "is low where the norm oscillates. Heads without rotation are read as if all of their "
+            "channels rotated.",
+            (
+                "sⱼ[n] = ‖qₙ⁽ʲ⁾‖₂",
+                "S[k, t] = |Σₙ sⱼ[512 t + n] w[n] exp(−2πi k n / 1024)|²,  w: Hann",
+                "SpectrumFE = −Σₖ pₖ log pₖ / log 513,  pₖ ∝ meanₜ S[k, t]",
+                "SequenceFE = −Σₖ pₖ log pₖ / log(⌊L/2⌋ − 1),  pₖ ∝ |DFT(sⱼ)[k]|²,  1 ≤ k < ⌊L/2⌋",
+            ),
+            "Probing Rotary Position Embeddings through Frequency Entropy, Eq. 4–12, Fig. 1–10.",
+            tuple(self._findings(values, sweeps)),
+            tuple(pictures),
+            numbers={
+                "tokens": self.target.length,
+                "entropy": {f"{NAMES[m]} {side}": plain(of) for (m, side), of in values.items()},
+                "sweep": [
+                    {"gate": _label(s.gate), "pairs": s.pairs}
+                    | {f"alpha={alpha:g}": value for alpha, value in s.perplexity.items()}
+                    for s in sweeps
+                ],
+            },
+        )
+
+    def _sweeps(self) -> list[Sweep]:
+        layers = self.target.model.layout.layers
+        if not self.alphas or not any(map(_rotates, layers)) or any(e.gains for e in layers):
+            return []
+        ids = self.target.ids[:1, : self.sweep_tokens + 1]
+        gates = [gate for gate in GATES if gate.measure in self.measures]
+        return sweep(self.target.model, ids, self._layers, gates, self.alphas)
+
+    def _titles(self) -> dict[int, str]:
+        encodings = self.target.model.layout.layers
+        return {
+            layer: f"layer {layer}" + ("" if _rotates(encodings[layer]) else ", no rotation")
+            for layer, _ in self._norms
+        }
+
+    def _scatter(self, values: Values, side: Side) -> Picture:
+        panels = {
+            NAMES[m]: {title: values[m, side][layer] for layer, title in self._titles().items()}
+            for m in self.measures
+        }
+        rows = [
+            (layer, head, pair, *(float(values[m, side][layer, head, pair]) for m in self.measures))
+            for layer, head, pair in np.argwhere(np.isfinite(values[self.measures[0], side]))
+        ]
+        return Picture(
+            f"frequency_entropy_{SIDES[side]}",
+            pair_scatter(panels, THRESHOLDS),
+            f"Frequency entropy (0 to 1) of every rotary pair of the {SIDES[side]} of some layers "
+            "by the pair's index, a colour for each head. Dashed: the thresholds 0.2 and 0.4 of "
+            "SpectrumFE and 0.6 of SequenceFE. Low SpectrumFE: bands; low SequenceFE: periods. "
+            "The file has all layers.",
+            ("layer", "head", "pair", *(NAMES[m] for m in self.measures)),
+            rows,
+        )
+
+    def _norm_maps(self) -> Picture:
+        panels, rows, step = {}, [], -(-self.target.length // CELLS)
+        for side in SIDES:
+            for (layer, head), maps in self._norms.items():
+                panels[f"L{layer}H{head}, {NORMS[side]}"] = maps[side]
+                rows += [
+                    (layer, head, side, pair, cell * step, float(norm))
+                    for (pair, cell), norm in np.ndenumerate(maps[side])
+                ]
+        return Picture(
+            "pair_norms",
+            heat_maps(
+                panels,
+                Scale("l2 norm of the pair", log=True),
+                x="token",
+                y="pair index, from the fastest on",
+                columns=len(self._norms),
+                cell=(step, 1),
+            ),
+            "Norms of the rotary pairs of one query head a layer, and of the keys it reads, along "
+            f"the first text (means over {step} tokens, logarithmic colour). A bright row is a "
+            "frequency band, stripes across it are periods.",
+            ("layer", "query_head", "side", "pair", "from_token", "norm"),
+            rows,
+        )
+
+    def _findings(self, values: Values, sweeps: list[Sweep]) -> list[str]:
+        found = []
+        if "spectrum" not in self.measures:
+            found.append(
+                f"SpectrumFE is left out: its frames take {FRAME:,} tokens, the text has "
+                f"{self.target.length:,}."
+            )
+        for m in self.measures:
+            low, middle, high = np.quantile(known(values[m, "query"]), [0.05, 0.5, 0.95])
+            found.append(
+                f"{NAMES[m]} of query pairs: median {middle:.2f}, nine in ten between {low:.2f} "
+                f"and {high:.2f}."
+            )
+        if "spectrum" in self.measures:
+            found.append(_band(values["spectrum", "query"]))
+        found += [_periods(values["sequence", side], kind) for side, kind in SIDES.items()]
+        turning = np.array([_rotates(e) for e in self.target.model.layout.layers])
+        if turning.any() and not turning.all():
+            for m in self.measures:
+                with_it, without = (
+                    known(values[m, "query"][chosen]).mean() for chosen in (turning, ~turning)
+                )
+                found.append(
+                    f"Mean {NAMES[m]} of queries is {with_it:.2f} in layers that rotate and "
+                    f"{without:.2f} in the others."
+                )
+        for s in filter(lambda one: one.pairs, sweeps):
+            weakest = min(s.perplexity)
+            found.append(
+                f"With the {s.pairs:,} pairs of {_label(s.gate)} at {weakest:g} of their size, "
+                f"perplexity goes from {s.perplexity[1.0]:.2f} to {s.perplexity[weakest]:.2f}."
+            )
+        return found
+
+
+def _layers_to_show(target: Target) -> dict[int, int | None]:
+    """Layers with the head whose norms are shown, None for the study to choose: those that were
+    asked for, else the first, the middle and the last, and one without rotation."""
+    asked = dict(reversed(target.chosen))
+    if asked:
+        return dict(sorted(asked.items())[:LAYERS_SHOWN])
+    encodings = target.model.layout.layers
+    still = [layer for layer, encoding in enumerate(encodings) if not _rotates(encoding)]
+    last = len(encodings) - 1
+    return dict.fromkeys(sorted({0, last // 2, last, *still[:1]}))
+
+
+def _rotates(encoding: LayerEncoding) -> bool:
+    return any(spectrum.rotates for spectrum in encoding.spectra)
+
+
+def _label(gate: Gate) -> str:
+    return f"{NAMES[gate.measure]} {'<' if gate.side == 'below' else '>'} {gate.tau}"
+
+
+def _norm_map(heads: Heads, x: Tensor, head: int) -> Array:
+    """``[pairs, cells]``, means over neighbouring tokens of the first text."""
+    norms = pair_norms(x[0, head], pair_counts(heads.encoding, x.shape[1], x.shape[-1])[head])
+    cells = norms.split(-(-norms.shape[-1] // CELLS), dim=-1)
+    return np.stack([cell.mean(dim=-1).cpu().numpy() for cell in cells], axis=-1)
+
+
+def _mean_maps(values: Values) -> Picture:
+    panels, scales, rows = {}, [], []
+    for (m, side), entropy in values.items():
+        means = mean_over_heads(entropy)
+        panels[f"{NAMES[m]} of {SIDES[side]}"] = means
+        scales.append(Scale("entropy"))
+        rows += [(NAMES[m], side, *at, float(mean)) for at, mean in np.ndenumerate(means)]
+    return Picture(
+        "frequency_entropy_layers",
+        heat_maps(panels, scales, x="pair index, from the fastest on", y="layer"),
+        "Mean frequency entropy over the heads of a layer (0 to 1, each panel with its own "
+        "colours), by pair. Dark columns are bands (SpectrumFE) or periods (SequenceFE) at the "
+        "same pair in many layers.",
+        ("measure", "side", "layer", "pair", "mean_over_heads"),
+        rows,
+    )
+
+
+def _sweep_picture(sweeps: list[Sweep]) -> Picture:
+    lines = {
+        f"{_label(s.gate)}\n({s.pairs:,} pairs)": (list(s.perplexity), list(s.perplexity.values()))
+        for s in sweeps
+    }
+    return Picture(
+        "attenuation",
+        curves(
+            lines, x="factor α on the chosen pairs of queries and keys", y="perplexity", log_y=True
+        ),
+        "Perplexity of the text with the pairs of extreme entropy multiplied by α, queries and "
+        "keys each by their own entropy, on the text that they were chosen on. A rise to the left: "
+        "these pairs matter.",
+        ("gate", "pairs", "alpha", "perplexity"),
+        [(_label(s.gate), s.pairs, a, p) for s in sweeps for a, p in sorted(s.perplexity.items())],
+    )
+
+
+def _band(entropy: Array) -> str:
+    """Where the heads have their strongest band."""
+    lowest = np.nanargmin(entropy.reshape(-1, entropy.shape[-1]), axis=-1)
+    band = int(np.bincount(lowest).argmax())
+    share = float((np.abs(lowest - band) <= NEAR).mean())
+    return (
+        f"The strongest frequency band of queries is most often pair {band}; {share:.0%} of heads "
+        f"have theirs within {NEAR} pairs of it."
+    )
+
+
+def _periods(entropy: Array, kind: str) -> str:
+    """How many pairs have a period."""
+    tau = GATES[2].tau
+    periodic = (entropy < tau).sum(axis=(1, 2))
+    text = (
+        f"{periodic.sum():,} of {len(known(entropy)):,} pairs of {kind} have SequenceFE below {tau}"
+    )
+    if not periodic.any():
+        return f"{text}: none has a clear period."
+    return f"{text}, most of them in layer {periodic.argmax()} ({periodic.max():,})."

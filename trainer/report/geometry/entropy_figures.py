@@ -1,0 +1,184 @@
+"""Figures of entropies: points over the pairs of heads, and maps in a grid of panels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import Colormap, ListedColormap, LogNorm, Normalize
+from matplotlib.figure import Figure
+
+from trainer.report.plotting import WIDTH, Frame, Series, draw, paper_style
+
+Array = np.ndarray
+# Perceptually uniform, for all kinds of colour vision; without the yellow that fades on white.
+_HEADS = ListedColormap(colormaps["viridis"](np.linspace(0, 0.88, 256)))
+_MISSING = "#e4e4e4"
+MAP, SIGNED = "cividis", "RdBu_r"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a map's colours mean: ``label`` with its unit, from ``low`` to ``high`` (None: of the
+    values), ``log``arithmic or not, ``signed`` around 0 or not."""
+
+    label: str
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    signed: bool = False
+
+    def norm(self, values: Sequence[Array]) -> Normalize:
+        """The one for all these panels."""
+        known = np.concatenate([v[np.isfinite(v)] for v in values])
+        if self.log:
+            known = known[known > 0]
+            # A thousandth of the cells may lie below the darkest colour.
+            low, high = np.quantile(known, [0.001, 1]) if len(known) else (0.1, 1)
+            return LogNorm(self.low or low, self.high or max(high, 1.001 * low))
+        low, high = (known.min(), known.max()) if len(known) else (0, 1)
+        return Normalize(
+            low if self.low is None else self.low, high if self.high is None else self.high
+        )
+
+    @property
+    def colours(self) -> Colormap:
+        """Grey where there is no number."""
+        return colormaps[SIGNED if self.signed else MAP].with_extremes(bad=_MISSING)
+
+
+def heat_maps(
+    panels: Mapping[str, Array],
+    scale: Scale | Sequence[Scale],
+    *,
+    x: str,
+    y: str,
+    columns: int = 2,
+    cell: tuple[float, float] = (1, 1),
+    height: float = 2.0,
+) -> Figure:
+    """``panels``: by title, ``[rows, columns]`` with row 0 at the top, NaN for no number.
+
+    Args:
+        panels: the maps.
+        scale: one for all, or one for each panel.
+        x: label of the columns.
+        y: label of the rows.
+        columns: of panels.
+        cell: how many units of x and y a cell is wide and high.
+        height: inches a row of panels.
+    """
+    columns = min(columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    with paper_style():
+        figure = _figure(height * rows + 0.3)
+        grid = figure.subplots(rows, columns, squeeze=False)
+        images = []
+        own = [scale] * len(panels) if isinstance(scale, Scale) else list(scale)
+        for axes, (title, values), look in zip(grid.flat, panels.items(), own, strict=False):
+            among = list(panels.values()) if isinstance(scale, Scale) else [values]
+            tall, wide = values.shape
+            image = axes.imshow(
+                np.ma.masked_invalid(values),
+                cmap=look.colours,
+                norm=look.norm(among),
+                aspect="auto",
+                interpolation="nearest",
+                extent=(-cell[0] / 2, (wide - 0.5) * cell[0], (tall - 0.5) * cell[1], -cell[1] / 2),
+                rasterized=True,
+            )
+            images.append(image)
+            axes.set_title(title, pad=3)
+            axes.grid(visible=False)
+            axes.locator_params(integer=True, nbins=6)
+            if not isinstance(scale, Scale):
+                figure.colorbar(image, ax=axes, label=look.label, pad=0.02)
+        _tidy(grid, len(panels))
+        figure.supxlabel(x, fontsize=8)
+        figure.supylabel(y, fontsize=8)
+        if isinstance(scale, Scale):
+            shown = list(grid.flat[: len(panels)])
+            figure.colorbar(images[0], ax=shown, label=scale.label, pad=0.02, aspect=30)
+    return figure
+
+
+def pair_scatter(
+    panels: Mapping[str, Mapping[str, Array]], thresholds: Mapping[str, Sequence[float]]
+) -> Figure:
+    """Entropy over pair index, a point for every pair of every head, coloured by head.
+
+    ``panels``: by measure (a row of panels), then by layer (a column): ``[heads, pairs]``.
+    ``thresholds``: of every measure, dashed lines.
+    """
+    columns = max(map(len, panels.values()))
+    with paper_style():
+        figure = _figure(0.5 + 1.75 * len(panels))
+        grid = figure.subplots(len(panels), columns, sharex=True, sharey=True, squeeze=False)
+        heads = max(len(v) for row in panels.values() for v in row.values())
+        points = None
+        for number, (measure, layers) in enumerate(panels.items()):
+            line = grid[number]
+            for axes, (title, values) in zip(line, layers.items(), strict=False):
+                head, pair = np.indices(values.shape)
+                points = axes.scatter(
+                    pair.ravel(),
+                    values.ravel(),
+                    c=head.ravel(),
+                    cmap=_HEADS,
+                    norm=Normalize(0, max(heads - 1, 1)),
+                    s=5,
+                    linewidths=0,
+                    alpha=0.85,
+                    rasterized=True,
+                )
+                for height in thresholds.get(measure, ()):
+                    axes.axhline(height, color="#707070", linewidth=0.8, linestyle="--", zorder=0)
+                axes.set_ylim(0, 1.02)
+                if number == 0:
+                    axes.set_title(title, pad=3)
+            line[0].set_ylabel(measure)
+        figure.supxlabel("pair index, from the fastest on", fontsize=8)
+        if points is not None:
+            bar = figure.colorbar(points, ax=list(grid.flat), pad=0.01, aspect=30)
+            bar.set_label("head")
+            bar.set_ticks(range(0, heads, math.ceil(heads / 9)))
+    return figure
+
+
+def curves(
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    log_y: bool = False,
+    marked: bool = True,
+    vertical: tuple[float, str] | None = None,
+) -> Figure:
+    """``lines``: by label, x and y. ``vertical``: a place on x and its name."""
+
+    def prepare(axes: Axes) -> None:
+        if log_y:
+            axes.set_yscale("log")
+
+    series = [
+        Series(label, number, xs, ys, marked=marked)
+        for number, (label, (xs, ys)) in enumerate(lines.items())
+    ]
+    with paper_style():
+        return draw(series, Frame(x, y, prepare, vertical))
+
+
+def _figure(height: float) -> Figure:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _tidy(grid: Array, used: int) -> None:
+    for axes in grid.flat[used:]:
+        axes.remove()

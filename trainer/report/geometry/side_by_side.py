@@ -1,0 +1,146 @@
+"""Panels beside each other with one legend: lines that share their looks, or points by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from trainer.report.plotting import (
+    WIDTH,
+    Frame,
+    Series,
+    draw_line,
+    finish,
+    line_style,
+    paper_style,
+    reference_handles,
+)
+
+Array = np.ndarray
+HEIGHT = 2.5
+_LINEAR = 5  # values that span less than this factor stay on a linear axis
+# Perceptually uniform, for all kinds of colour vision; without the yellow that fades on white.
+LAYERS = ListedColormap(colormaps["viridis"](np.linspace(0, 0.88, 256)))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """``series`` in ``frame``, under a title; a label has one style in all panels of a figure."""
+
+    title: str
+    series: Sequence[Series]
+    frame: Frame
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Points ``x``, ``y`` ``[layers, heads]`` under a title; ``diagonal``: with the line x = y."""
+
+    title: str
+    x: Array
+    y: Array
+    x_label: str
+    y_label: str
+    diagonal: bool = False
+
+
+def unscaled(axes: Axes) -> None:
+    """Axes as they come."""
+
+
+def logarithmic(axes: Axes) -> None:
+    """A logarithmic axis where the values span much."""
+    low, high = axes.dataLim.intervaly
+    if not 0 < _LINEAR * low < high:
+        return
+    axes.set_yscale("log")
+    decades = math.log10(high / low)
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1,) if decades > 3 else (1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def whole_numbers(then: Callable[[Axes], None] = unscaled) -> Callable[[Axes], None]:
+    """Ticks at whole numbers of x."""
+
+    def prepare(axes: Axes) -> None:
+        then(axes)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+
+    return prepare
+
+
+def lines(panels: Sequence[Panel]) -> Figure:
+    """One panel a column."""
+    with paper_style():
+        figure, grid = _columns(len(panels))
+        shown: dict[str, Line2D] = {}
+        references: dict[str, Line2D] = {}
+        for axes, panel in zip(grid, panels, strict=True):
+            for series in panel.series:
+                draw_line(axes, series)
+                shown.setdefault(
+                    series.label, Line2D([], [], label=series.label, **line_style(series))
+                )
+            finish(axes, panel.frame, with_note=False)
+            axes.set_title(panel.title, pad=4)
+            axes.set_xlabel(panel.frame.x_label)
+            axes.set_ylabel(panel.frame.y_label)
+            for handle in reference_handles(panel.frame, with_vertical=True):
+                references.setdefault(str(handle.get_label()), handle)
+        figure.legend(
+            handles=[*shown.values(), *references.values()],
+            loc="outside upper center",
+            ncols=4,
+            frameon=False,
+            handlelength=2.6,
+        )
+    return figure
+
+
+def points(clouds: Sequence[Cloud]) -> Figure:
+    """One panel a column, a point for every head, coloured by its layer."""
+    with paper_style():
+        figure, grid = _columns(len(clouds), narrow=len(clouds) == 1)
+        for axes, cloud in zip(grid, clouds, strict=True):
+            layer = np.repeat(np.arange(len(cloud.x)), cloud.x.shape[1])
+            if cloud.diagonal:
+                both = np.concatenate([cloud.x.ravel(), cloud.y.ravel()])
+                ends = [both.min(), both.max()]
+                axes.plot(ends, ends, color="#707070", linewidth=0.8, linestyle=":", zorder=1)
+            found = axes.scatter(
+                cloud.x.ravel(),
+                cloud.y.ravel(),
+                c=layer,
+                cmap=LAYERS,
+                vmin=0,
+                vmax=max(len(cloud.x) - 1, 1),
+                s=16,
+                linewidths=0,
+                alpha=0.85,
+            )
+            axes.grid(visible=True, axis="both")
+            axes.locator_params(axis="x", nbins=5)
+            axes.set_title(cloud.title, pad=4)
+            axes.set_xlabel(cloud.x_label)
+            axes.set_ylabel(cloud.y_label)
+        bar = figure.colorbar(found, ax=list(grid), label="layer", pad=0.02, aspect=25)
+        bar.locator.set_params(integer=True)
+        bar.solids.set_alpha(1)
+    return figure
+
+
+def _columns(count: int, narrow: bool = False) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(WIDTH * (0.6 if narrow else 1), HEIGHT + 0.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
