@@ -1,5 +1,7 @@
 """The generate command writes what the model does, and says what is wrong with a request."""
 
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer
 
@@ -17,15 +19,21 @@ def model(tiny_decoder):
     return tiny_decoder(model={"vocab_size": 280, "tie_word_embeddings": False})
 
 
+def candidate(model, tokenizer, given="runs/x"):
+    from trainer.training.config import RunConfig
+    from trainer.training.models import Candidate
+
+    path = Path(given) / "checkpoints" / "step-000009"
+    shape = model.config, model.layout
+    return Candidate(given, "tiny", path, tokenizer, *shape, "", RunConfig(), lambda: model)
+
+
 @pytest.fixture
 def say(model, monkeypatch, capsys):
     """Runs the command with a checkpoint of ``model``; returns what it printed."""
-    from trainer.training import checkpoints
+    from trainer.training import models
 
-    found = {"find_checkpoint": lambda name: name, "load_decoder": lambda path, state: model}
-    found["read_state"] = lambda path: {"tokenizer": TOKENIZER.to_str()}
-    for name, function in found.items():
-        monkeypatch.setattr(checkpoints, name, function)
+    monkeypatch.setattr(models, "find_candidate", lambda given: candidate(model, TOKENIZER, given))
 
     def run(*words):
         command.run(["checkpoint=runs/x", "threads=1", "max_new_tokens=30", *words])
@@ -45,6 +53,7 @@ def continuation(model, prompt, **options):
 def test_the_continuation_is_printed(say, model, prompt, stream):
     said = say(f"prompt={prompt}", f"stream={stream}")
     assert said.out == continuation(model, prompt) + "\n"
+    assert said.err.startswith("tiny, step-000009\n")
     assert "tokens read" in said.err
     assert "30 written" in said.err
 
@@ -80,7 +89,7 @@ def test_a_tokenizer_that_begins_sequences_itself_is_left_to_it(model, capsys):
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, END)]
     )
     request = command.GenerationRequest("x", ["the"], max_new_tokens=30)
-    command.write(model, tokenizer, request)
+    command.write(model, tokenizer, candidate(model, tokenizer).begin, request)
     assert capsys.readouterr().out == continuation(model, "the") + "\n"
 
 
@@ -104,3 +113,16 @@ def test_help(capsys):
     command.run(["--help"])
     said = capsys.readouterr().out
     assert all(f"{key}=" in said for key in ("checkpoint", "prompt", "stop", "top_p"))
+
+
+def test_a_temperature_that_was_fitted_for_the_checkpoint_is_used(say, model, tmp_path):
+    from trainer.training.fitted_temperature import keep_temperature
+
+    step = tmp_path / "checkpoints" / "step-000009"
+    keep_temperature(
+        step, {"coefficient": 0.5, "per": "sequence", "lengths": [64], "text": "of mine"}
+    )
+    said = say(f"checkpoint={tmp_path}", "prompt=the")
+    assert "logits times 1 + 0.5 ln(n / 32) beyond" in said.err
+    (spectrum,) = model.layout.spectra
+    assert spectrum.temperature.coefficient == 0.5

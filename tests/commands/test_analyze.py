@@ -1,0 +1,186 @@
+"""The analyze command: a page about a run's model, and one clear line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.__main__ import main
+from trainer.analysis.studies.catalogue import STUDIES
+from trainer.data.corpus import prepare_corpus
+from trainer.model.config import ModelConfig
+from trainer.training import analysis
+from trainer.training.analysis import analyze
+from trainer.training.analysis_request import AnalysisConfig, AnalysisRequest
+from trainer.training.memory import free_memory, needed_memory
+from trainer.training.parsing import merged, parse_config
+from trainer.training.run import train
+
+SHORT = ["analysis.length=48", "analysis.texts=2", "threads=1"]
+
+
+def trained(directory, **changes):
+    """A run of a few steps."""
+    (directory / "text").mkdir()
+    path = directory / "text" / "a.jsonl"
+    texts = (f"Sentence {i} of a text that is {i * i} long. " for i in range(900))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    values = {
+        "run_dir": str(directory / "run"),
+        "model": {**shape, "num_attention_heads": 2, "num_key_value_heads": 1},
+        "data": {
+            "source": "files",
+            "files": [str(path)],
+            "sequence_length": 32,
+            "cache_dir": str(directory / "cache"),
+        },
+        "tokenizer": {"vocab_size": 300},
+        "trainer": {"max_steps": 4, "batch_size": 4, "threads": 1},
+    }
+    config = parse_config(merged(values, changes))
+    (directory / "run").mkdir()
+    train(config, prepare_corpus(config.data, config.tokenizer))
+    return directory / "run"
+
+
+@pytest.fixture(scope="module")
+def rope(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("rope"))
+
+
+@pytest.fixture(scope="module")
+def drope(tmp_path_factory):
+    drop = {"at": 2, "effect_sequences": 4, "schedule": {"warmup_steps": 1}}
+    return trained(tmp_path_factory.mktemp("drope"), drop=drop)
+
+
+def refused(words, capsys):
+    """What the program says of a mistake."""
+    with pytest.raises(SystemExit) as stop:
+        main(["analyze", *words])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return [line for line in said.splitlines() if line.startswith("error:")]
+
+
+def test_one_analysis_lies_in_the_run_under_its_name(rope, capsys):
+    main(["analyze", f"checkpoint={rope}", "+analysis=sinks", *SHORT])
+    page = rope / "analysis" / "sinks" / "report.html"
+    said = capsys.readouterr().out
+    assert f"Report: {page}" in said
+    assert "- The first key is" in said
+    assert "2 held-out texts" in page.read_text()
+    numbers = json.loads((page.parent / "sinks" / "numbers.json").read_text())
+    assert (numbers["edges"][-1], numbers["training_length"]) == (48, 32)
+    assert np.shape(numbers["key_norm"])[:2] == (2, 1)
+
+
+def test_all_leaves_out_what_does_not_apply_and_compares_with_before_the_drop(
+    drope, tmp_path, monkeypatch, capsys
+):
+    some = {key: STUDIES[key] for key in ("synthetic", "offset_features", "matrix_entropy")}
+    monkeypatch.setattr(analysis, "STUDIES", some)  # all of them take ten times as long
+    main(["analyze", f"checkpoint={drope}", "+analysis=all", f"output={tmp_path}", *SHORT])
+    there = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert there == {"synthetic", "matrix_entropy", "drop"}
+    assert "Note: Rotary offset features was left out" in capsys.readouterr().out
+    text = (tmp_path / "report.html").read_text()
+    assert "Rotary offset features was left out" in text
+    assert "No positional encoding." in text
+
+
+def test_a_drop_is_compared_with_another_model_where_one_is_named(rope, drope, tmp_path, capsys):
+    words = ["+analysis=drop", f"output={tmp_path}", *SHORT]
+    # Its own checkpoint from before the drop.
+    main(["analyze", f"checkpoint={drope}", *words])
+    assert "RoPE (before-drop)" in (tmp_path / "report.html").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"drop", "report.html"}
+    [said] = refused([f"checkpoint={rope}", *words], capsys)
+    assert "compare: +analysis=drop needs the model before the drop" in said
+
+
+def test_texts_begin_with_a_separator_and_hold_no_other(rope, tmp_path, monkeypatch):
+    seen = []
+
+    def stop(studies, target):
+        seen.append(target)
+        raise InterruptedError
+
+    monkeypatch.setattr(analysis, "_run", stop)
+    config = AnalysisConfig(length=40, texts=3)
+    with pytest.raises(InterruptedError):
+        analyze(AnalysisRequest(str(rope), output=str(tmp_path), threads=1, analysis=config), "all")
+    ids = seen[0].ids
+    assert ids.shape == (3, 40)
+    assert (ids[:, 0] == ids[0, 0]).all()
+    assert (ids[:, 1:] != ids[0, 0]).all()
+    assert len(torch.unique(ids, dim=0)) == 3
+
+
+def test_without_a_length_it_is_eight_times_the_training_length(rope, tmp_path):
+    # The held-out text has room for three of them.
+    request = AnalysisRequest(str(rope), output=str(tmp_path), threads=1)
+    report, _ = analyze(request, "synthetic")
+    assert (report.length, report.texts) == (256, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "analysis: give +analysis=NAME"),
+        (["+analysis=sink"], "there is no analysis 'sink'. Did you mean 'sinks'?"),
+        (["+analysis=sinks", "analysis.lenght=3"], "Did you mean 'length'?"),
+        (["+analysis=sinks", "analysis.length=1"], "analysis.length: expected 2 or more, got 1"),
+        (["+analysis=sinks", "analysis.length=5"], "+analysis=sinks: expected a text of 8 tokens"),
+        (["+analysis=sinks", "analysis.length=99999"], "too few for a text of 99,999"),
+        (["+analysis=sinks", "analysis.texts=999"], "analysis.texts: 999 texts"),
+        (["+analysis=sinks", "analysis.chosen=[[0,1,2]]"], "expected pairs [layer, head]"),
+        (["+analysis=sinks", "analysis.chosen=[[2,0]]"], "expected layers 0 to 1 and heads 0 to 1"),
+        (["+analysis=sinks", "analysis.dtype=fp8"], "analysis.dtype: got 'fp8'"),
+        (["+analysis=sinks", "threads=0"], "threads: expected 1 or more"),
+        (["+analysis=sinks", "compare=runs/other"], "compare: only for +analysis=drop"),
+        (["+analysis=sinks", "output=/proc/x"], "output: '/proc/x' cannot be written"),
+        (["+analysis=sinks", "checkpoint=runs/none"], "neither a run directory"),
+        (["+analysis=sinks", "+text={source: files}"], "no file is named"),
+    ],
+)
+def test_a_mistake_is_one_line(rope, tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    lines = refused([f"checkpoint={rope}", *words], capsys)
+    assert len(lines) == 1
+    assert said in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_the_structure_is_refused_by_name(drope, capsys):
+    [said] = refused([f"checkpoint={drope}", "+analysis=offset_features", *SHORT], capsys)
+    assert "+analysis=offset_features: expected a model with a rotary encoding" in said
+
+
+def test_too_little_memory_is_said_before_the_model_is_read(rope, monkeypatch, capsys):
+    monkeypatch.setattr(analysis, "free_memory", lambda device: 10_000)
+    [said] = refused([f"checkpoint={rope}", "+analysis=sinks", *SHORT], capsys)
+    assert "2 x 48 tokens need about" in said
+
+
+def test_memory_grows_with_the_model_and_with_the_tokens(tiny_decoder):
+    small = ModelConfig(hidden_size=64, num_hidden_layers=2, vocab_size=500)
+    weights = needed_memory(small, 0)
+    tiny = tiny_decoder()
+    counted = 4 * sum(parameter.numel() for parameter in tiny.parameters())
+    assert needed_memory(tiny.config, 0) == pytest.approx(counted, rel=0.05)
+    assert needed_memory(small, 0, models=2) == 2 * weights
+    one = needed_memory(small, 1000) - weights
+    assert needed_memory(small, 5000) - weights == 5 * one
+    assert 2**20 < free_memory("cpu") < 2**50
+
+
+def test_help_names_every_analysis(capsys):
+    main(["analyze", "--help"])
+    said = capsys.readouterr().out
+    assert all(f"  {kind} " in said for kind in analysis.KINDS)

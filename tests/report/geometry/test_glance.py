@@ -1,0 +1,60 @@
+"""Indicators: what holds past the training length, and what does not."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.report.geometry.glance import Indicator, glance
+
+
+def indicator(values, lengths=(32, 64, 128), wanted="high", trained=64, **more):
+    return Indicator("name", lengths, values, trained, wanted, "meaning", **more)
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted", "verdict"),
+    [
+        ((0.1, 0.9, 0.9), "high", "holds"),
+        ((0.9, 0.6, 0.55), "high", "holds"),
+        ((0.9, 0.6, 0.5), "high", "drifts"),
+        ((0.9, 0.6, 0.3), "high", "breaks"),
+        ((0.9, 0.6, 0.9), "high", "holds"),
+        ((1.0, 2.0, 2.1), "low", "holds"),
+        ((1.0, 2.0, 2.5), "low", "drifts"),
+        ((1.0, 2.0, 4.0), "low", "breaks"),
+        ((1.0, 2.0, 0.5), "low", "holds"),
+        ((0.0, -0.6, -1.0), "high", "breaks"),
+        ((0.0, 0.0, math.nan), "high", None),
+    ],
+)
+def test_a_change_for_the_worse_from_the_training_length_on_is_judged(values, wanted, verdict):
+    assert indicator(values, wanted=wanted).verdict == verdict
+
+
+def test_what_is_not_beyond_or_means_nothing_is_not_judged():
+    assert indicator((0.9, 0.1, 0.0), trained=128).verdict is None
+    assert indicator((0.9, 0.9, 0.0), judged=False).verdict is None
+
+
+def test_a_change_of_a_value_near_zero_is_measured_by_the_least_size():
+    assert indicator((0.0, 0.001, 0.0), least=0.05).verdict == "holds"
+    assert indicator((0.0, 0.001, 0.0), least=0.0001).verdict == "breaks"
+
+
+def test_numbers_of_sections_bring_them_back():
+    one = indicator((0.1, 0.2, 0.3), percent=True)
+    assert glance([{}, {"glance": [one.to_dict()]}]) == [
+        indicator([0.1, 0.2, 0.3], [32, 64, 128], percent=True)
+    ]
+    assert one.shown(one.within) == "20%"
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), st.integers(1, 500))
+def test_the_curve_stays_in_its_box(values, trained):
+    one = indicator(values, [8 * 2**i for i in range(len(values))], trained=trained)
+    points = [tuple(map(float, pair.split(","))) for pair in one.curve.split()]
+    assert len(points) == len(values)
+    assert all(0 <= x <= 120 and 0 <= y <= 34 for x, y in points)
+    assert 0 <= one.mark <= 120
