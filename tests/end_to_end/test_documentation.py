@@ -53,7 +53,7 @@ def small(words: list[str]) -> list[str]:
     if {"+evaluation=extension", "+evaluation=niah"} & set(words):
         return [*words, *LENGTHS]
     others = any(word.startswith("+evaluation=") for word in words)
-    if others or {"generate", "export"} & set(words):
+    if others or {"generate", "export", "analyze"} & set(words):
         return words
     if "+experiment=drope_smollm2_135m_local" in words:
         return [*words, *TRAIN, "data.sequence_length=32", "trainer.max_steps=2"]

@@ -3,6 +3,7 @@
 COMMANDS = {
     "train": "train a model, its controls, evaluate and report (the default command)",
     "evaluate": "measure retrieval and loss of trained checkpoints, far beyond the training length",
+    "analyze": "show a model's attention geometry: clusters, sinks, entropies, features, biases",
     "generate": "continue prompts with a trained checkpoint",
     "export": "write a checkpoint as a directory that transformers loads, and compare the two",
     "drill": "break a small copy of a run in every way, and see whether it survives",

@@ -1,0 +1,135 @@
+"""Analyses of a model as files of a directory: figures with their numbers, and one HTML page that
+opens anywhere: no network, no scripts, figures inside."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from trainer.report.atomic import write_atomically
+from trainer.report.geometry.glance import glance
+from trainer.report.geometry.section import Picture, Section
+from trainer.report.plotting import WIDTH, paper_style, save
+
+LARGEST_SVG = 500_000
+"""Bytes; of a larger figure the page holds the PNG."""
+WIDEST = 52  # rem, of a figure as wide as a text
+MEDIA = {".svg": "image/svg+xml", ".png": "image/png"}
+
+
+@dataclass(frozen=True)
+class GeometryReport:
+    """What was analysed and what came of it.
+
+    ``texts`` of ``length`` tokens were read. ``notes``: what was left out and why. ``settings`` and
+    ``environment``: plain values.
+    """
+
+    name: str
+    training_length: int
+    length: int
+    texts: int
+    encoding: str
+    sections: Sequence[Section]
+    notes: Sequence[str] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
+    """Write ``KEY/NAME.svg``, ``.png`` and ``.csv`` of every figure, ``KEY/numbers.json`` of every
+    section, and at last ``report.html``; return its path.
+
+    Raises:
+        OSError: as the file system does.
+    """
+    shown = []
+    for section in report.sections:
+        place = directory / section.key
+        shown.append([_write_picture(picture, place) for picture in section.pictures])
+        numbers = {"training_length": report.training_length} | section.numbers
+        write_atomically(place / "numbers.json", _json(numbers))
+    page = Environment(
+        loader=PackageLoader("trainer.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page.filters |= {
+        "number": _number,
+        "thousands": lambda number: f"{number:,}",
+        "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
+    }
+    text = page.get_template("geometry.html.j2").render(
+        report=report,
+        shown=list(zip(report.sections, shown, strict=True)),
+        glance=glance([section.numbers for section in report.sections]),
+        factor=report.length / report.training_length,
+    )
+    write_atomically(directory / "report.html", text)
+    return directory / "report.html"
+
+
+def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
+    """Write a figure's three files; return what the page shows."""
+    stem = place / picture.name
+    with paper_style():
+        svg = save(picture.figure, stem)
+    write_atomically(stem.with_suffix(".csv"), _csv(picture))
+    image = svg if svg.stat().st_size <= LARGEST_SVG else svg.with_suffix(".png")
+    data = b64encode(image.read_bytes()).decode()
+    return {
+        "source": f"data:{MEDIA[image.suffix]};base64,{data}",
+        "caption": picture.caption,
+        "csv": f"{place.name}/{picture.name}.csv",
+        "width": f"{min(picture.figure.get_figwidth() / WIDTH, 1) * WIDEST:.1f}rem",
+        "alt": picture.caption.split(". ")[0],
+    }
+
+
+def _csv(picture: Picture) -> str:
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(picture.header)
+    writer.writerows(
+        [f"{value:.6g}" if isinstance(value, float) else value for value in row]
+        for row in picture.rows
+    )
+    return text.getvalue()
+
+
+def _json(numbers: dict[str, Any]) -> str:
+    """Strict JSON, a key a line; what is no number is null."""
+    lines = [
+        f"  {json.dumps(key)}: {json.dumps(_strict(value), ensure_ascii=False, allow_nan=False)}"
+        for key, value in numbers.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _strict(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> str:
+    """A cell of a table."""
+    if isinstance(value, float):
+        return f"{value:.3g}" if math.isfinite(value) else "·"
+    return f"{value:,}" if isinstance(value, int) else str(value)
