@@ -60,6 +60,6 @@ CSV), numbers (JSON) and findings, in analysis/NAME of the run directory.
 
   checkpoint=  a run directory, a checkpoint in it, or a published model (a directory or .gguf)
   output=      where the page goes
-  text=        another source of held-out text, such as '+text={source: files, files: [a.txt]}'
+  text=        another source of held-out text, such as 'text={source: files, files: [a.txt]}'
   analysis.    length, texts, chosen, dtype, seed: see conf/analyze.yaml
 """

@@ -22,8 +22,8 @@ class LengthCell(Json):
     ``factor``: the length in units of the training length. ``scores``: of every trial, in the order
     of the task's prompts, the same trials for all methods and models. ``depths``, ``labels``: of
     every trial, or empty. ``edges``, ``losses``: mean held-out loss from position ``edges[i]``
-    (included) to ``edges[i + 1]`` (excluded). ``last_loss``: mean loss on the last tokens, as many
-    as the training length, the same tokens at every length. ``seconds``: what it took.
+    (included) to ``edges[i + 1]`` (excluded). ``last_loss``: mean loss on the last tokens, the same
+    tokens at every length. ``seconds``: what it took.
     """
 
     model: str
@@ -75,3 +75,10 @@ class LengthReport(Json):
         for place, times in places.items():
             if times > 1:
                 raise ValueError(f"{times} cells are of {' / '.join(map(str, place))}")
+
+    @property
+    def last(self) -> int:
+        """Tokens at the end of every window that ``last_loss`` is of."""
+        asked = self.settings.get("last")
+        lengths = [cell.length for cell in self.cells if cell.task == PERPLEXITY]
+        return asked if isinstance(asked, int) else min([self.training_length, *lengths])

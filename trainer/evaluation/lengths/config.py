@@ -53,10 +53,10 @@ class LengthConfig:
     (``yarn+dope``), applied from left to right; null: those of :data:`METHODS` that do something to
     a checkpoint. ``tasks``: of :data:`TASKS`. ``windows``: held-out
     windows of the perplexity at each length, of which the ``last`` tokens are reported (null: as
-    many as the training length); ``fit_windows``: validation windows for what is
-    fitted. ``batch_tokens``: tokens in one forward pass. ``dtype``: of the weights. ``needles``: of
-    the trained statements and of all tasks with needles; ``ruler``, ``longbench``, ``many_shot``:
-    of those tasks.
+    many as the training length, or the shortest length if that is less); ``fit_windows``:
+    validation windows for what is fitted. ``batch_tokens``: tokens in one forward pass. ``dtype``:
+    of the weights. ``needles``: of the trained statements and of all tasks with needles; ``ruler``,
+    ``longbench``, ``many_shot``: of those tasks.
     """
 
     lengths: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])

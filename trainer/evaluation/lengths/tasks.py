@@ -72,8 +72,9 @@ class Perplexity:
             model, windows, self.end_of_text, batch_tokens, reads=reads, done=done
         )
         edges, means = by_bucket(losses, max(1, self.training_length // 2))
-        last = losses[-(self.last or self.training_length) :].mean().item()
-        return {"edges": edges, "losses": means, "last_loss": last}
+        # The same tokens at every length.
+        last = self.last or min([self.training_length, *self.lengths])
+        return {"edges": edges, "losses": means, "last_loss": losses[-last:].mean().item()}
 
 
 @dataclass

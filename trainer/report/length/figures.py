@@ -158,7 +158,7 @@ def _contrast(outcomes: Outcomes) -> Iterator[_Plan]:
     yield _Plan(
         "perplexity_and_retrieval",
         "Perplexity against retrieval",
-        f"Left: perplexity, exp of the mean loss on the last {report.training_length} tokens of "
+        f"Left: perplexity, exp of the mean loss on the last {report.last} tokens of "
         f"held-out sequences. Right: {title}. A method that only keeps perplexity from rising does "
         "not thereby read what lies far back: reading nothing but the last "
         f"{report.training_length} tokens (cropped) keeps it too. {_INTERVALS} After Figure 5 of "

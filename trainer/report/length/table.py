@@ -141,7 +141,7 @@ def _perplexity(outcomes: Outcomes) -> list[Table]:
             }
         )
     note = (
-        f"exp of the mean loss on the last {outcomes.report.training_length} tokens of held-out "
+        f"exp of the mean loss on the last {outcomes.report.last} tokens of held-out "
         "sequences, the same tokens at every length, so that more context only adds what lies "
         "before them."
     )
