@@ -120,7 +120,8 @@ def test_a_temperature_that_was_fitted_for_the_checkpoint_is_used(say, model, tm
 
     step = tmp_path / "checkpoints" / "step-000009"
     keep_temperature(
-        step, {"coefficient": 0.5, "per": "sequence", "lengths": [64], "text": "of mine"}
+        step,
+        {"coefficient": 0.5, "per": "sequence", "lengths": [64], "text": "of mine", "tokens": 9},
     )
     said = say(f"checkpoint={tmp_path}", "prompt=the")
     assert "logits times 1 + 0.5 ln(n / 32) beyond" in said.err

@@ -11,7 +11,7 @@ import pytest
 from trainer.errors import UserError
 from trainer.evaluation.lengths.config import LengthConfig, TemperatureSettings
 from trainer.evaluation.needles.task import NeedleTaskSettings
-from trainer.training.fitted_temperature import FILE, with_fitted_temperature
+from trainer.training.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
 from trainer.training.lengths import LengthRequest, evaluate_lengths
 from trainer.training.models import find_candidate
 
@@ -135,3 +135,12 @@ def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
     alone = replace(request(runs, tmp_path, **changes), checkpoint=str(runs), compare=[])
     report, _ = evaluate_lengths(alone)
     assert list(report.methods) == ["none", "crop", "temperature"]
+
+
+def test_a_temperature_fitted_on_more_text_stays(tmp_path):
+    fitted = {"coefficient": 0.3, "per": "sequence", "lengths": [64], "text": "a", "tokens": 128}
+    keep_temperature(tmp_path, fitted)
+    keep_temperature(tmp_path, fitted | {"coefficient": 0.5, "tokens": 64})
+    assert json.loads((tmp_path / FILE).read_text())["coefficient"] == 0.3
+    keep_temperature(tmp_path, fitted | {"coefficient": 0.5})
+    assert json.loads((tmp_path / FILE).read_text())["coefficient"] == 0.5

@@ -14,6 +14,7 @@ import platform
 import re
 import shutil
 from dataclasses import asdict
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ def find_checkpoint(given: str) -> Path:
         raise UserError(f"checkpoint: there is no checkpoint in {given!r}.")
     if path.is_file():
         raise UserError(f"checkpoint: {given!r} is a file; a checkpoint is a directory.")
-    nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+    beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+    nearby = get_close_matches(path.name, beside, n=1)
     raise UserError(
         f"checkpoint: {given!r} is neither a run directory nor a checkpoint."
         + did_you_mean(path.name, nearby)

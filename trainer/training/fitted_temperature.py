@@ -25,18 +25,23 @@ class FittedTemperature:
     """Logits are multiplied by 1 + ``coefficient`` ln s, s = max(n, C) / C (DroPE, App. C.2).
 
     ``per``: whether n is the length of the sequence or what each query sees. ``lengths``: tokens it
-    was fitted at; ``text``: fingerprint of what it was fitted on.
+    was fitted at; ``text``: fingerprint of what it was fitted on, ``tokens`` of it.
     """
 
     coefficient: float
     per: Literal["sequence", "query"]
     lengths: tuple[int, ...]
     text: str
+    tokens: int
 
 
 def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> None:
-    """Write what was fitted into the directory of a checkpoint."""
-    write_atomically(checkpoint / FILE, json.dumps(fitted, indent=1) + "\n")
+    """Write what was fitted into the directory of a checkpoint, unless what is there was fitted on
+    more text."""
+    path = checkpoint / FILE
+    if path.is_file() and _read(path).tokens > fitted["tokens"]:
+        return
+    write_atomically(path, json.dumps(fitted, indent=1) + "\n")
 
 
 def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, str]:
@@ -49,13 +54,9 @@ def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, s
     path = checkpoint / FILE
     if not path.is_file():
         return layout, ""
-    try:
-        fitted = TypeAdapter(FittedTemperature).validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise UserError(
-            f"checkpoint: {str(path)!r} holds no temperature ({error.errors()[0]['msg']}); remove "
-            "it to go without."
-        ) from error
+    fitted = _read(path)
+    if not fitted.coefficient:
+        return layout, ""
     changed = layout.map(
         lambda spectrum: spectrum.with_temperature(
             coefficient=fitted.coefficient, exponent=1.0, per=fitted.per
@@ -63,3 +64,13 @@ def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, s
     )
     words = f", logits times 1 + {fitted.coefficient:.3g} ln(n / {layout.training_length}) beyond"
     return changed, words
+
+
+def _read(path: Path) -> FittedTemperature:
+    try:
+        return TypeAdapter(FittedTemperature).validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise UserError(
+            f"checkpoint: {str(path)!r} holds no temperature ({error.errors()[0]['msg']}); remove "
+            "it to go without."
+        ) from error

@@ -131,6 +131,7 @@ def evaluate_lengths(request: LengthRequest) -> tuple[LengthReport, Path]:
         settings=without_home(json.loads(json.dumps(asdict(config)))),
         environment=environment(text.corpus),
     )
+    log.info("Writing the report")
     write_length_report(report, output)
     return report, output
 
@@ -160,6 +161,7 @@ def _subjects(candidates: list[Candidate], config: LengthConfig) -> list[Subject
         def keep(fitted: dict[str, Any], candidate: Candidate = candidate) -> None:
             if candidate.run is not None:
                 keep_temperature(candidate.path, fitted)
+                log.info("The temperature of %s is kept with its checkpoint", candidate.name)
 
         print_of = hashlib.sha256(candidate.fingerprint.encode() + config.dtype.encode())
         fingerprint = print_of.hexdigest()[:16]
@@ -282,5 +284,5 @@ def _tasks(
             found += [Prompted(task, tokenizer) for task in tasks]
             notes += missing
     if not found:
-        raise UserError("evaluation.tasks: none of them can be run.", *notes)
+        raise UserError(*(f"evaluation.tasks: {note}" for note in notes))
     return found, notes

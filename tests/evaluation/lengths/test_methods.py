@@ -118,3 +118,9 @@ def test_unknown_names_are_told_with_the_nearest():
     assert part_problems("yarm+dope") == [
         "evaluation.methods: unknown method 'yarm'. Did you mean 'yarn'?"
     ]
+
+
+@pytest.mark.parametrize("name", ["pi+pi", "none+yarn"])
+def test_a_part_twice_is_a_mistake(name):
+    (problem,) = part_problems(name)
+    assert problem.startswith(f"evaluation.methods: {name!r} does one thing twice")

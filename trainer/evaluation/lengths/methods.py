@@ -73,11 +73,15 @@ def recipe(name: str, layout: Layout, config: LengthConfig) -> Recipe | str:
 
 def part_problems(name: str) -> list[str]:
     """What is wrong with a method's name, one sentence each."""
-    return [
+    parts = name.split("+")
+    found = [
         f"evaluation.methods: unknown method {part!r}.{did_you_mean(part, PARTS)}"
-        for part in name.split("+")
+        for part in parts
         if part not in PARTS
     ]
+    if len(set(parts)) < len(parts) or ("none" in parts and len(parts) > 1):
+        found.append(f"evaluation.methods: {name!r} does one thing twice, or 'none' and more.")
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -162,6 +166,7 @@ def _temperature(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> La
         "coefficient": coefficient,
         "per": per,
         "lengths": list(fitting.beyond()),
+        "tokens": sum(windows.size for windows in fitting.beyond().values()),
         "text": fitting.text.fingerprint,
     }
     return tempered_with(coefficient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ def draw_heatmaps(
     for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
         image = axes.imshow(100 * values, cmap=_MAP, vmin=0, vmax=100, aspect="auto")
         _numbers(axes, 100 * values)
-        axes.set_title(title, pad=3, fontsize=7)
+        axes.set_title(textwrap.fill(title, 24), pad=3, fontsize=7)
         axes.set_xticks(range(len(lengths)), list(lengths.values()), fontsize=6)
         axes.set_yticks(range(len(depths.names)), depths.names, fontsize=6)
         axes.tick_params(length=0)

@@ -98,5 +98,6 @@ def measured(report: LengthReport) -> list[tuple[str, str]]:
         words.append((outcomes.task(PERPLEXITY), text))
     seconds = sum(cell.seconds for cell in report.cells)
     if seconds:
-        words.append(("Time", f"{seconds / 60:.1f} minutes for {len(report.cells)} cells"))
+        time = f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} minutes"
+        words.append(("Time", f"{time} of measuring {len(report.cells)} cells"))
     return words
