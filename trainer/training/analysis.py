@@ -17,8 +17,7 @@ from trainer.analysis.capture import Heads
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.drop import DropStudy
 from trainer.analysis.studies.study import Study, Target, run
-from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.data.corpus import Corpus
 from trainer.errors import UserError
 from trainer.model.config import ModelConfig
 from trainer.report.geometry.page import GeometryReport, write_geometry_report
@@ -26,6 +25,7 @@ from trainer.report.geometry.section import Section
 from trainer.report.progress import Progress
 from trainer.training.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.training.experiment import environment, without_home
+from trainer.training.held_out import held_out_corpus
 from trainer.training.memory import free_memory, needed_memory
 from trainer.training.metrics_file import read_metrics
 from trainer.training.models import Candidate, find_candidate
@@ -61,7 +61,7 @@ def analyze(request: AnalysisRequest, kind: str) -> tuple[GeometryReport, Path]:
     other = _other(request, candidate, kind)
     if problems := _chosen_problems(config, candidate.config):
         raise UserError(*problems)
-    corpus = _corpus(request, candidate)
+    corpus = held_out_corpus(request.text, candidate)
     ids = _texts(corpus, config, candidate)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_memory(candidate.config, ids, models=1 if other is None else 2, device=device)
@@ -124,22 +124,6 @@ def _chosen_problems(config: AnalysisConfig, model: ModelConfig) -> list[str]:
         for pair in config.chosen
         if not (0 <= pair[0] < layers and 0 <= pair[1] < heads)
     ]
-
-
-def _corpus(request: AnalysisRequest, candidate: Candidate) -> Corpus:
-    """The held-out text in the model's tokens."""
-    run_config = candidate.run
-    own = request.text is None and run_config is not None
-    if own and run_config is not None and run_config.model.from_pretrained is None:
-        corpus = prepare_corpus(run_config.data, run_config.tokenizer)
-        if corpus.tokenizer.to_str() != candidate.tokenizer.to_str():
-            raise UserError(
-                "checkpoint: it was trained with another tokenizer than its text source gives here "
-                "(another version of Python, or changed files); name a source with text=."
-            )
-        return corpus
-    data = request.text or (run_config.data if run_config else DataConfig())
-    return prepare_corpus(data, TokenizerConfig(), candidate.tokenizer)
 
 
 def _texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tensor:

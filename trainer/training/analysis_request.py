@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.data.config import DataConfig
+from trainer.training.held_out import request_problems
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,5 @@ class AnalysisRequest:
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
-        found = self.analysis.problems()
-        if self.text is not None:
-            found += [f"text: {problem}" for problem in self.text.problems()]
-        if not self.checkpoint:
-            found.append("checkpoint: give checkpoint=runs/NAME, or a checkpoint in it.")
-        if self.threads is not None and self.threads < 1:
-            found.append(f"threads: expected 1 or more, got {self.threads}.")
-        return found
+        common = request_problems(self.checkpoint, self.threads, self.text)
+        return self.analysis.problems() + common

@@ -21,6 +21,7 @@ from trainer.evaluation.multiple_choice import missing_tasks
 from trainer.evaluation.requests import Encoder
 from trainer.report.atomic import write_atomically
 from trainer.training.checkpoints import versions
+from trainer.training.held_out import request_problems
 from trainer.training.models import Candidate, find_candidate
 from trainer.training.run_directory import writable_problem
 
@@ -42,12 +43,7 @@ class BenchmarkRequest:
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
-        found = self.evaluation.problems()
-        if not self.checkpoint:
-            found.append("checkpoint: give checkpoint=runs/NAME, or a checkpoint in it.")
-        if self.threads is not None and self.threads < 1:
-            found.append(f"threads: expected 1 or more, got {self.threads}.")
-        return found
+        return self.evaluation.problems() + request_problems(self.checkpoint, self.threads)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.data.corpus import Corpus, prepare_corpus, split_documents
+from trainer.data.config import DataConfig
+from trainer.data.corpus import split_documents
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.sources import read_documents
 from trainer.errors import UserError
@@ -42,6 +42,7 @@ from trainer.report.length.writing import write_length_report
 from trainer.report.lengths import PERPLEXITY, LengthReport
 from trainer.training.experiment import environment, without_home
 from trainer.training.fitted_temperature import keep_temperature
+from trainer.training.held_out import held_out_corpus, request_problems, text_source
 from trainer.training.models import Candidate, find_candidate
 from trainer.training.run_directory import writable_problem
 
@@ -69,14 +70,8 @@ class LengthRequest:
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
-        found = self.evaluation.problems()
-        if self.text is not None:
-            found += [f"text: {problem}" for problem in self.text.problems()]
-        if not self.checkpoint:
-            found.append("checkpoint: give checkpoint=runs/NAME, or a checkpoint in it.")
-        if self.threads is not None and self.threads < 1:
-            found.append(f"threads: expected 1 or more, got {self.threads}.")
-        return found
+        common = request_problems(self.checkpoint, self.threads, self.text)
+        return self.evaluation.problems() + common
 
 
 def evaluate_lengths(request: LengthRequest) -> tuple[LengthReport, Path]:
@@ -209,23 +204,9 @@ class _Text:
     """Held-out text: tokens for perplexity and fits, documents for haystacks."""
 
     def __init__(self, request: LengthRequest, first: Candidate) -> None:
-        self.tokenizer, self.begin = first.tokenizer, first.begin
-        self.own = request.text is None and first.run is not None
-        self.data = request.text or (first.run.data if first.run else DataConfig())
-        self.run = first.run
-
-    @cached_property
-    def corpus(self) -> Corpus:
-        """The prepared splits, in the models' tokens."""
-        if self.own and self.run is not None and self.run.model.from_pretrained is None:
-            corpus = prepare_corpus(self.data, self.run.tokenizer)
-            if corpus.tokenizer.to_str() != self.tokenizer.to_str():
-                raise UserError(
-                    "checkpoint: it was trained with another tokenizer than its text source gives "
-                    "here (another version of Python, or changed files); name a source with text=."
-                )
-            return corpus
-        return prepare_corpus(self.data, TokenizerConfig(), self.tokenizer)
+        self.tokenizer, self.begin, self.run = first.tokenizer, first.begin, first.run
+        self.data = text_source(request.text, first)
+        self.corpus = held_out_corpus(request.text, first)
 
     @cached_property
     def documents(self) -> list[str]:
