@@ -3,7 +3,7 @@
 
     python scripts/benchmark_perplexity.py --lengths 32768 65536
 
-One window of every length is read by a model of conf/model/nano.yaml with random weights, trained
+One window of every length is read by a model of model=nano with random weights, trained
 on 256 tokens, with RoPE, without any encoding, and cropped to what it was trained on. Every
 measurement has a process of its own, one after the other in one run. Memory is the peak resident
 set beyond what the process held before it read. What glibc makes of freed blocks of less than 32
@@ -19,20 +19,18 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from trainer.commands.train import read_config
 from trainer.evaluation.loss import losses_by_position
-from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
 
-NANO = Path(__file__).parents[1] / "conf" / "model" / "nano.yaml"
 VOCABULARY, TRAINED = 4096, 256
 CASES = {"RoPE": ("rope", None), "NoPE": ("nope", None), "RoPE, cropped": ("rope", TRAINED)}
 
@@ -47,9 +45,7 @@ def measure(case: str, length: int, threads: int) -> dict[str, float]:
     """Seconds and MiB of one window."""
     torch.set_num_threads(threads)
     encoding, reads = CASES[case]
-    values = OmegaConf.to_container(OmegaConf.load(NANO))
-    norm = QKNormConfig(**values.pop("qk_norm"))
-    config = ModelConfig(**values | {"qk_norm": norm, "vocab_size": VOCABULARY})
+    config = replace(read_config(["model=nano"]).model, vocab_size=VOCABULARY)
     layout = build_layout(
         PositionalConfig(layers=[encoding]),
         num_layers=config.num_hidden_layers,
