@@ -61,8 +61,8 @@ def test_a_seed_gives_the_same_factors_again_and_another_others(model):
 @pytest.mark.parametrize("budget", [1, 3, 20])
 def test_no_more_is_read_than_the_budget_allows(model, budget):
     told = []
-    search_longrope(model, WINDOWS, 0, S, budget=budget, done=told.append)
-    assert told == [WINDOWS.size] * budget
+    search_longrope(model, WINDOWS, 0, S, budget=budget, read=lambda *shape: told.append(shape))
+    assert told == [WINDOWS.shape] * budget
 
 
 @given(st.sampled_from([16, 64, 128]), st.floats(1e3, 1e6), st.floats(1.5, 64))

@@ -92,13 +92,14 @@ def test_a_worse_refinement_is_not_taken(monkeypatch, tiny_decoder):
 
 def test_the_layout_may_depend_on_the_extension_too(monkeypatch, tiny_decoder):
     model, told, factors = tiny_decoder(training_length=C), [], []
+    read = lambda *shape: told.append(shape)  # noqa: E731
     stand_in(monkeypatch, lambda c: (c - 0.8) ** 2)
     layout = model.layout
 
     def tempered_with(coefficient):
         return lambda factor: factors.append(factor) or tempered(layout, coefficient)
 
-    found = fit_coefficient(model, tempered_with, WINDOWS, 0, GRID, 64, told.append)
+    found = fit_coefficient(model, tempered_with, WINDOWS, 0, GRID, 64, read)
     assert found == pytest.approx(0.8)
     assert factors == [2.0, 4.0] * 5
-    assert told == [3 * 16, 3 * 32] * 5
+    assert told == [(3, 16), (3, 32)] * 5

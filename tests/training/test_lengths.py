@@ -112,6 +112,15 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_is_measured(
     assert not list(tmp_path.iterdir())
 
 
+def test_every_task_that_does_not_fit_is_named_at_once(runs, tmp_path):
+    with pytest.raises(UserError) as error:
+        evaluate_lengths(request(runs, tmp_path, tasks=["standard", "multi_key", "ruler"]))
+    named = {
+        re.search(r"tokens for (?:RULER's )?(\w+)", problem)[1] for problem in error.value.problems
+    }
+    assert named > {"standard", "multi_key", "niah_single_1", "vt"}
+
+
 def test_a_method_that_applies_to_no_checkpoint_is_refused(runs, tmp_path):
     alone = replace(request(runs, tmp_path), checkpoint=str(runs), compare=[])
     with pytest.raises(UserError, match="'yarn' changes a rotation, which 'DroPE' does not have"):

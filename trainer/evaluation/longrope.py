@@ -43,7 +43,7 @@ def search_longrope(
     budget: int = 64,
     seed: int = 0,
     batch_tokens: int = 16384,
-    done: Callable[[int], None] = lambda tokens: None,
+    read: Callable[[int, int], None] = lambda sequences, length: None,
 ) -> LongRopeFactors:
     """The factors with the least mean loss on the windows; the same again with the same seed.
 
@@ -56,7 +56,7 @@ def search_longrope(
             read. The starting points come first.
         seed: of the search.
         batch_tokens: tokens in one forward pass.
-        done: told the number of tokens after each set.
+        read: told the number and length of the windows after each set.
 
     Returns:
         Factors for every distinct spectrum of the layout, in its order; see
@@ -75,7 +75,7 @@ def search_longrope(
         model.layout = with_factors(layout, individual)
         losses = losses_by_position(model, windows, end_of_text, batch_tokens)
         tried[individual] = losses.mean().item()
-        done(windows.size)
+        read(*windows.shape)
 
     try:
         for individual in starting_points(layout, factor)[:budget]:

@@ -87,7 +87,7 @@ def fit_coefficient(
     end_of_text: int,
     grid: Sequence[float],
     batch_tokens: int,
-    done: Done = lambda tokens: None,
+    read: Callable[[int, int], None] = lambda sequences, length: None,
 ) -> float:
     """The coefficient with the least held-out loss, summed over the lengths.
 
@@ -101,8 +101,8 @@ def fit_coefficient(
         end_of_text: what stands before each window.
         grid: coefficients to try.
         batch_tokens: tokens in one forward pass.
-        done: told the number of tokens after each length, in ``len(grid)`` rounds over them and
-            perhaps one more.
+        read: told the number and length of the windows after each length, in ``len(grid)`` rounds
+            over them and perhaps one more.
     """
     layout = model.layout
 
@@ -112,7 +112,7 @@ def fit_coefficient(
             model.layout = layout_at(length / layout.training_length)
             by_position = losses_by_position(model, tokens, end_of_text, batch_tokens)
             total += by_position.mean().item()
-            done(tokens.size)
+            read(*tokens.shape)
         return total
 
     try:

@@ -97,9 +97,7 @@ def evaluate_lengths(request: LengthRequest) -> tuple[LengthReport, Path]:
     lengths = [round(C * factor) for factor in config.lengths]
     text = _Text(request, first)
     tasks, not_run = _tasks(text, config, lengths, C)
-    for task in tasks:
-        for length in lengths:
-            task.sequences(length)  # prompts that do not fit are found before anything is measured
+    _check_prompts(tasks, lengths)
     groups = (config.needles, config.ruler, config.longbench, config.many_shot)
     settings = {
         "text": text.corpus.fingerprint,
@@ -129,6 +127,19 @@ def evaluate_lengths(request: LengthRequest) -> tuple[LengthReport, Path]:
     log.info("Writing the report")
     write_length_report(report, output)
     return report, output
+
+
+def _check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
+    """Find prompts that do not fit before anything is measured, for all tasks at once."""
+    problems: list[str] = []
+    for task in tasks:
+        try:
+            for length in lengths:
+                task.sequences(length)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
 
 
 def _subjects(candidates: list[Candidate], config: LengthConfig) -> list[Subject]:

@@ -3,10 +3,13 @@ rotation."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from trainer.evaluation import dope
 from trainer.evaluation.dope import DopeSettings
 from trainer.evaluation.lengths.config import LengthConfig, LongRopeSettings, TemperatureSettings
 from trainer.evaluation.lengths.fitting import FitText, Fitting
@@ -111,6 +114,26 @@ def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
         lambda *_: pytest.fail("fitted a second time"),
     )
     assert layout_of("temperature", have, 2.0) == first
+
+
+@pytest.mark.parametrize("name", ["longrope", "temperature", "yarn+temperature", "dope", "pi"])
+def test_what_a_fit_reads_is_known_before(fitting, name):
+    have, read = fitting(), []
+    have.read = lambda sequences, length: read.append((sequences, length))
+    made = recipe(name, have.model.layout, replace(CONFIG, fit_windows=2))
+    made.make(have).layout_at(2.0)
+    assert sum(n for n, _ in read) == made.fits(2.0)
+    assert {length for _, length in read} <= {64}
+    assert made.fits(1.0) == 0
+
+
+def test_a_choice_is_made_once_for_all_tasks(fitting, monkeypatch):
+    have, chosen = fitting(), []
+    select = dope.select
+    monkeypatch.setattr(dope, "select", lambda *a: chosen.append(a) or select(*a))
+    method = recipe("dope", have.model.layout, CONFIG).make(have)
+    assert method.layout_at(2.0) == method.layout_at(2.0)
+    assert len(chosen) == 1
 
 
 def test_unknown_names_are_told_with_the_nearest():

@@ -57,8 +57,8 @@ class ExtremeHeads:
             f"needle ({view.needle.stop - view.needle.start} tokens) and {first.mean():.1%} on the "
             "first token, mean over all heads.",
             *(
-                f"In the {len(places)} heads of {name} these are {_mean(needle, places):.1%} and "
-                f"{_mean(first, places):.1%}."
+                f"For {name} ({len(places)} of the heads) these are {_mean(needle, places):.1%} "
+                f"and {_mean(first, places):.1%}."
                 for name, places in self.groups.items()
             ),
         ]

@@ -31,7 +31,8 @@ class FitText:
 class Fitting:
     """One model, the text, and what was chosen so far; choices are kept in the store.
 
-    ``notes``: what was chosen, in words. ``temperature``: the softmax temperature, if that was.
+    ``read``: told the number and length of the sequences that were read for a choice. ``notes``:
+    what was chosen, in words. ``temperature``: the softmax temperature, if that was.
     """
 
     model: Decoder
@@ -39,6 +40,7 @@ class Fitting:
     text: FitText
     store: Store
     batch_tokens: int
+    read: Callable[[int, int], None] = lambda sequences, length: None
     notes: list[str] = field(default_factory=list)
     temperature: dict[str, Any] | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import did_you_mean
@@ -30,22 +31,26 @@ LayoutAt = Callable[[float], Layout]
 @dataclass(frozen=True)
 class Part:
     """One thing that is done. ``rotation``: whether it does something to rotating heads only.
-    ``uses``: keys of the configuration that it depends on. ``make``: from the layouts before it to
-    those after it."""
+    ``uses``: keys of the configuration that it depends on. ``fits``: how many held-out sequences it
+    reads at an extension factor to choose something. ``make``: from the layouts before it to those
+    after it."""
 
     title: str
     make: Callable[[LayoutAt, Fitting, LengthConfig], LayoutAt]
     rotation: bool = False
     uses: tuple[str, ...] = ()
+    fits: Callable[[LengthConfig, float], int] = lambda config, factor: 0
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A method that is not made yet; ``settings``: all that it depends on beside the model."""
+    """A method that is not made yet; ``settings``: all that it depends on beside the model;
+    ``fits``: how many sequences its choices take at an extension factor."""
 
     key: str
     title: str
     settings: dict[str, Any]
+    fits: Callable[[float], int]
     make: Callable[[Fitting], Method]
 
 
@@ -61,14 +66,14 @@ def recipe(name: str, layout: Layout, config: LengthConfig) -> Recipe | str:
     def make(fitting: Fitting) -> Method:
         at: LayoutAt = lambda factor: layout  # noqa: E731
         for part in parts:
-            at = part.make(at, fitting, config)
+            at = cache(part.make(at, fitting, config))  # a choice is made once for all tasks
         cropped = "crop" in name.split("+")
         return Method(name, title, at, layout.training_length if cropped else None)
 
     title = " + ".join(part.title for part in parts)
     used = {key: getattr(config, key) for part in parts for key in part.uses}
     plain = {key: _plain(value) for key, value in used.items()}
-    return Recipe(name, title, plain, make)
+    return Recipe(name, title, plain, lambda s: sum(p.fits(config, s) for p in parts), make)
 
 
 def part_problems(name: str) -> list[str]:
@@ -125,6 +130,7 @@ def _longrope(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> Layou
                 budget=settings.evaluations,
                 seed=settings.seed,
                 batch_tokens=fitting.batch_tokens,
+                read=fitting.read,
             )
         return [list(factors) for factors in found]
 
@@ -154,6 +160,7 @@ def _temperature(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> La
             fitting.text.end_of_text,
             config.temperature.grid,
             fitting.batch_tokens,
+            fitting.read,
         )
 
     if not fitting.beyond():
@@ -201,6 +208,15 @@ def _weighted_rope(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> 
     return at
 
 
+def _longrope_fits(config: LengthConfig, factor: float) -> int:
+    settings = config.longrope
+    return settings.evaluations * min(settings.windows, config.fit_windows) if factor > 1 else 0
+
+
+def _temperature_fits(config: LengthConfig, factor: float) -> int:
+    return len(config.temperature.grid) * config.fit_windows if factor > 1 else 0
+
+
 PARTS: dict[str, Part] = {
     "none": Part("as is", _unchanged),
     "crop": Part("cropped", _unchanged),
@@ -217,8 +233,8 @@ PARTS: dict[str, Part] = {
         )
         for name, change in DYNAMIC.items()
     },
-    "longrope": Part("LongRoPE", _longrope, rotation=True, uses=("longrope",)),
-    "temperature": Part("temperature", _temperature, uses=("temperature",)),
+    "longrope": Part("LongRoPE", _longrope, True, ("longrope",), _longrope_fits),
+    "temperature": Part("temperature", _temperature, False, ("temperature",), _temperature_fits),
     "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
     "dope": Part("DoPE", _dope, rotation=True, uses=("dope",)),
     "weighted_rope": Part("Weighted RoPE", _weighted_rope, rotation=True, uses=("weighted_rope",)),

@@ -54,8 +54,17 @@ class Plan:
     @property
     def work(self) -> float:
         """Operations, nearly: reading every sequence once."""
-        subject, n = self.subject, self.task.sequences(self.length)
-        return n * forward_flops(subject.config, subject.layout, self.length)
+        return self.task.sequences(self.length) * self.of_one
+
+    @property
+    def fit_work(self) -> float:
+        """The same of what the method is fitted on at this length, for all tasks together."""
+        return self.recipe.fits(self.length / self.subject.layout.training_length) * self.of_one
+
+    @property
+    def of_one(self) -> float:
+        """The same of one sequence."""
+        return forward_flops(self.subject.config, self.subject.layout, self.length)
 
 
 def plan_cells(
@@ -99,9 +108,9 @@ def measure_cells(
     plans: Sequence[Plan], text: FitText, store: Store, batch_tokens: int, device: str
 ) -> tuple[list[LengthCell], list[str]]:
     """Measure what is not in the store yet; returns all cells, and what was fitted in words."""
-    total = sum(plan.work for plan in plans if not store.has("cell", plan.key))
-    missing = sum(not store.has("cell", plan.key) for plan in plans)
-    log.info("%d cells, %d of them measured before", len(plans), len(plans) - missing)
+    missing = [plan for plan in plans if not store.has("cell", plan.key)]
+    total = _work(missing)
+    log.info("%d cells, %d of them measured before", len(plans), len(plans) - len(missing))
     cells: list[LengthCell] = []
     notes: list[str] = []
     with Progress("Evaluating", max(total, 1.0)) as progress:
@@ -115,14 +124,21 @@ def measure_cells(
             if counter.work == 0:
                 _announce(model, own, total, batch_tokens)
             for recipe in dict.fromkeys(plan.recipe for plan in own):
-                fitting = Fitting(model, subject.fingerprint, text, store, batch_tokens)
-                method = recipe.make(fitting)
                 chosen = [plan for plan in own if plan.recipe is recipe]
+                read = counter.of_fits(chosen)
+                fitting = Fitting(model, subject.fingerprint, text, store, batch_tokens, read)
+                method = recipe.make(fitting)
                 cells += [_cell(model, method, p, store, batch_tokens, counter) for p in chosen]
                 notes += [f"{subject.name}, {recipe.title}: {said}" for said in fitting.notes]
                 if fitting.temperature is not None and recipe.key == "temperature":
                     subject.keep_temperature(fitting.temperature)
     return cells, notes
+
+
+def _work(plans: Sequence[Plan]) -> float:
+    """Of the cells, and of each method's fits once for all cells of a model and a length."""
+    fits = {(plan.subject.name, plan.recipe, plan.length): plan.fit_work for plan in plans}
+    return sum(plan.work for plan in plans) + sum(fits.values())
 
 
 class _Counter:
@@ -134,14 +150,17 @@ class _Counter:
 
     def of(self, plan: Plan) -> Callable[[int], None]:
         """What is told the number of sequences that were read for a cell."""
-        each = plan.work / max(1, plan.task.sequences(plan.length))
+        return lambda sequences: self._add(sequences, plan)
 
-        def done(sequences: int) -> None:
-            self.work += sequences * each
-            self.tokens += sequences * plan.length
-            self.progress.advance_to(self.work, tokens=self.tokens)
+    def of_fits(self, plans: Sequence[Plan]) -> Callable[[int, int], None]:
+        """What is told the number and length of the sequences that were read for a fit."""
+        at = {plan.length: plan for plan in plans}
+        return lambda sequences, length: self._add(sequences, at[length])
 
-        return done
+    def _add(self, sequences: int, plan: Plan) -> None:
+        self.work += sequences * plan.of_one
+        self.tokens += sequences * plan.length
+        self.progress.advance_to(self.work, tokens=self.tokens)
 
 
 def _stored(store: Store, plan: Plan) -> LengthCell:
@@ -194,4 +213,4 @@ def _announce(model: Decoder, plans: Sequence[Plan], total: float, batch_tokens:
     each = (time.perf_counter() - began) / rows
     seconds = total * each / forward_flops(model.config, model.layout, length)
     text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    log.info("About %s of measuring, and the fits of methods that have some", text)
+    log.info("About %s in all", text)

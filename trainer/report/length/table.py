@@ -145,7 +145,7 @@ def _perplexity(outcomes: Outcomes) -> list[Table]:
         "sequences, the same tokens at every length, so that more context only adds what lies "
         "before them."
     )
-    legend = f"Bold: the lowest of a column. {MISSING} not measured."
+    legend = "Bold: the lowest of a column."
     title = outcomes.task(PERPLEXITY)
     if not columns:
         return []
@@ -181,6 +181,8 @@ def _table(
         for row in outcomes.rows
         if any(row in column for column in entries)
     )
+    if any(None in cells for *_, cells in rows):
+        legend += f" {MISSING} not measured."
     return Table(key, title, note, legend, tuple(columns), rows, detail)
 
 
@@ -203,6 +205,5 @@ def _legend(outcomes: Outcomes) -> str:
     return (
         "Success in %, ± half of its 95% interval. ↑ ↓ better or worse than the reference on the "
         "same trials (exact sign test, p < 0.05, not corrected for the number of tests). "
-        f"Reference: the same model as it is{others}. Bold: the highest of a column. "
-        f"{MISSING} not measured."
+        f"Reference: the same model as it is{others}. Bold: the highest of a column."
     )
