@@ -29,11 +29,12 @@ def windows_with_common_ends(
     Raises:
         UserError: the held-out text is shorter than the longest window.
     """
-    longest = max(lengths)
+    longest = max(lengths, default=0)
     if len(stream) < longest:
         raise UserError(
             f"evaluation.lengths: the held-out text has {len(stream)} tokens, fewer than the "
-            f"longest window of {longest}; give more text, larger data.test, or shorter lengths."
+            f"longest window of {longest}; give more text, larger data.validation and data.test, "
+            "or shorter lengths."
         )
     ends = np.linspace(longest, len(stream), count).astype(np.int64)
     return {length: stream.windows(ends - length, length) for length in lengths}

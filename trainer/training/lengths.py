@@ -105,8 +105,9 @@ def evaluate_lengths(request: LengthRequest) -> tuple[LengthReport, Path]:
         "tasks": [asdict(group) for group in groups],
     }
     plans = plan_cells(subjects, recipes, tasks, lengths, settings)
+    chosen = [n for n in lengths if any(recipe.fits(n / C) for recipe in _of_all(recipes))]
     fit = FitText(
-        windows_with_common_ends(text.corpus.validation, config.fit_windows, lengths),
+        windows_with_common_ends(text.corpus.validation, config.fit_windows, chosen),
         text.corpus.end_of_text,
         text.corpus.fingerprint,
     )

@@ -13,12 +13,16 @@ from trainer.data.order import Integers
 from trainer.evaluation.lengths.store import Store
 from trainer.model.decoder import Decoder
 
+TEXTS = 4
+"""Windows, at most, in which queries and keys are looked at."""
+
 
 @dataclass(frozen=True)
 class FitText:
     """Validation text, apart from what is reported.
 
-    ``windows``: ``[N, length]`` tokens for every length, which end at the same places.
+    ``windows``: ``[N, length]`` tokens for every length at which something is chosen; they end at
+    the same places.
     ``fingerprint``: of the text and its tokens.
     """
 
@@ -49,10 +53,11 @@ class Fitting:
         C = self.model.layout.training_length
         return {length: windows for length, windows in self.text.windows.items() if length > C}
 
-    def ids(self, factor: float, texts: int = 4) -> Tensor:
-        """``[texts, length]`` tokens on the model's device, to look at queries and keys."""
-        windows = self.text.windows[round(factor * self.model.layout.training_length)]
-        return torch.from_numpy(windows[:texts]).to(self.model.norm.weight.device)
+    def ids(self, factor: float) -> Tensor:
+        """``[TEXTS, length]`` tokens on the model's device, to look at queries and keys."""
+        windows = self.text.windows[round(factor * self.model.layout.training_length)][:TEXTS]
+        self.read(*windows.shape)
+        return torch.from_numpy(windows).to(self.model.norm.weight.device)
 
     def kept(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
         """A choice, made once for these weights, this text and these settings."""

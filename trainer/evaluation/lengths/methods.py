@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import did_you_mean
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.interventions import reading_with
-from trainer.evaluation.lengths.fitting import Fitting
+from trainer.evaluation.lengths.fitting import TEXTS, Fitting
 from trainer.evaluation.longrope import search_longrope
 from trainer.evaluation.methods import TITLES, Method, rotates, tempered, windowed, with_factors
 from trainer.evaluation.temperature import fit_coefficient
@@ -217,6 +217,10 @@ def _temperature_fits(config: LengthConfig, factor: float) -> int:
     return len(config.temperature.grid) * config.fit_windows if factor > 1 else 0
 
 
+def _texts(config: LengthConfig, factor: float) -> int:
+    return min(TEXTS, config.fit_windows)
+
+
 PARTS: dict[str, Part] = {
     "none": Part("as is", _unchanged),
     "crop": Part("cropped", _unchanged),
@@ -236,8 +240,8 @@ PARTS: dict[str, Part] = {
     "longrope": Part("LongRoPE", _longrope, True, ("longrope",), _longrope_fits),
     "temperature": Part("temperature", _temperature, False, ("temperature",), _temperature_fits),
     "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
-    "dope": Part("DoPE", _dope, rotation=True, uses=("dope",)),
-    "weighted_rope": Part("Weighted RoPE", _weighted_rope, rotation=True, uses=("weighted_rope",)),
+    "dope": Part("DoPE", _dope, True, ("dope",), _texts),
+    "weighted_rope": Part("Weighted RoPE", _weighted_rope, True, ("weighted_rope",), _texts),
     "drop": Part("dropped", _dropped),
 }
 """By the names that ``evaluation.methods`` takes."""
