@@ -98,19 +98,13 @@ def evaluate_lengths(request: LengthRequest) -> tuple[LengthReport, Path]:
     text = _Text(request, first)
     tasks, not_run = _tasks(text, config, lengths, C)
     _check_prompts(tasks, lengths)
-    groups = (config.needles, config.ruler, config.longbench, config.many_shot)
-    settings = {
-        "text": text.corpus.fingerprint,
-        "windows": [config.windows, config.last],
-        "tasks": [asdict(group) for group in groups],
-    }
-    plans = plan_cells(subjects, recipes, tasks, lengths, settings)
     chosen = [n for n in lengths if any(recipe.fits(n / C) for recipe in _of_all(recipes))]
     fit = FitText(
         windows_with_common_ends(text.corpus.validation, config.fit_windows, chosen),
         text.corpus.end_of_text,
         text.corpus.fingerprint,
     )
+    plans = plan_cells(subjects, recipes, tasks, lengths, fit)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cells, fitted = measure_cells(plans, fit, Store(output / "cells"), config.batch_tokens, device)
     order = config.methods or METHODS
@@ -136,7 +130,7 @@ def _check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
     for task in tasks:
         try:
             for length in lengths:
-                task.sequences(length)
+                task.fingerprint(length)
         except UserError as error:
             problems += error.problems
     if problems:

@@ -48,19 +48,19 @@ def evaluation(model, corpus, tmp_path):
         loads.append(1)
         return model
 
-    def go(methods=("none", "crop", "yarn"), trials=5):
+    def go(methods=("none", "crop", "yarn"), trials=5, lengths=LENGTHS):
         config = LengthConfig(methods=list(methods))
         end = corpus.end_of_text
         subject = Subject("tiny", "weights", model.config, model.layout, load)
         recipes = {"tiny": [recipe(name, model.layout, config) for name in methods]}
         tasks = [
-            Perplexity(corpus.test, LENGTHS, 3, end, 32),
+            Perplexity(corpus.test, lengths, 3, end, 32),
             Statements(
-                corpus.test, LENGTHS, NeedleVocabulary.of(corpus.tokenizer), end, trials, 2, 1
+                corpus.test, lengths, NeedleVocabulary.of(corpus.tokenizer), end, trials, 2, 1
             ),
         ]
-        plans = plan_cells([subject], recipes, tasks, LENGTHS, {"trials": trials})
         text = FitText({}, end, "text")
+        plans = plan_cells([subject], recipes, tasks, lengths, text)
         cells, _ = measure_cells(plans, text, Store(tmp_path), 4096, "cpu")
         return cells, len(loads)
 
@@ -111,6 +111,25 @@ def test_what_was_measured_is_not_measured_again(evaluation):
     assert len(evaluation(["none"], trials=4)[0][1].scores) == 4
 
 
+def test_windows_that_end_elsewhere_are_another_measurement(evaluation):
+    short, long = (evaluation(["none"], lengths=lengths)[0] for lengths in ([32], LENGTHS))
+    assert short[0].last_loss != long[0].last_loss
+
+
+def test_what_is_chosen_on_other_text_is_another_measurement(model, corpus):
+    config = LengthConfig(methods=["none", "yarn", "temperature"])
+    recipes = {"tiny": [recipe(name, model.layout, config) for name in config.methods]}
+    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
+    task = Perplexity(corpus.test, LENGTHS, 3, corpus.end_of_text, 32)
+
+    def keys(windows):
+        text = FitText({64: np.zeros((windows, 64), int)}, 0, "text")
+        return [plan.key for plan in plan_cells([subject], recipes, [task], LENGTHS, text)]
+
+    one, other = keys(1), keys(2)
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True] * 5 + [False]
+
+
 def test_a_method_that_changes_nothing_at_a_length_is_not_measured_there(evaluation, monkeypatch):
     measure, lengths = Statements.measure, []
 
@@ -155,6 +174,8 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
 
     task = Prompted(Quarter(), corpus.tokenizer)
     assert task.sequences(64) == 3
+    assert task.fingerprint(64) == Prompted(Quarter(), corpus.tokenizer).fingerprint(64)
+    assert task.fingerprint(64) != task.fingerprint(32)
     read = []
     found = task.measure(model, 64, 32, 4096, read.append)
     assert found == {"scores": (0.25,) * 3, "depths": (0.5,) * 3, "labels": ("a",) * 3}

@@ -30,6 +30,12 @@ class FitText:
     end_of_text: int
     fingerprint: str
 
+    @property
+    def key(self) -> dict[str, Any]:
+        """What a choice depends on."""
+        sizes = {length: len(windows) for length, windows in self.windows.items()}
+        return {"text": self.fingerprint, "windows": sizes}
+
 
 @dataclass
 class Fitting:
@@ -61,11 +67,5 @@ class Fitting:
 
     def kept(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
         """A choice, made once for these weights, this text and these settings."""
-        sizes = {length: len(windows) for length, windows in self.text.windows.items()}
-        key = {
-            "model": self.fingerprint,
-            "text": self.text.fingerprint,
-            "windows": sizes,
-            "settings": settings,
-        }
+        key = {"model": self.fingerprint, **self.text.key, "settings": settings}
         return self.store.get(kind, key, make)

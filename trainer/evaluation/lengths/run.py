@@ -24,6 +24,8 @@ from trainer.report.progress import Progress
 
 log = logging.getLogger(__name__)
 
+SECONDS_TO_ESTIMATE = 4.0
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -72,7 +74,7 @@ def plan_cells(
     recipes: dict[str, list[Recipe]],
     tasks: Sequence[Measurement],
     lengths: Sequence[int],
-    settings: dict[str, Any],
+    text: FitText,
 ) -> list[Plan]:
     """All cells, a model after the other, and of a model a method after the other.
 
@@ -81,22 +83,20 @@ def plan_cells(
         recipes: the methods that apply to each, by its name.
         tasks: what is measured.
         lengths: in tokens.
-        settings: what results depend on beside these: text, seeds, numbers of trials.
+        text: what methods choose on.
     """
+
+    def key(subject: Subject, recipe: Recipe, length: int, task: Measurement) -> dict[str, Any]:
+        chooses = recipe.fits(length / subject.layout.training_length) > 0
+        return {
+            "model": subject.fingerprint,
+            "method": [recipe.key, recipe.settings, text.key if chooses else None],
+            "task": [task.key, task.fingerprint(length)],
+            "length": length,
+        }
+
     return [
-        Plan(
-            subject,
-            recipe,
-            task,
-            length,
-            {
-                "model": subject.fingerprint,
-                "method": [recipe.key, recipe.settings],
-                "task": task.key,
-                "length": length,
-                **settings,
-            },
-        )
+        Plan(subject, recipe, task, length, key(subject, recipe, length, task))
         for subject in subjects
         for recipe in recipes[subject.name]
         for length in lengths
@@ -191,7 +191,7 @@ def _cell(
         return LengthCell(*names, plan.length, factor, **found, seconds=seconds).to_dict()
 
     def of_the_model_as_it_is() -> dict[str, Any]:
-        key = {**plan.key, "method": ["none", {}]}
+        key = {**plan.key, "method": ["none", {}, None]}
         if store.has("cell", key):
             done(plan.task.sequences(plan.length))
         return store.get("cell", key, measured) | {"method": plan.recipe.key}
@@ -203,14 +203,25 @@ def _cell(
 
 @torch.no_grad()
 def _announce(model: Decoder, plans: Sequence[Plan], total: float, batch_tokens: int) -> None:
-    """Say how long all will take, from the time of a few sequences of the shortest length."""
-    length = min(plan.length for plan in plans)
-    rows = min(max(1, batch_tokens // length), 32)
-    ids = torch.zeros(rows, length, dtype=torch.long, device=model.norm.weight.device)
-    model(ids, last=1)  # the first pass is slower
-    began = time.perf_counter()
-    model(ids, last=1)[0, 0, 0].item()
-    each = (time.perf_counter() - began) / rows
-    seconds = total * each / forward_flops(model.config, model.layout, length)
-    text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    log.info("About %s in all", text)
+    """Say how long all will take, from the time of a forward pass at the longest length at which
+    that is a few seconds."""
+    device = model.norm.weight.device
+    seconds = per_operation = 0.0
+    for length in sorted({plan.length for plan in plans}):
+        rows = min(max(1, batch_tokens // length), 32)
+        work = rows * forward_flops(model.config, model.layout, length)
+        if work * per_operation > SECONDS_TO_ESTIMATE:
+            break
+        ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+        if not seconds:
+            model(ids, last=1)  # the first pass is slower
+        began = time.perf_counter()
+        model(ids, last=1)[0, 0, 0].item()
+        seconds = time.perf_counter() - began
+        per_operation = seconds / work
+    log.info("About %s in all", _duration(total * per_operation))
+
+
+def _duration(seconds: float) -> str:
+    """In seconds, or in minutes where these say enough."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

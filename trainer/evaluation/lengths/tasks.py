@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from hashlib import sha256
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,14 @@ Done = Callable[[int], None]
 """Told how many sequences were read."""
 
 
+def fingerprint(*parts: Any) -> str:
+    """Of arrays, or of what can be written plainly."""
+    digest = sha256()
+    for part in parts:
+        digest.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+    return digest.hexdigest()[:16]
+
+
 class Measurement(Protocol):
     """One kind of cell. ``key`` names it in configurations and files, ``title`` in tables."""
 
@@ -33,6 +42,10 @@ class Measurement(Protocol):
 
     def sequences(self, length: int) -> int:
         """How many sequences of ``length`` tokens a cell reads."""
+        ...
+
+    def fingerprint(self, length: int) -> str:
+        """Of all that a cell reads and expects."""
         ...
 
     def measure(
@@ -63,6 +76,15 @@ class Perplexity:
         """Windows."""
         return self.windows
 
+    def fingerprint(self, length: int) -> str:
+        """Of the windows, and of what is averaged."""
+        return fingerprint(self._windows[length], self._last, self.training_length)
+
+    @property
+    def _last(self) -> int:
+        """The same tokens at every length."""
+        return self.last or min([self.training_length, *self.lengths])
+
     def measure(
         self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
     ) -> dict[str, Any]:
@@ -72,9 +94,7 @@ class Perplexity:
             model, windows, self.end_of_text, batch_tokens, reads=reads, done=done
         )
         edges, means = by_bucket(losses, max(1, self.training_length // 2))
-        # The same tokens at every length.
-        last = self.last or min([self.training_length, *self.lengths])
-        return {"edges": edges, "losses": means, "last_loss": losses[-last:].mean().item()}
+        return {"edges": edges, "losses": means, "last_loss": losses[-self._last :].mean().item()}
 
 
 @dataclass
@@ -106,6 +126,11 @@ class Statements:
         """Trials."""
         return self.trials
 
+    def fingerprint(self, length: int) -> str:
+        """Of the trials."""
+        trials = self._trials[length]
+        return fingerprint(trials.prompts, trials.answers)
+
     def measure(
         self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
     ) -> dict[str, Any]:
@@ -134,10 +159,20 @@ class Prompted:
         self.key = self.title = self.task.name
         # The same for all models and methods; a length at a time is kept.
         self._prompts = lru_cache(maxsize=1)(self.task.prompts)
+        self._seen = cache(self._look)
 
     def sequences(self, length: int) -> int:
         """Trials."""
-        return len(self._prompts(length))
+        return self._seen(length)[0]
+
+    def fingerprint(self, length: int) -> str:
+        """Of the prompts and their answers."""
+        return self._seen(length)[1]
+
+    def _look(self, length: int) -> tuple[int, str]:
+        prompts = self._prompts(length)
+        said = [(prompt.answers, prompt.new_tokens, prompt.label) for prompt in prompts]
+        return len(prompts), fingerprint(said, *(np.array(prompt.tokens) for prompt in prompts))
 
     def measure(
         self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
