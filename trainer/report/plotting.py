@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -29,6 +31,8 @@ WIDTH = 6.75  # inches, the text width of a two-column paper
 _COLOURS = ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7")
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
+# Perceptually uniform, for all kinds of colour vision; without the yellow that fades on white.
+GRADED = ListedColormap(mpl.colormaps["viridis"](np.linspace(0, 0.88, 256)))
 _REFERENCE = "#707070"
 _REFERENCE_DASHES = (":", "-.")
 
@@ -90,13 +94,19 @@ def paper_style() -> AbstractContextManager[None]:
     return mpl.rc_context(_RC)
 
 
+def blank(height: float, width: float = WIDTH) -> Figure:
+    """A figure in inches whose parts make room for each other, without a window."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def draw(series: Sequence[Series], frame: Frame) -> Figure:
     """One panel, or small multiples when there are more than ``OVERLAY`` series."""
     many = len(series) > OVERLAY
     columns = min((4, 3), key=lambda count: -len(series) % count)  # the fuller last row
     rows = math.ceil(len(series) / columns)
-    figure = Figure(figsize=(WIDTH, 0.75 + 1.22 * rows if many else 3.1), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(0.75 + 1.22 * rows if many else 3.1)
     if many:
         _small_multiples(figure, series, frame, (rows, columns))
     else:
@@ -123,7 +133,7 @@ def _overlay(figure: Figure, series: Sequence[Series], frame: Frame) -> None:
     axes.set_ylabel(frame.y_label)
     # In the order of the right ends of the lines, as the eye meets them.
     ranked = sorted(series, key=_last_value, reverse=True)
-    handles = [Line2D([], [], label=item.label, **line_style(item)) for item in ranked]
+    handles = [line_handle(item) for item in ranked]
     figure.legend(
         handles=[*handles, *reference_handles(frame)],
         loc="outside right center",
@@ -150,12 +160,7 @@ def _small_multiples(
         axes.tick_params(labelbottom=True)
     figure.supxlabel(frame.x_label, fontsize=8)
     figure.supylabel(frame.y_label, fontsize=8)
-    figure.legend(
-        handles=reference_handles(frame, with_vertical=True),
-        loc="outside upper center",
-        ncols=4,
-        frameon=False,
-    )
+    legend_above(figure, reference_handles(frame, with_vertical=True))
 
 
 def draw_line(axes: Axes, item: Series) -> None:
@@ -218,6 +223,22 @@ def reference_handles(frame: Frame, with_vertical: bool = False) -> list[Line2D]
             Line2D([], [], linestyle="--", label=frame.vertical[1].replace("\n", ": "), **style)
         )
     return handles
+
+
+def line_handle(item: Series) -> Line2D:
+    """The line as an entry of a legend."""
+    return Line2D([], [], label=item.label, **line_style(item))
+
+
+def legend_above(figure: Figure, handles: Sequence[Line2D], columns: int = 4) -> None:
+    """One legend for all panels, over them."""
+    figure.legend(
+        handles=list(handles),
+        loc="outside upper center",
+        ncols=columns,
+        frameon=False,
+        handlelength=2.6,
+    )
 
 
 def line_style(item: Series) -> dict[str, Any]:

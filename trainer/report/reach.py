@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trainer.report.plotting import WIDTH, Frame, Series, draw
+from trainer.report.plotting import Frame, Series, blank, draw
 from trainer.report.results import Reach, Report
 from trainer.report.summary import factor_label
 
@@ -80,8 +79,7 @@ def _heat_map(history: tuple[Reach, ...]) -> Figure:
     edges, seen = history[-1].edges, history[-1].training_length
     losses = np.array([reach.losses for reach in history], dtype=float).T
     excess = losses - losses[[edge <= seen for edge in edges[1:]]].mean(axis=0)
-    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(2.6)
     axes = figure.add_subplot()
     columns = np.arange(len(history) + 1)
     mesh = axes.pcolormesh(columns, edges, excess, cmap="RdBu_r", norm=CenteredNorm())

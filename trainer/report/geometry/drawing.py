@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -19,8 +18,11 @@ from trainer.report.plotting import (
     WIDTH,
     Frame,
     Series,
+    blank,
     draw_line,
     finish,
+    legend_above,
+    line_handle,
     line_style,
     paper_style,
     reference_handles,
@@ -94,7 +96,7 @@ def by_length(
         axes.xaxis.set_minor_locator(NullLocator())
 
     with paper_style():
-        figure = _figure(height * rows + 0.3)
+        figure = blank(height * rows + 0.3)
         grid = figure.subplots(rows, columns, squeeze=False)
         shown: dict[str, Line2D] = {}
         for axes, panel in zip(grid.flat, panels, strict=False):
@@ -106,7 +108,7 @@ def by_length(
                     axes.fill_between(series.x, series.low, series.high, color=style["color"],
                                       alpha=0.15, linewidth=0, zorder=1.5)  # fmt: skip
                 draw_line(axes, replace(series, low=None, high=None))
-                shown.setdefault(series.label, Line2D([], [], label=series.label, **style))
+                shown.setdefault(series.label, line_handle(series))
             if panel.prepare is not None:
                 panel.prepare(axes)
             finish(axes, Frame("", "", prepare_x, note), with_note=False)
@@ -116,13 +118,7 @@ def by_length(
             axes.remove()
         figure.supxlabel(x_label, fontsize=8)
         shown[note[1]] = reference_handles(Frame("", "", prepare_x, note), with_vertical=True)[0]
-        figure.legend(
-            handles=list(shown.values()),
-            loc="outside upper center",
-            ncols=4,
-            frameon=False,
-            handlelength=2.6,
-        )
+        legend_above(figure, list(shown.values()))
     return figure
 
 
@@ -130,7 +126,7 @@ def histogram(values: Mapping[str, Array], x_label: str, *, low: float, high: fl
     """Share of the values of every group by size, 20 bins from ``low`` to ``high``."""
     edges = np.linspace(low, high, 21).tolist()
     with paper_style():
-        figure = _figure(2.3, width=0.62 * WIDTH)
+        figure = blank(2.3, width=0.62 * WIDTH)
         axes = figure.add_subplot()
         for (label, group), colour in zip(values.items(), (KEYS, QUERIES[0]), strict=False):
             weights = np.full(group.size, 100 / group.size)
@@ -147,7 +143,7 @@ def clouds(rows: Mapping[str, Sequence[Cloud]]) -> Figure:
     """``rows``: by name, panels of one plane, drawn at one scale."""
     with paper_style():
         columns = max(map(len, rows.values()))
-        figure = _figure(0.45 + 1.85 * len(rows), width=WIDTH * min(1.0, columns / 4))
+        figure = blank(0.45 + 1.85 * len(rows), width=WIDTH * min(1.0, columns / 4))
         grid = figure.subplots(len(rows), columns, squeeze=False)
         handles: dict[str, Line2D] = {}
         for line, (name, panels) in zip(grid, rows.items(), strict=True):
@@ -195,9 +191,3 @@ def _dot(label: str, colour: str, marker: str) -> Line2D:
 
 def _tokens(value: float, _: int) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
-
-
-def _figure(height: float, width: float = WIDTH) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import Colormap, ListedColormap, LogNorm, Normalize
+from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from trainer.report.plotting import WIDTH, Frame, Series, draw, paper_style
+from trainer.report.plotting import GRADED, Frame, Series, blank, draw, paper_style
 
 Array = np.ndarray
-# Perceptually uniform, for all kinds of colour vision; without the yellow that fades on white.
-_HEADS = ListedColormap(colormaps["viridis"](np.linspace(0, 0.88, 256)))
 _MISSING = "#e4e4e4"
 MAP, SIGNED = "cividis", "RdBu_r"
 
@@ -76,7 +73,7 @@ def heat_maps(
     columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
     with paper_style():
-        figure = _figure(height * rows + 0.3)
+        figure = blank(height * rows + 0.3)
         grid = figure.subplots(rows, columns, squeeze=False)
         images = []
         own = [scale] * len(panels) if isinstance(scale, Scale) else list(scale)
@@ -117,7 +114,7 @@ def pair_scatter(
     """
     columns = max(map(len, panels.values()))
     with paper_style():
-        figure = _figure(0.5 + 1.75 * len(panels))
+        figure = blank(0.5 + 1.75 * len(panels))
         grid = figure.subplots(len(panels), columns, sharex=True, sharey=True, squeeze=False)
         heads = max(len(v) for row in panels.values() for v in row.values())
         points = None
@@ -129,7 +126,7 @@ def pair_scatter(
                     pair.ravel(),
                     values.ravel(),
                     c=head.ravel(),
-                    cmap=_HEADS,
+                    cmap=GRADED,
                     norm=Normalize(0, max(heads - 1, 1)),
                     s=5,
                     linewidths=0,
@@ -171,12 +168,6 @@ def curves(
     ]
     with paper_style():
         return draw(series, Frame(x, y, prepare, vertical))
-
-
-def _figure(height: float) -> Figure:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _tidy(grid: Array, used: int) -> None:

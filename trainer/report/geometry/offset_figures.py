@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Arc
 
-from trainer.report.plotting import WIDTH, paper_style
+from trainer.report.plotting import blank, paper_style
 
 Array = np.ndarray
 BLUE, ORANGE, GREEN, BLACK, GREY = "#0072B2", "#D55E00", "#009E73", "#000000", "#707070"
@@ -37,7 +36,7 @@ def radius_and_angle(turns: Array, radius: Array, angle: Array, radii: Sequence[
     order = np.argsort(radius)
     turns, radius, angle = turns[order], radius[order], angle[order]
     with paper_style():
-        figure = _figure(4.4)
+        figure = blank(4.4)
         above, below = figure.subplots(2, 1, sharex=True)
         below.set_xscale("log")
         below.invert_xaxis()
@@ -81,7 +80,7 @@ class Cloud:
 def clouds(panels: Sequence[Cloud]) -> Figure:
     """Points of pairs in their plane, with arrows to the means; the arc is the whole rotation."""
     with paper_style():
-        figure = _figure(2.6)
+        figure = blank(2.6)
         for axes, cloud in zip(
             figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True
         ):
@@ -132,7 +131,7 @@ def by_distance(
     The first two curves are drawn thick: all pairs, and all but the strongest.
     """
     with paper_style():
-        figure = _figure(0.4 + 1.9 * len(panels))
+        figure = blank(0.4 + 1.9 * len(panels))
         grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
         for axes, (title, (distances, curves)) in zip(grid.flat, panels.items(), strict=True):
             for number, (name, values) in enumerate(curves.items()):
@@ -168,7 +167,7 @@ def extended_bounds(methods: Sequence[Method], pair: Array, angle: Array) -> Fig
     ``pair``, ``angle``: of the features, ``[n]``.
     """
     with paper_style():
-        figure = _figure(2.9)
+        figure = blank(2.9)
         left, right = figure.subplots(1, 2)
         right.scatter(
             *(pair, angle), s=8, color="#b0b0b0", linewidths=0, label="large keys", rasterized=True
@@ -190,10 +189,4 @@ def extended_bounds(methods: Sequence[Method], pair: Array, angle: Array) -> Fig
             axes.set_xlim(-0.5, len(methods[0].turns) - 0.5)
             axes.set_xlabel("pair index, from the fastest on")
         figure.legend(*right.get_legend_handles_labels(), loc="outside upper center", ncols=6)
-    return figure
-
-
-def _figure(height: float) -> Figure:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure

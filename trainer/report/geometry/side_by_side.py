@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from trainer.report.plotting import (
+    GRADED,
     WIDTH,
     Frame,
     Series,
+    blank,
     draw_line,
     finish,
-    line_style,
+    legend_above,
+    line_handle,
     paper_style,
     reference_handles,
 )
@@ -29,8 +29,6 @@ from trainer.report.plotting import (
 Array = np.ndarray
 HEIGHT = 2.5
 _LINEAR = 5  # values that span less than this factor stay on a linear axis
-# Perceptually uniform, for all kinds of colour vision; without the yellow that fades on white.
-LAYERS = ListedColormap(colormaps["viridis"](np.linspace(0, 0.88, 256)))
 
 
 @dataclass(frozen=True)
@@ -89,22 +87,14 @@ def lines(panels: Sequence[Panel]) -> Figure:
         for axes, panel in zip(grid, panels, strict=True):
             for series in panel.series:
                 draw_line(axes, series)
-                shown.setdefault(
-                    series.label, Line2D([], [], label=series.label, **line_style(series))
-                )
+                shown.setdefault(series.label, line_handle(series))
             finish(axes, panel.frame, with_note=False)
             axes.set_title(panel.title, pad=4)
             axes.set_xlabel(panel.frame.x_label)
             axes.set_ylabel(panel.frame.y_label)
             for handle in reference_handles(panel.frame, with_vertical=True):
                 references.setdefault(str(handle.get_label()), handle)
-        figure.legend(
-            handles=[*shown.values(), *references.values()],
-            loc="outside upper center",
-            ncols=4,
-            frameon=False,
-            handlelength=2.6,
-        )
+        legend_above(figure, [*shown.values(), *references.values()])
     return figure
 
 
@@ -122,7 +112,7 @@ def points(clouds: Sequence[Cloud]) -> Figure:
                 cloud.x.ravel(),
                 cloud.y.ravel(),
                 c=layer,
-                cmap=LAYERS,
+                cmap=GRADED,
                 vmin=0,
                 vmax=max(len(cloud.x) - 1, 1),
                 s=16,
@@ -141,6 +131,5 @@ def points(clouds: Sequence[Cloud]) -> Figure:
 
 
 def _columns(count: int, narrow: bool = False) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(WIDTH * (0.6 if narrow else 1), HEIGHT + 0.3), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(HEIGHT + 0.3, WIDTH * (0.6 if narrow else 1))
     return figure, list(figure.subplots(1, count, squeeze=False)[0])

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from trainer.report.lengths import LengthCell
-from trainer.report.plotting import WIDTH
+from trainer.report.plotting import blank
 
 _COLUMNS = 5
 _MOST, _BINS = 11, 10  # more different depths than _MOST are put into _BINS
@@ -54,8 +53,7 @@ def draw_heatmaps(
     columns = min(_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
     tall = min(2.2, 0.45 + 0.17 * len(depths.names))
-    figure = Figure(figsize=(WIDTH, 0.5 + tall * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(0.5 + tall * rows)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     image = None
     for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):

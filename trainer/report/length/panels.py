@@ -8,19 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from trainer.report.length.outcomes import Outcomes, Row
 from trainer.report.plotting import (
-    WIDTH,
     Frame,
     Series,
+    blank,
     draw,
     draw_line,
     finish,
-    line_style,
+    legend_above,
+    line_handle,
     reference_handles,
 )
 
@@ -70,7 +69,7 @@ def is_panelled(lines: Iterable[Row]) -> bool:
 def pair(series: Sequence[Sequence[Series]], frames: Sequence[Frame]) -> Figure:
     """Panels side by side with one legend and the first one's label below; a label has the same
     style in all of them."""
-    figure = _figure(2.9)
+    figure = blank(2.9)
     grid = figure.subplots(1, len(frames))
     seen: dict[str, Series] = {}
     for axes, lines, frame in zip(grid, series, frames, strict=True):
@@ -100,7 +99,7 @@ def _multiples(
 ) -> Figure:
     columns = min((4, 3), key=lambda count: -len(panels) % count)  # the fuller last row
     rows = math.ceil(len(panels) / columns)
-    figure = _figure(0.9 + 1.45 * rows)
+    figure = blank(0.9 + 1.45 * rows)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     everything = [line for lines in panels.values() for line in lines]
     for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
@@ -117,12 +116,6 @@ def _multiples(
     return figure
 
 
-def _figure(height: float) -> Figure:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _trim(grid: Sequence[Axes], used: int, columns: int) -> None:
     """Panels without a line go; those above them carry the tick labels of their column."""
     for axes in grid[used:]:
@@ -132,13 +125,7 @@ def _trim(grid: Sequence[Axes], used: int, columns: int) -> None:
 
 
 def _legend(figure: Figure, lines: Sequence[Series], frame: Frame) -> None:
-    handles = [Line2D([], [], label=line.label, **line_style(line)) for line in lines]
+    handles = [line_handle(line) for line in lines]
     handles += reference_handles(frame, with_vertical=True)
     rows = math.ceil(len(handles) / _BESIDE)
-    figure.legend(
-        handles=handles,
-        loc="outside upper center",
-        ncols=math.ceil(len(handles) / rows),
-        frameon=False,
-        handlelength=2.6,
-    )
+    legend_above(figure, handles, math.ceil(len(handles) / rows))
