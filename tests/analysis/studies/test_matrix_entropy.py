@@ -139,7 +139,7 @@ def test_the_extreme_heads_attend_to_the_needle_as_told(tiny_decoder):
     order = np.argsort(of_heads(model, "rotated_q", rank), axis=None)
     for name, places in (("lowest", order[:2]), ("highest", order[-2:])):
         assert (
-            f"In the 2 heads of {name} effective rank these are "
+            f"For {name} effective rank (2 of the heads) these are "
             f"{needle.ravel()[places].mean():.1%} and {first.ravel()[places].mean():.1%}."
         ) in section.findings
     bands = of_heads(model, "rotated_q", lambda x: np.mean([band(x, m) for m in range(4)]))
