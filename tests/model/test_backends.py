@@ -79,7 +79,7 @@ def test_attention_on_the_cpu(name, mask, new):
 @masks
 @pytest.mark.parametrize("block", [1, 5, 12])
 def test_sdpa_in_blocks_of_queries(monkeypatch, mask, block):
-    monkeypatch.setattr(backends, "QUERY_BLOCK", block)
+    monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", block)
     assert_is_attention(BACKENDS["sdpa"], mask)
     assert_is_attention(BACKENDS["sdpa"], mask, new=7)
 
@@ -92,7 +92,7 @@ def test_other_groupings_of_heads(kv_heads):
 
 def test_sdpa_with_a_window_reads_its_window_of_the_keys_only(monkeypatch):
     """So that memory and time are linear in the length."""
-    monkeypatch.setattr(backends, "QUERY_BLOCK", 3)
+    monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", 3)
     widths, kernel = [], torch.nn.functional.scaled_dot_product_attention
 
     def recorded(q, k, v, **options):

@@ -12,6 +12,14 @@ from trainer.model import linear
 from trainer.model.linear import Linear, packed, product
 
 
+@pytest.fixture(autouse=True, scope="module", params=[0, linear.SMALL], ids=["large", "small"])
+def small(request):
+    """Tensors of tests are small; once they count as large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "SMALL", request.param)
+        yield
+
+
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 40))
 def test_product_and_its_gradients_are_those_of_matmul(rows, fan_in, fan_out):
     torch.manual_seed(rows)

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from trainer.errors import UserError
 
-QUERY_BLOCK = 512
+QUERY_BLOCK = {"cpu": 128, "cuda": 512}
+"""Queries that ``sdpa`` takes at once where it needs a mask: fewer compute less that the mask then
+hides, more keep a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     if mask.is_plain and Tq == Tk:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
     past, outputs = Tk - Tq, []
-    for start in range(0, Tq, QUERY_BLOCK):
-        queries = range(past + start, past + min(start + QUERY_BLOCK, Tq))
+    block = QUERY_BLOCK.get(q.device.type, 512)
+    for start in range(0, Tq, block):
+        queries = range(past + start, past + min(start + block, Tq))
         first = 0 if mask.window is None else max(0, queries.start - mask.window + 1)
         keys = range(first, queries.stop)
         outputs.append(
             F.scaled_dot_product_attention(
-                q[:, :, start : start + QUERY_BLOCK],
+                q[:, :, start : start + block],
                 k[:, :, first : keys.stop],
                 v[:, :, first : keys.stop],
                 attn_mask=_bias(mask, queries, keys, q),

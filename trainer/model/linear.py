@@ -40,6 +40,9 @@ _onednn_product.register_autograd(
 )
 
 
+SMALL = 600_000
+"""Multiplications below which a product takes less time than a call of oneDNN."""
+
 _PACKED: dict[int, Tensor] = {}
 # For one row oneDNN leaves float32 as it is; this order is good for 1 to 64.
 _PACKED_FOR_ROWS = 8
@@ -73,8 +76,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` for ``x`` ``[..., in]`` and ``weight`` ``[out, in]``.
 
     On a CPU in float32 through oneDNN: MKL, which torch would take, keeps to its slow kernels on
-    processors that are not Intel's. bfloat16 goes through oneDNN anyway.
+    processors that are not Intel's. Small products are MKL's all the same, since calling oneDNN
+    takes longer than they do. bfloat16 goes through oneDNN anyway.
     """
+    if x.numel() * weight.shape[0] < SMALL and x.dtype == torch.float32:
+        return F.linear(x, weight, bias)
     if _PACKED and x.dtype == weight.dtype and (copy := _PACKED.get(id(weight))) is not None:
         return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
     if (
