@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=24, help="haystacks")
     parser.add_argument("--depths", type=float, nargs="+", default=NeedleTaskSettings.depths)
     parser.add_argument("--length", type=int, help="tokens of prompt and answer")
-    parser.add_argument("--batch-tokens", type=int, default=16_384)
+    parser.add_argument("--batch-tokens", type=int, default=32_768)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)

@@ -16,6 +16,7 @@ from trainer.data.tokenizer import END_OF_TEXT
 from trainer.evaluation import answering
 from trainer.evaluation.answering import answers
 from trainer.evaluation.prompts import Prompt
+from trainer.model.flops import forward_flops
 from trainer.model.generation import generate
 
 WORDS = 256
@@ -113,8 +114,9 @@ def read(monkeypatch):
 def test_sharing_and_batching_change_nothing(
     build, tokenizer, positional, change, enough, monkeypatch
 ):
-    monkeypatch.setattr(answering, "ENOUGH", enough)
     model = build(**positional)
+    of_a_token = forward_flops(model.config, model.layout, 1)
+    monkeypatch.setitem(answering.ENOUGH, "cpu", enough * of_a_token)
     model.layout = model.layout.map(changing(change))
     prompts = [*groups(2), *singles()]
     by_length = any(
@@ -156,7 +158,7 @@ def test_transformers_says_the_same(build, tokenizer, end):
 
 
 def test_a_group_reads_its_common_beginning_once(build, tokenizer, read, monkeypatch):
-    monkeypatch.setattr(answering, "ENOUGH", 0)
+    monkeypatch.setitem(answering.ENOUGH, "cpu", 0)
     model = build()
     shapes = read(model)
     prompts = groups(1, cuts=(10, 20, 30), new=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ class Reader(nn.Module):
         super().__init__()
         self.reach, self.largest = reach, 0
         self.norm = nn.LayerNorm(1)
+        self.config = SimpleNamespace(hidden_size=1)
 
     def forward(self, ids, last):
         assert last == 1

@@ -20,15 +20,18 @@ from torch import Tensor
 
 from trainer.data.order import Integers
 from trainer.data.tokenizer import end_of_text
+from trainer.evaluation.passes import sequences_at_once
 from trainer.evaluation.prompts import Prompt, Stop
 from trainer.model.cache import KVCache
 from trainer.model.decoder import Decoder
+from trainer.model.flops import forward_flops
 from trainer.model.generation import generate, go_on
 
 WORTH_SHARING = 0.15
 """Share of the tokens to read that must be saved; smaller forward passes cost about as much."""
-ENOUGH = 512
-"""Tokens in a forward pass, if need be with some that the trunk has read already."""
+ENOUGH = {"cpu": 1e9, "cuda": 1e12}
+"""Operations that take about as long as a forward pass takes at least. Smaller passes are joined,
+and then read some tokens that the trunk has read already."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,9 @@ def _answer(
     elif count == 1 and len(set(map(len, tokens))) == 1:
         # Nothing goes on from here, so that nothing has to be kept.
         ids = torch.tensor(tokens, device=model.embed_tokens.weight.device)
-        for row, token in enumerate(model(ids, last=1)[:, 0].argmax(dim=-1).tolist()):
+        parts = ids.split(sequences_at_once(model, ids.shape[1], ids.numel()))
+        found = torch.cat([model(part, last=1)[:, 0].argmax(dim=-1) for part in parts])
+        for row, token in enumerate(found.tolist()):
             on_token(row, token)
     else:
         generate(model, tokens, count, end_tokens=(end,), on_token=on_token)
@@ -115,7 +120,9 @@ def _read(
     trunk = cache.part(len(tokens) - groups, groups, 0)
     of_trunk = model(ids[-groups:], cache=trunk, last=1)[:, 0]
     logits = []
-    for first, count in _stages(cuts, groups, length):
+    of_a_token = forward_flops(model.config, model.layout, length) / length
+    enough = ENOUGH.get(weight.device.type, 0) / of_a_token
+    for first, count in _stages(cuts, groups, length, enough):
         cut, begin, end = cuts[first], first * groups, (first + count) * groups
         branches = cache.part(begin, end - begin, 0)
         for copy, read in zip(branches.layers, trunk.layers, strict=True):
@@ -125,12 +132,13 @@ def _read(
     return torch.cat([*logits, of_trunk]), cache
 
 
-def _stages(cuts: Sequence[int], groups: int, length: int) -> list[tuple[int, int]]:
-    """(first, number) of the cuts whose prompts are read together, all from the first one on."""
+def _stages(cuts: Sequence[int], groups: int, length: int, enough: float) -> list[tuple[int, int]]:
+    """(first, number) of the cuts whose prompts are read together, all from the first one on; all
+    but the last read ``enough`` tokens."""
     found: list[tuple[int, int]] = []
     for index in range(len(cuts)):
         first, count = found[-1] if found else (0, 0)
-        if found and count * groups * (length - cuts[first]) < ENOUGH:
+        if found and count * groups * (length - cuts[first]) < enough:
             found[-1] = first, count + 1
         else:
             found.append((index, 1))

@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer.data.corpus import TokenStream
 from trainer.data.order import Integers
 from trainer.errors import UserError
+from trainer.evaluation.passes import sequences_at_once
 from trainer.model.decoder import Decoder
 
 Done = Callable[[int], None]
@@ -92,7 +93,7 @@ def _losses(
     starts = np.maximum(T - size - stride * np.arange(piece.max() + 1), 0)
     place = positions - starts[piece]
     device = model.norm.weight.device
-    rows, together = max(1, batch_tokens // T), max(1, batch_tokens // size)
+    rows, together = max(1, batch_tokens // T), sequences_at_once(model, size, batch_tokens)
     for first in range(0, len(windows), rows):
         part = windows[first : first + rows]
         cut = sliding_window_view(part, size, axis=1)[:, starts].reshape(-1, size)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from trainer.data.needles import Trials
+from trainer.evaluation.passes import sequences_at_once
 from trainer.model.decoder import Decoder
 
 
@@ -19,13 +20,14 @@ def successes(
 ) -> list[bool]:
     """Which trials succeed, greedily.
 
-    Only the last position goes through the head, and a batch holds ``batch_tokens`` tokens (at
-    least one trial), so memory is linear in the length. ``done`` is told how many trials were read.
+    Only the last position goes through the head, and a batch holds at most ``batch_tokens`` tokens
+    (at least one trial), so memory is linear in the length. ``done`` is told how many trials were
+    read.
     """
     device = model.norm.weight.device
     prompts = torch.from_numpy(trials.prompts)
     answers = torch.from_numpy(trials.answers)
-    size = max(1, batch_tokens // prompts.shape[1])
+    size = sequences_at_once(model, prompts.shape[1], batch_tokens)
     found = []
     for part in prompts.split(size):
         found.append(model(part.to(device), last=1)[:, -1].argmax(dim=-1).cpu())

@@ -65,7 +65,7 @@ class LengthConfig:
     windows: int = 96
     last: int | None = None
     fit_windows: int = 32
-    batch_tokens: int = 16384
+    batch_tokens: int = 32768
     dtype: Literal["fp32", "bf16"] = "fp32"
     temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
     longrope: LongRopeSettings = field(default_factory=LongRopeSettings)

@@ -15,6 +15,7 @@ from trainer.evaluation.lengths.methods import Recipe
 from trainer.evaluation.lengths.store import Store
 from trainer.evaluation.lengths.tasks import Measurement
 from trainer.evaluation.methods import Method
+from trainer.evaluation.passes import sequences_at_once
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
@@ -208,7 +209,7 @@ def _announce(model: Decoder, plans: Sequence[Plan], total: float, batch_tokens:
     device = model.norm.weight.device
     seconds = per_operation = 0.0
     for length in sorted({plan.length for plan in plans}):
-        rows = min(max(1, batch_tokens // length), 32)
+        rows = min(sequences_at_once(model, length, batch_tokens), 32)
         work = rows * forward_flops(model.config, model.layout, length)
         if work * per_operation > SECONDS_TO_ESTIMATE:
             break
