@@ -224,14 +224,12 @@ def main() -> None:
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     pair = replace(pair, ours=pair.ours.to(dtype).eval(), theirs=pair.theirs.to(dtype).eval())
     default = ["standard"] if options.model == "smollm2" else [STATEMENTS, "standard"]
-    table = Table(
-        title=f"{options.precision}, {options.threads} threads, {options.rounds} rounds", width=120
-    )
+    table = Table(title=f"{options.precision}, {options.threads} threads, {options.rounds} rounds")
     for column in ("", "ours trials/s", "transformers", "ratio (quartiles)", "same", "score"):
         table.add_column(column, justify="right" if column else "left")
     for task in options.task or default:
         table.add_row(*compare(pair, task, options))
-    Console(width=120).print(table)
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def _lengths(report: Report, cells: Sequence[Cell]) -> Frame:
         "sequence length (multiple of the training length; tokens)",
         "retrieval (%)",
         prepare,
-        _training_length(report.training_length),
+        _training_length(report.training_length, factors),
         lines,
     )
 
@@ -168,7 +168,7 @@ def _buckets(item: LossByPosition) -> Iterable[tuple[Any, ...]]:
 def _positions(training_length: int | None, longest: int, narrow: bool) -> Frame:
     def prepare(axes: Axes) -> None:
         axes.set_xlim(0, longest)
-        step = training_length or longest
+        step = min(training_length or longest, longest)
         while longest / step > (4 if narrow else 8):
             step *= 2
         axes.set_xticks(range(0, longest + 1, step))
@@ -177,12 +177,15 @@ def _positions(training_length: int | None, longest: int, narrow: bool) -> Frame
         f"position in sequences of {longest} tokens",
         "held-out loss (nats/token)",
         prepare,
-        _training_length(training_length),
+        _training_length(training_length, (0, longest)),
     )
 
 
-def _training_length(length: int | None) -> tuple[float, str] | None:
-    return None if length is None else (float(length), "training length")
+def _training_length(length: int | None, drawn: Collection[int]) -> tuple[float, str] | None:
+    """Where the training length is, if it lies within what is drawn."""
+    if length is None or not min(drawn) <= length <= max(drawn):
+        return None
+    return float(length), "training length"
 
 
 def _write_csv(stem: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

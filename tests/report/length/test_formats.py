@@ -52,6 +52,12 @@ def test_names_are_text_not_markup():
     assert any("[red]x[/red]" in line for line in lines(report(cell([1.0], "[red]x[/red]"))))
 
 
+def test_long_names_break_at_their_hyphens():
+    shown = [line.split() for line in lines(report(cell([1.0], "SmolLM2-135M-Instruct")))]
+    (row,) = [i for i, words in enumerate(shown) if words[:1] == ["SmolLM2-135M-"]]
+    assert shown[row + 1] == ["Instruct"]
+
+
 def test_markdown_has_a_table_under_every_heading(small):
     text = markdown_tables(small)
     assert re.findall("^## (.*)$", text, re.M) == [

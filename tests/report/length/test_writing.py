@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from tests.report.length.examples import DEPTHS, cell, example, report
+from tests.report.length.examples import DEPTHS, TRAINED, cell, example, report
 from trainer.errors import UserError
 from trainer.report.length.figures import write_length_figures
 from trainer.report.length.heatmap import Depths
@@ -126,6 +126,15 @@ def test_many_lines_are_shared_out_among_panels():
     assert not is_panelled([("RoPE", str(i)) for i in range(20)])
     assert not is_panelled([("RoPE", "a"), ("RoPE", "b"), ("DroPE", "a")])
     assert is_panelled([(model, str(i)) for model in ("RoPE", "DroPE") for i in range(4)])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("factors", "within"), [((0.25, 0.5), 0), ((0.5, 1), 1), ((2, 4), 0)])
+def test_the_training_length_is_marked_where_it_was_measured(tmp_path, factors, within):
+    made = [cell([1.0, 0.0], length=int(TRAINED * factor)) for factor in factors]
+    (drawn,) = write_length_figures(report(*made), tmp_path)
+    # A drawn text stands in a comment beside its outlines.
+    assert drawn.path.read_text().count("<!-- training length -->") == within
 
 
 def test_many_models_and_methods_are_drawn(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -62,7 +62,7 @@ def lengths_frame(
         axes.set_xlim(min(lengths) / 1.2, max(lengths) * 1.2)
 
     unit = "multiple of the training length" + ("" if narrow else "; tokens")
-    return Frame(f"sequence length ({unit})", y_label, prepare, _trained(report))
+    return Frame(f"sequence length ({unit})", y_label, prepare, _trained(report, lengths))
 
 
 def positions_frame(report: LengthReport, longest: int, scale: Scale) -> Frame:
@@ -71,14 +71,16 @@ def positions_frame(report: LengthReport, longest: int, scale: Scale) -> Frame:
     def prepare(axes: Axes) -> None:
         scale(axes)
         axes.set_xlim(0, longest)
-        step = report.training_length
+        step = min(report.training_length, longest)
         while longest / step > 4:
             step *= 2
         axes.set_xticks(range(0, longest + 1, step))
 
     label = f"position in sequences of {longest} tokens"
-    return Frame(label, "perplexity", prepare, _trained(report))
+    return Frame(label, "perplexity", prepare, _trained(report, (0, longest)))
 
 
-def _trained(report: LengthReport) -> tuple[float, str]:
-    return float(report.training_length), "training length"
+def _trained(report: LengthReport, drawn: Collection[int]) -> tuple[float, str] | None:
+    """Where the training length is, if it lies within what is drawn."""
+    C = report.training_length
+    return (float(C), "training length") if min(drawn) <= C <= max(drawn) else None

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Iterator
 from io import StringIO
 from itertools import pairwise
+from textwrap import wrap
 
 from rich import box
 from rich import table as rich_table
@@ -98,7 +99,9 @@ def _terminal(table: Table, start: int) -> rich_table.Table:
         drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")
     for model, method, entries, is_last in _grouped(table):
         cells = [_terminal_cell(entry) for entry in entries[chosen]]
-        drawn.add_row(Text(model), Text(method), *cells, end_section=is_last)
+        # At blanks and hyphens where there are any.
+        names = (Text("\n".join(wrap(name, _NAME))) for name in (model, method))
+        drawn.add_row(*names, *cells, end_section=is_last)
     return drawn
 
 
