@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainer.commands.train import read_config
-from trainer.training.experiment import label, label_problems, role, without_home
+from trainer.training.descriptions import label, role, without_home
+from trainer.training.experiment import label_problems
 
 EXPECTED = {
     (): ("rope", "RoPE"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.training.metrics_file import COLUMNS, MetricsFile, read_metrics
+from trainer.training.metrics_file import COLUMNS, read_metrics
+from trainer.training.metrics_logger import MetricsFile
 
 
 def written(path, steps):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from trainer.data.config import DataConfig
@@ -16,8 +18,15 @@ from trainer.errors import UserError
 SHORTEST_DOCSTRING = 80
 """Characters; shorter docstrings repeat a name and little else."""
 
+SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+"""Folders of the standard library."""
 
-def stdlib_docs() -> list[str]:
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+"""What may hold definitions."""
+
+
+@cache
+def stdlib_docs() -> tuple[str, ...]:
     """Docstrings of the running Python's standard library, and the topics of its ``help()``.
 
     About 2 MB of English prose that is on every machine. Duplicates are left out, white space is
@@ -26,12 +35,16 @@ def stdlib_docs() -> list[str]:
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-    files = [f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts)]
     documents = dict.fromkeys(_clean(text) for _, text in sorted(topics.items()))
-    for file in sorted(files):
+    for file in sorted(_modules(root)):
         documents.update(dict.fromkeys(map(_clean, _docstrings(file))))
-    return [text for text in documents if len(text) > SHORTEST_DOCSTRING]
+    return tuple(text for text in documents if len(text) > SHORTEST_DOCSTRING)
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    for directory, folders, files in os.walk(root):
+        folders[:] = set(folders) - SKIPPED  # and what is below them
+        yield from (Path(directory, name) for name in files if name.endswith(".py"))
 
 
 def _docstrings(file: Path) -> Iterator[str]:
@@ -39,9 +52,12 @@ def _docstrings(file: Path) -> Iterator[str]:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # templates and files kept for older versions of the language
         return
-    for node in ast.walk(tree):
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
+        # Nothing below an expression has a docstring, and most nodes are expressions.
+        nodes += (n for n in ast.iter_child_nodes(node) if isinstance(n, STATEMENTS))
 
 
 def _clean(text: str) -> str:
@@ -144,6 +160,7 @@ def read_documents(config: DataConfig) -> list[str]:
     That order is a shuffle which does not depend on file systems or seeds, so that the split into
     training and held-out documents is the same everywhere.
     """
+    documents: Sequence[str]
     if config.source == "stdlib_docs":
         documents = stdlib_docs()
     elif config.source == "files":

@@ -67,7 +67,9 @@ class Haystack:
     ``bos``: tokens before every prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, documents: list[str], bos: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, documents: Sequence[str], bos: tuple[int, ...]
+    ) -> None:
         self.tokenizer = tokenizer
         self.documents = documents
         self.bos = bos

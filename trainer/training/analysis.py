@@ -24,7 +24,7 @@ from trainer.report.geometry.page import GeometryReport, write_geometry_report
 from trainer.report.geometry.section import Section
 from trainer.report.progress import Progress
 from trainer.training.analysis_request import AnalysisConfig, AnalysisRequest
-from trainer.training.experiment import environment, without_home
+from trainer.training.descriptions import environment, without_home
 from trainer.training.held_out import held_out_corpus
 from trainer.training.memory import free_memory, needed_memory
 from trainer.training.metrics_file import read_metrics

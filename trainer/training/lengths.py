@@ -40,7 +40,7 @@ from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.ruler.tasks import ruler_tasks
 from trainer.report.length.writing import write_length_report
 from trainer.report.lengths import PERPLEXITY, LengthReport
-from trainer.training.experiment import environment, without_home
+from trainer.training.descriptions import environment, without_home
 from trainer.training.fitted_temperature import keep_temperature
 from trainer.training.held_out import held_out_corpus, request_problems, text_source
 from trainer.training.models import Candidate, find_candidate

@@ -12,7 +12,7 @@ from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 from trainer.report.results import Report
 from trainer.training.config import RunConfig
-from trainer.training.experiment import label
+from trainer.training.descriptions import label
 from trainer.training.parsing import validated
 
 

@@ -16,7 +16,7 @@ from trainer.positional.layout import Layout
 from trainer.training.checkpoint_files import MANIFEST, checksum
 from trainer.training.checkpoints import find_checkpoint, load_decoder, model_config, read_state
 from trainer.training.config import RunConfig
-from trainer.training.experiment import label
+from trainer.training.descriptions import label
 from trainer.training.parsing import validated
 
 

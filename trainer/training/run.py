@@ -44,7 +44,7 @@ from trainer.training.checkpoints import (
 from trainer.training.config import RunConfig
 from trainer.training.data_module import TrainingData
 from trainer.training.loggers import close, other_loggers
-from trainer.training.metrics_file import MetricsFile
+from trainer.training.metrics_logger import MetricsFile
 from trainer.training.module import LanguageModule, make_decoder
 from trainer.training.ranks import Ranks, current_ranks, first_does
 from trainer.training.starting_point import (

@@ -18,7 +18,13 @@ from trainer.report.observations import ROLES, observe
 from trainer.report.results import Report
 from trainer.training.checkpoints import find_checkpoint, load_decoder, read_state
 from trainer.training.config import EvaluationRequest, RunConfig
-from trainer.training.experiment import describe_task, environment, label, reference_first, role
+from trainer.training.descriptions import (
+    describe_task,
+    environment,
+    label,
+    reference_first,
+    role,
+)
 from trainer.training.parsing import validated
 from trainer.training.run_directory import writable_problem
 

@@ -20,7 +20,7 @@ from trainer.training.checkpoints import (
     step_of,
 )
 from trainer.training.config import RunConfig
-from trainer.training.metrics_file import MetricsFile
+from trainer.training.metrics_logger import MetricsFile
 
 log = logging.getLogger(__name__)
 
