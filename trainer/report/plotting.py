@@ -120,6 +120,7 @@ def save(figure: Figure, stem: Path) -> Path:
     for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
         buffer = BytesIO()
         figure.savefig(buffer, format=suffix, metadata=metadata)
+        figure.set_layout_engine("none")  # its places are found: the next format has the same
         write_atomically(stem.with_suffix(f".{suffix}"), buffer.getvalue())
     return path
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from pathlib import Path
@@ -57,7 +56,6 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
         UserError: something given is wrong; found before anything heavy starts where possible.
         PreemptedError: the run was asked to stop.
     """
-    gc.freeze()  # collections need not go through what was imported, now or in any step
     configs = {"main": config} | {
         name: control_config(plain(config), name) for name in config.controls
     }
