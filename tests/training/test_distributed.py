@@ -19,39 +19,6 @@ from trainer.training.parsing import merged, parse_config
 SCRIPT = Path(__file__).with_name("distributed_runs.py")
 
 
-@pytest.fixture
-def launch(base, tmp_path):
-    """Do runs one after the other on ``ranks`` processes: {name: (changes, checkpoint or None)}.
-
-    ``stop``: the name of a run that is told to stop during an update, and which one.
-    """
-
-    def go(ranks, runs, stop=(None, None)):
-        values = {
-            name: merged({**base, "run_dir": str(tmp_path / name)}, changes)
-            for name, (changes, _) in runs.items()
-        }
-        jobs = [
-            [values[name], begin and str(begin), stop[1] if name == stop[0] else None]
-            for name, (_, begin) in runs.items()
-        ]
-        path = tmp_path / "jobs.json"
-        path.write_text(json.dumps(jobs))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*command, f"--nproc-per-node={ranks}", str(SCRIPT), str(path)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[:8000]  # what failed first; torchrun's own last
-        return {name: parse_config(v) for name, v in values.items()}
-
-    return go
-
-
 def variant(name, precision="fp32", **more):
     changes = {
         "strategy": {"name": name},
@@ -60,66 +27,110 @@ def variant(name, precision="fp32", **more):
     return merged(changes, more)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        variant("ddp"),
-        variant("ddp", "bf16", optimizer={"name": "muon"}),
-        variant("fsdp2"),
-        variant("fsdp2", "bf16", trainer={"micro_batch_size": 1}),
-        variant("fsdp2", model={"tie_word_embeddings": False}, optimizer={"name": "muon"}),
-        variant("hsdp", strategy={"shard_size": 1, "activation_checkpointing": "selective"}),
-    ],
-    ids=["ddp", "ddp bf16 muon", "fsdp2", "fsdp2 bf16 accumulation", "fsdp2 muon", "hsdp"],
-)
-def test_resumed_runs_are_bitwise_the_uninterrupted_one(launch, tmp_path, changes):
-    """The drop is at 6 of 12; from 4 it is still to come, from 8 it has been."""
-    checkpoints = tmp_path / "whole" / "checkpoints"
-    runs = launch(
-        2,
-        {
-            "whole": (changes, None),
-            "from4": (changes, checkpoints / "step-000004"),
-            "from8": (changes, checkpoints / "step-000008"),
-            "stopped": (merged(changes, {"trainer": {"checkpoint_every": 100}}), None),
-        },
-        stop=("stopped", 6),
+VARIANTS = {
+    "ddp": variant("ddp"),
+    "ddp bf16 muon": variant("ddp", "bf16", optimizer={"name": "muon"}),
+    "fsdp2": variant("fsdp2"),
+    "fsdp2 bf16 accumulation": variant("fsdp2", "bf16", trainer={"micro_batch_size": 1}),
+    "fsdp2 muon": variant(
+        "fsdp2", model={"tie_word_embeddings": False}, optimizer={"name": "muon"}
+    ),
+    "hsdp": variant("hsdp", strategy={"shard_size": 1, "activation_checkpointing": "selective"}),
+}
+
+
+def launch(base, directory, ranks, jobs):
+    """Do runs one after the other in one group of ``ranks`` processes.
+
+    ``jobs``: of every name its changes to ``base``, the checkpoint to begin at or None, and the
+    update during which it is told to stop or None. A run lies in ``directory`` under its name.
+    """
+    jobs = {
+        name: (merged({**base, "run_dir": str(directory / name)}, changes), begin, stop)
+        for name, (changes, begin, stop) in jobs.items()
+    }
+    path = directory / f"jobs-{ranks}.json"
+    path.write_text(json.dumps(list(jobs.values()), default=str))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={ranks}", str(SCRIPT), str(path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
+    assert done.returncode == 0, done.stderr[:8000]  # what failed first; torchrun's own last
+    return {name: parse_config(values) for name, (values, _, _) in jobs.items()}
+
+
+@pytest.fixture(scope="module")
+def resumed(base, tmp_path_factory):
+    """The directory, and the configurations of four runs of every variant."""
+    directory, jobs = tmp_path_factory.mktemp("resumed"), {}
+    for name, changes in VARIANTS.items():
+        checkpoints = directory / name / "whole" / "checkpoints"
+        never = merged(changes, {"trainer": {"checkpoint_every": 100}})
+        jobs |= {
+            f"{name}/whole": (changes, None, None),
+            f"{name}/from4": (changes, checkpoints / "step-000004", None),
+            f"{name}/from8": (changes, checkpoints / "step-000008", None),
+            f"{name}/stopped": (never, None, 6),
+        }
+    return directory, launch(base, directory, 2, jobs)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_resumed_runs_are_bitwise_the_uninterrupted_one(resumed, name):
+    """The drop is at 6 of 12; from 4 it is still to come, from 8 it has been."""
+    directory, runs = resumed
     # One rank was told during step 7; both knew it, and stopped, after step 8.
     for rank in (0, 1):
-        text = (tmp_path / "stopped" / f"stopped-{rank}").read_text()
-        assert "after step 8" in text
-    for name in ("from4", "from8", "stopped"):
-        assert_same_state(checkpoint_of(runs[name]), checkpoint_of(runs["whole"]))
-        assert rows_of(runs[name]) == rows_of(runs["whole"])
-    layout = read_state(checkpoint_of(runs["whole"]))["layout"]
+        assert "after step 8" in (directory / name / "stopped" / f"stopped-{rank}").read_text()
+    whole = runs[f"{name}/whole"]
+    for part in ("from4", "from8", "stopped"):
+        config = runs[f"{name}/{part}"]
+        assert_same_state(checkpoint_of(config), checkpoint_of(whole))
+        assert rows_of(config) == rows_of(whole)
+    layout = read_state(checkpoint_of(whole))["layout"]
     assert not any(spectrum["inv_freq"] for spectrum in layout["spectra"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_run_may_go_on_with_another_number_of_processes(launch, run, tmp_path, strategy):
+def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     """The same samples in the same order: losses agree with one process to rounding."""
     alone, _ = run("alone", trainer={"checkpoint_every": 4, "log_every": 1})
-    both = variant(strategy)
-    grown = launch(
-        2,
-        {"whole": (both, None), "grown": (both, checkpoint_of(alone, 4))},
-    )
-    shrunk = launch(
-        1,
-        {"shrunk": (variant("fsdp2"), tmp_path / "whole" / "checkpoints" / "step-000008")},
-    )
+    strategies = {name: variant(name) for name in ("ddp", "fsdp2")}
+    grown = {
+        f"{name}-{part}": (changes, begin, None)
+        for name, changes in strategies.items()
+        for part, begin in (("whole", None), ("grown", checkpoint_of(alone, 4)))
+    }
+    shrunk = {
+        f"{name}-shrunk": (
+            variant("fsdp2"),
+            tmp_path / f"{name}-whole" / "checkpoints" / "step-000008",
+            None,
+        )
+        for name in strategies
+    }
+    others = [
+        *launch(base, tmp_path, 2, grown).values(),
+        *launch(base, tmp_path, 1, shrunk).values(),
+    ]
     expected = rows_of(alone)
-    for config in (*grown.values(), *shrunk.values()):
+    for config in others:
         for row, other in zip(rows_of(config), expected, strict=True):
             for key in ("loss", "gradient_norm", "drop/loss_after", "learning_rate"):
                 if key in other:
-                    assert row[key] == pytest.approx(other[key], rel=1e-4), (row["step"], key)
-    weights = [tensors_in(checkpoint_of(c)) for c in (alone, *grown.values(), *shrunk.values())]
-    for other in weights[1:]:
-        for name, value in weights[0].items():
+                    assert row[key] == pytest.approx(other[key], rel=1e-4), (
+                        *(config.run_dir, row["step"], key),
+                    )
+    weights = tensors_in(checkpoint_of(alone))
+    for config in others:
+        found = tensors_in(checkpoint_of(config))
+        for name, value in weights.items():
             if name.startswith("model."):
-                torch.testing.assert_close(other[name], value, rtol=1e-3, atol=2e-4)
+                torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-4)
 
 
 def test_what_processes_and_strategy_do_not_fit_is_said_once(base, tmp_path):
