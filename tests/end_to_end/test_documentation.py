@@ -19,7 +19,9 @@ TRAIN = [
     "evaluation.loss_windows=2", "evaluation.fit_windows=1",
     "evaluation.temperature_grid=[0.0,0.1]",
 ]  # fmt: skip
-BENCHMARK = ["--precision=fp32", "--vocab=64", "--repeats=1", "--no-compiled", "--no-memory"]
+BENCHMARK = [
+    "--precision=fp32", "--vocab=64", "--warmup=0", "--repeats=1", "--no-compiled", "--no-memory",
+]  # fmt: skip
 SCRIPTS = {
     "scripts/benchmark_training.py": BENCHMARK,
     "scripts/benchmark_checkpoint.py": ["--model=nano", "--length=64", "--repeats=1"],

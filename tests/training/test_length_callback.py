@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from tests.training.test_distributed import launch, variant  # noqa: F401
+from tests.training.test_distributed import launch, variant
 from tests.training.test_run import (
     assert_same_state,
     assert_same_tensors,
@@ -76,9 +76,10 @@ def test_a_monitored_run_is_bitwise_the_run_without(run, changes):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
 
 
-def test_a_monitored_sharded_run_is_bitwise_the_run_without(launch):  # noqa: F811
+def test_a_monitored_sharded_run_is_bitwise_the_run_without(base, tmp_path):
     changes = variant("fsdp2", "bf16", trainer={"micro_batch_size": 1})
-    runs = launch(2, {"plain": (changes, None), "monitored": (merged(changes, BOTH), None)})
+    jobs = {"plain": (changes, None, None), "monitored": (merged(changes, BOTH), None, None)}
+    runs = launch(base, tmp_path, 2, jobs)
     assert_same_tensors(checkpoint_of(runs["plain"]), checkpoint_of(runs["monitored"]))
     assert without_monitors(rows_of(runs["monitored"])) == rows_of(runs["plain"])
     assert len(history_of(runs["monitored"])) == 5
