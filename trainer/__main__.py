@@ -24,7 +24,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{stop} The same command goes on from there.", file=sys.stderr)
         sys.exit(REQUEUE_EXIT_CODE)
     except KeyboardInterrupt:
-        print("Interrupted; the same command goes on from what was kept.", file=sys.stderr)
+        print(
+            "Interrupted; the same command goes on from what was kept, if anything.",
+            file=sys.stderr,
+        )
         sys.exit(130)
 
 

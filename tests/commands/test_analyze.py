@@ -68,6 +68,12 @@ def refused(words, capsys):
     return [line for line in said.splitlines() if line.startswith("error:")]
 
 
+def test_two_analyses_are_refused(rope, capsys):
+    words = [f"checkpoint={rope}", "+analysis=sinks", "analysis=clusters"]
+    said = "error: analysis: expected one analysis or 'all', got sinks, clusters."
+    assert refused(words, capsys) == [said]
+
+
 def test_one_analysis_lies_in_the_run_under_its_name(rope, capsys):
     main(["analyze", f"checkpoint={rope}", "+analysis=sinks", *SHORT])
     page = rope / "analysis" / "sinks" / "report.html"

@@ -25,6 +25,8 @@ def run(words: list[str]) -> None:
         for kind in kinds
         if kind not in KINDS
     ]
+    if len(kinds) > 1:
+        problems.append(f"analysis: expected one analysis or 'all', got {', '.join(kinds)}.")
     if not kinds:
         problems.append(f"analysis: give +analysis=NAME, one of {', '.join(KINDS)}.")
     if problems:

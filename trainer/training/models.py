@@ -40,8 +40,8 @@ class Candidate:
 
     @property
     def home(self) -> Path:
-        """The run directory; for published weights the working directory."""
-        return self.path.parent.parent if self.run is not None else Path()
+        """The run directory; for published weights one of their name among the runs."""
+        return self.path.parent.parent if self.run is not None else Path("runs", self.name)
 
     @property
     def begin(self) -> int | None:

@@ -133,7 +133,8 @@ def test_the_extreme_heads_attend_to_the_needle_as_told(tiny_decoder):
     np.testing.assert_allclose(section.numbers["attention_on_first_token"], first, atol=1e-5)
     assert (
         f"The last 10 queries put {needle.mean():.1%} of their attention on the needle (11 tokens) "
-        f"and {first.mean():.1%} on the first token, mean over all heads."
+        f"and {first.mean():.1%} on the first token, mean over all heads; spread evenly, "
+        f"{np.mean([11 / (t + 1) for t in range(70, 80)]):.1%} would be on the needle."
     ) in section.findings
     # A quarter of eight heads; of D = 8 channels no 16 are the largest.
     order = np.argsort(of_heads(model, "rotated_q", rank), axis=None)

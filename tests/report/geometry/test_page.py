@@ -58,6 +58,26 @@ def written(tmp_path_factory):
     return directory
 
 
+def test_a_page_that_fails_leaves_the_old_one_and_its_numbers(tmp_path, monkeypatch):
+    place = tmp_path / "out"
+    write_geometry_report(report("one"), place)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def interrupt(sections):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(page, "glance", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_geometry_report(report("one", length=512), place)
+    with pytest.raises(KeyboardInterrupt):
+        write_geometry_report(report("one"), tmp_path / "new")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    monkeypatch.undo()
+    write_geometry_report(report("one", length=512), place)
+    assert (place / "report.html").read_bytes() != before[place / "report.html"]
+
+
 def test_figures_and_numbers_of_every_section_lie_beside_the_page(written):
     assert {str(p.relative_to(written)) for p in written.rglob("*") if p.is_file()} == {
         "report.html",

@@ -50,12 +50,17 @@ class ExtremeHeads:
         names, view = list(self.groups), self.view
         low, other = (self.groups[names[i]] for i in (0, 2))
         needle, first = view.on_needle(), view.attention[..., 0]
-        return [
+        tokens, T = view.needle.stop - view.needle.start, self.length
+        even = np.mean([tokens / keys for keys in range(T - view.queries + 1, T + 1)])
+        overlap = (
             f"Of the {len(low)} query heads of {names[0]}, {len({*low} & {*other})} are also among "
-            f"the {len(other)} of {names[2]}.",
+            f"the {len(other)} of {names[2]}."
+        )
+        return [
+            *([overlap] if len(low) > 1 else []),
             f"The last {view.queries} queries put {needle.mean():.1%} of their attention on the "
-            f"needle ({view.needle.stop - view.needle.start} tokens) and {first.mean():.1%} on the "
-            "first token, mean over all heads.",
+            f"needle ({tokens} tokens) and {first.mean():.1%} on the first token, mean over all "
+            f"heads; spread evenly, {even:.1%} would be on the needle.",
             *(
                 f"For {name} ({len(places)} of the heads) these are {_mean(needle, places):.1%} "
                 f"and {_mean(first, places):.1%}."
@@ -95,7 +100,7 @@ class ExtremeHeads:
             ),
             f"Attention of the last {self.view.queries} tokens by the key's position, mean over "
             f"the heads of a group and over {step} keys (logarithmic). The first point holds the "
-            "first token; a peak at the needle is retrieval.",
+            "first token; a peak at the needle that stands out from the rest is retrieval.",
             ("group", "from_token", "mean_attention"),
             [
                 (name, int(start), float(value))

@@ -269,7 +269,7 @@ def _sweep_picture(sweeps: list[Sweep]) -> Picture:
         ),
         "Perplexity of the text with the pairs of extreme entropy multiplied by α, queries and "
         "keys each by their own entropy, on the text that they were chosen on. A rise to the left: "
-        "these pairs matter.",
+        "these pairs matter; sets of very different size cannot be compared.",
         ("gate", "pairs", "alpha", "perplexity"),
         [(_label(s.gate), s.pairs, a, p) for s in sweeps for a, p in sorted(s.perplexity.items())],
     )

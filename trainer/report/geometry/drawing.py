@@ -170,7 +170,7 @@ def clouds(rows: Mapping[str, Sequence[Cloud]]) -> Figure:
         figure.legend(
             handles=list(handles.values()),
             loc="outside upper center",
-            ncols=6,
+            ncols=max(2, round(1.5 * columns)),  # as many as the width of the panels holds
             frameon=False,
             handletextpad=0.2,
         )

@@ -6,6 +6,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
+import tempfile
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,11 +50,29 @@ class GeometryReport:
 
 def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
     """Write ``KEY/NAME.svg``, ``.png`` and ``.csv`` of every figure, ``KEY/numbers.json`` of every
-    section, and at last ``report.html``; return its path.
+    section, and ``report.html``; return its path. They take the place of older ones together, when
+    all are there.
 
     Raises:
         OSError: as the file system does.
     """
+    page, directory = directory / "report.html", directory.resolve()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".partial-"))
+    try:
+        _write(report, partial)
+        directory.mkdir(exist_ok=True)
+        for made in sorted(partial.iterdir()):
+            place = directory / made.name
+            if place.is_dir():
+                shutil.rmtree(place)
+            made.replace(place)
+    finally:
+        shutil.rmtree(partial)
+    return page
+
+
+def _write(report: GeometryReport, directory: Path) -> None:
     shown = []
     for section in report.sections:
         place = directory / section.key
@@ -78,7 +98,6 @@ def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
         factor=report.length / report.training_length,
     )
     write_atomically(directory / "report.html", text)
-    return directory / "report.html"
 
 
 def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
