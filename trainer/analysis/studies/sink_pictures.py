@@ -104,7 +104,8 @@ class SinkPictures:
                 height=max(1.5, min(3.0, 0.5 + 0.09 * weight.shape[0])),
             ),
             "Attention on the first token of every head, mean over the queries of the last quarter "
-            "of so many tokens. Heads that darken from left to right lose their sink.",
+            "of so many tokens."
+            + (" Heads that darken from left to right lose their sink." if len(maps) > 1 else ""),
             ("length", "layer", "head", "attention"),
             [
                 (n, *at, float(value))
