@@ -81,6 +81,18 @@ def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):
     assert len((output / "report.json").read_bytes()) == pytest.approx(len(written), abs=200)
 
 
+def test_a_finished_evaluation_says_again_what_was_chosen(runs, tmp_path):
+    first, _ = evaluate_lengths(request(runs, tmp_path))
+    second, _ = evaluate_lengths(request(runs, tmp_path))
+    assert second == first
+    assert any("logits times 1 + 0.3 ln s" in note for note in second.notes)
+
+
+def test_a_model_to_compare_with_that_is_not_there_is_named_by_its_key(runs, tmp_path):
+    with pytest.raises(UserError, match=r"compare: 'none' is neither a run directory"):
+        evaluate_lengths(replace(request(runs, tmp_path), compare=["none"]))
+
+
 def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
     evaluate_lengths(request(runs, tmp_path))
     found = find_candidate(str(runs))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import UserError
-from trainer.training.parsing import parse_config
+from trainer.training.lengths import LengthRequest
+from trainer.training.parsing import parse_config, validated
 
 
 def test_a_length_in_tokens_becomes_steps_that_reach_it():
@@ -22,3 +23,12 @@ def test_a_run_may_leave_the_controls_of_its_experiment_out():
 def test_only_pretrained_weights_may_drop_before_the_first_step():
     with pytest.raises(UserError, match=r"drop\.at: 0 is step 0, but the run has steps 1 to 999"):
         parse_config({"drop": {"at": 0}})
+
+
+def test_keys_of_groups_that_may_be_missing_or_are_listed_are_checked():
+    values = {"text": {"sorce": "files"}, "evaluation": {"weighted_rope": [{"tua": 0.5}]}}
+    _, problems = validated(LengthRequest, values)
+    assert problems[:2] == [
+        "text.sorce: unknown key. Did you mean 'source'?",
+        "evaluation.weighted_rope.tua: unknown key. Did you mean 'tau'?",
+    ]

@@ -70,7 +70,7 @@ Measures perplexity and retrieval at multiples of the training length for every 
 method that costs no training, on the same trials; also for published models (a directory or .gguf).
 +evaluation=niah, ruler, longbench and many_shot are the same with other tasks.
 
-  evaluation.  lengths, methods, tasks, trials, dtype, ...: see conf/extension.yaml
+  evaluation.  lengths, methods, tasks, needles.trials, dtype, ...: see conf/extension.yaml
   text.        another source of held-out text, such as 'text={source: files, files: [a.txt]}'
 
 python -m trainer evaluate checkpoint=PATH +evaluation=multiple_choice [evaluation.KEY=VALUE ...]

@@ -66,6 +66,7 @@ class Progress:
 
         ``tokens``: read since then, where steps differ in how many they have.
         """
+        step = min(step, self.total)  # an estimate of the total may be too low
         now = time.perf_counter()
         if self.start_step is None:
             self.start_step, self.start_time = step, now

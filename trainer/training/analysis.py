@@ -101,7 +101,7 @@ def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candida
         return None
     own = candidate.path.parent / BEFORE_DROP
     if request.compare is not None:
-        other = find_candidate(request.compare)
+        other = find_candidate(request.compare, "compare")
     elif candidate.run is not None and own.is_dir() and own != candidate.path:
         other = find_candidate(str(own))
     elif kind == ALL:

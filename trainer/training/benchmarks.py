@@ -82,7 +82,10 @@ def run_benchmarks(request: BenchmarkRequest) -> tuple[dict[str, list[Score]], P
         UserError: a checkpoint or the data cannot be read.
     """
     torch.set_num_threads(request.threads or os.cpu_count() or 1)
-    candidates = [find_candidate(given) for given in (str(request.checkpoint), *request.compare)]
+    candidates = [
+        find_candidate(str(request.checkpoint)),
+        *(find_candidate(given, "compare") for given in request.compare),
+    ]
     first = candidates[0]
     output = Path(request.output or first.home / "evaluation")
     if problem := writable_problem(str(output), "output"):

@@ -35,13 +35,14 @@ class FittedTemperature:
     tokens: int
 
 
-def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> None:
+def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
     """Write what was fitted into the directory of a checkpoint, unless what is there was fitted on
-    more text."""
+    more text: then return its coefficient."""
     path = checkpoint / FILE
-    if path.is_file() and _read(path).tokens > fitted["tokens"]:
-        return
+    if path.is_file() and (older := _read(path)).tokens > fitted["tokens"]:
+        return older.coefficient
     write_atomically(path, json.dumps(fitted, indent=1) + "\n")
+    return None
 
 
 def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, str]:

@@ -86,8 +86,8 @@ def evaluate_lengths(request: LengthRequest) -> tuple[LengthReport, Path]:
     """
     torch.set_num_threads(request.threads or os.cpu_count() or 1)
     config = request.evaluation
-    candidates = [find_candidate(given) for given in (str(request.checkpoint), *request.compare)]
-    first = candidates[0]
+    first = find_candidate(str(request.checkpoint))
+    candidates = [first, *(find_candidate(given, "compare") for given in request.compare)]
     output = Path(request.output or (first.home / "lengths"))
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
@@ -160,9 +160,15 @@ def _subjects(candidates: list[Candidate], config: LengthConfig) -> list[Subject
             return candidate.load().to(DTYPES[config.dtype])
 
         def keep(fitted: dict[str, Any], candidate: Candidate = candidate) -> None:
-            if candidate.run is not None:
-                keep_temperature(candidate.path, fitted)
+            if candidate.run is None:
+                return
+            if (older := keep_temperature(candidate.path, fitted)) is None:
                 log.info("The temperature of %s is kept with its checkpoint", candidate.name)
+            else:
+                log.info(
+                    "%s keeps the temperature %.3g, which was fitted on more text",
+                    *(candidate.name, older),
+                )
 
         print_of = hashlib.sha256(candidate.fingerprint.encode() + config.dtype.encode())
         fingerprint = print_of.hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from trainer.data.tokenizer import end_of_text
+from trainer.errors import UserError
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.pretrained import read_pretrained
@@ -53,12 +55,19 @@ class Candidate:
         return end_of_text(self.tokenizer) if self.run is not None else None
 
 
-def find_candidate(given: str) -> Candidate:
-    """The model that ``checkpoint=`` or ``compare=`` names.
+def find_candidate(given: str, key: str = "checkpoint") -> Candidate:
+    """The model that ``checkpoint=`` names, or another ``key``.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
+    try:
+        return _find(given)
+    except UserError as error:
+        raise UserError(*(re.sub("^checkpoint:", f"{key}:", p) for p in error.problems)) from error
+
+
+def _find(given: str) -> Candidate:
     path = Path(given)
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         published = read_pretrained(given)

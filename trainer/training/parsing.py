@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,7 +28,15 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
             found.append(f"{where}: unknown key.{did_you_mean(str(key), hints)}")
         elif dataclasses.is_dataclass(hints[key]):
             found += _unknown_keys(hints[key], value, where)
+        else:  # a group that may be missing, or a list of groups
+            groups = [item for item in _listed(value) if isinstance(item, dict)]
+            for inner in filter(dataclasses.is_dataclass, get_args(hints[key])):
+                found += [p for group in groups for p in _unknown_keys(inner, group, where)]
     return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _type_problem(error: Any) -> str:

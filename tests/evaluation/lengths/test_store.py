@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.errors import UserError
 from trainer.evaluation.lengths.store import Store
 
 
@@ -40,3 +41,12 @@ def test_nothing_is_kept_of_what_fails(tmp_path):
 def test_a_number_that_json_lacks_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         Store(tmp_path).get("cell", {}, lambda: float("nan"))
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b"\xff"])
+def test_a_damaged_file_is_named(tmp_path, content):
+    store = Store(tmp_path)
+    store.get("cell", {"a": 1}, lambda: 2)
+    store.path("cell", {"a": 1}).write_bytes(content)
+    with pytest.raises(UserError, match=r"cell-.*\.json' is damaged; remove it"):
+        store.get("cell", {"a": 1}, lambda: 2)

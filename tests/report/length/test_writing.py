@@ -207,6 +207,13 @@ def test_the_lead_is_made_of_the_numbers():
         "(0.0–27.8)."
     )
     assert lead(report()) == ""
+    assert lead(report(cell([0.0] * 10), cell([0.0] * 10, "DroPE"))).endswith(
+        "None of 2 combinations of model and method finds anything there in Multi-key needles: "
+        "0.0% (0.0–27.8)."
+    )
+    assert lead(report(cell([1.0] * 10))).endswith(
+        "RoPE reaches 100.0% (72.2–100.0) there in Multi-key needles."
+    )
 
 
 def test_what_was_measured_is_said_in_words(small):

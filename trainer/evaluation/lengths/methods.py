@@ -203,7 +203,11 @@ def _weighted_rope(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> 
         layout = before(factor)
         ids = fitting.ids(factor)
         weights = weighted_rope.select(fitting.model, ids, config.weighted_rope, layout)
-        return weighted_rope.apply(layout, weights)
+        changed = weighted_rope.apply(layout, weights)
+        said = "at some lengths no pair has such an entropy, and nothing changes"
+        if changed == layout and said not in fitting.notes:
+            fitting.notes.append(said)
+        return changed
 
     return at
 

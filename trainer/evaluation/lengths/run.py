@@ -118,8 +118,10 @@ def measure_cells(
         counter = _Counter(progress)
         for subject in dict.fromkeys(plan.subject for plan in plans):
             own = [plan for plan in plans if plan.subject is subject]
-            if all(store.has("cell", plan.key) for plan in own):
+            if _is_finished(store, own):
                 cells += [_stored(store, plan) for plan in own]
+                for recipe in dict.fromkeys(plan.recipe for plan in own):
+                    notes += _notes(store, [plan for plan in own if plan.recipe is recipe], [])
                 continue
             model = subject.load().to(device).eval()
             if counter.work == 0:
@@ -130,10 +132,32 @@ def measure_cells(
                 fitting = Fitting(model, subject.fingerprint, text, store, batch_tokens, read)
                 method = recipe.make(fitting)
                 cells += [_cell(model, method, p, store, batch_tokens, counter) for p in chosen]
-                notes += [f"{subject.name}, {recipe.title}: {said}" for said in fitting.notes]
+                notes += _notes(store, chosen, fitting.notes)
                 if fitting.temperature is not None and recipe.key == "temperature":
                     subject.keep_temperature(fitting.temperature)
     return cells, notes
+
+
+def _is_finished(store: Store, plans: Sequence[Plan]) -> bool:
+    """Whether all cells of a model are there, and what was chosen for them."""
+    if not all(store.has("cell", plan.key) for plan in plans):
+        return False
+    choosing = dict.fromkeys(plan.recipe for plan in plans if plan.fit_work)
+    return all(
+        store.has("notes", _notes_key([plan for plan in plans if plan.recipe is recipe]))
+        for recipe in choosing
+    )
+
+
+def _notes(store: Store, plans: Sequence[Plan], said: list[str]) -> list[str]:
+    """What is said of one method of one model, kept for when nothing is left to measure."""
+    chooses = any(plan.fit_work for plan in plans)
+    kept = store.get("notes", _notes_key(plans), lambda: said) if chooses else said
+    return [f"{plans[0].subject.name}, {plans[0].recipe.title}: {one}" for one in kept]
+
+
+def _notes_key(plans: Sequence[Plan]) -> dict[str, Any]:
+    return {"cells": [plan.key for plan in plans]}
 
 
 def _work(plans: Sequence[Plan]) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import UserError
 from trainer.report.atomic import write_atomically
 
 
@@ -27,10 +28,19 @@ class Store:
         return self.path(kind, key).is_file()
 
     def get(self, kind: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """The piece's value, made and kept where it is missing; plain JSON values."""
+        """The piece's value, made and kept where it is missing; plain JSON values.
+
+        Raises:
+            UserError: the file of the piece is damaged.
+        """
         path = self.path(kind, key)
         if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))["value"]
+            try:
+                return json.loads(path.read_bytes())["value"]
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"output: {str(path)!r} is damaged; remove it to have it measured again."
+                ) from None
         value = json.loads(json.dumps(make(), allow_nan=False))
         write_atomically(path, json.dumps({"key": key, "value": value}, default=str) + "\n")
         return value

@@ -66,11 +66,13 @@ def lead(report: LengthReport) -> str:
     if not ranked:
         return text
     (best, own), first = ranked[0], outcomes.rows[0]
-    text += (
-        f" Of {len(ranked)} combinations of model and method {outcomes.name(best)} reaches most "
-        f"there in {what}: "
-        f"{percent(own.mean)}% ({percent(own.low)}–{percent(own.high)})"
-    )
+    reached = f"{percent(own.mean)}% ({percent(own.low)}–{percent(own.high)})"
+    if len(ranked) == 1:
+        return f"{text} {outcomes.name(best)} reaches {reached} there in {what}."
+    of_all = f"{len(ranked)} combinations of model and method"
+    if own.mean == 0:
+        return f"{text} None of {of_all} finds anything there in {what}: {reached}."
+    text += f" Of {of_all} {outcomes.name(best)} reaches most there in {what}: {reached}"
     reference = found[first]
     if reference is None or best == first:
         return f"{text}."
