@@ -18,7 +18,7 @@ def run(kind: str, words: list[str]) -> None:
 
     request = parse_as(LengthRequest, values, found)
     set_up_console()
-    report, output = evaluate_lengths(request)
+    report, output = evaluate_lengths(request, kind)
     out = Console(width=WIDTH)
     out.print(terminal_length_tables(report))
     for note in report.notes:

@@ -57,7 +57,7 @@ class LengthRequest:
 
     ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
     file. ``compare``: more of them, of the same tokenizer and training length. ``output``: where
-    report and finished cells go (null: ``lengths/`` in the run, for a published model here).
+    report and finished cells go (null: ``lengths/KIND`` in the run).
     ``text``: where haystacks and held-out text come from (null: the first checkpoint's own source).
     """
 
@@ -74,8 +74,10 @@ class LengthRequest:
         return self.evaluation.problems() + common
 
 
-def evaluate_lengths(request: LengthRequest) -> tuple[LengthReport, Path]:
+def evaluate_lengths(request: LengthRequest, kind: str = "extension") -> tuple[LengthReport, Path]:
     """Measure every method on every model, write the report, return it with its directory.
+
+    ``kind``: what the evaluation is called, and its directory among those of the run.
 
     What was measured before, in an interrupted evaluation or for another table, is not measured
     again.
@@ -88,7 +90,7 @@ def evaluate_lengths(request: LengthRequest) -> tuple[LengthReport, Path]:
     config = request.evaluation
     first = find_candidate(str(request.checkpoint))
     candidates = [first, *(find_candidate(given, "compare") for given in request.compare)]
-    output = Path(request.output or (first.home / "lengths"))
+    output = Path(request.output or (first.home / "lengths" / kind))
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
     subjects = _subjects(candidates, config)
