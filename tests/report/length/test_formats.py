@@ -52,6 +52,14 @@ def test_names_are_text_not_markup():
     assert any("[red]x[/red]" in line for line in lines(report(cell([1.0], "[red]x[/red]"))))
 
 
+def test_arrows_are_explained_where_there_is_something_to_compare_with():
+    for method in ("none", "yarn"):
+        shown = " ".join(lines(report(cell([1.0], method=method))))
+        assert "sign test" not in shown
+    both = report(cell([1.0], method="none"), cell([1.0], method="yarn"))
+    assert "sign test" in " ".join(lines(both))
+
+
 def test_long_names_break_at_their_hyphens():
     shown = [line.split() for line in lines(report(cell([1.0], "SmolLM2-135M-Instruct")))]
     (row,) = [i for i, words in enumerate(shown) if words[:1] == ["SmolLM2-135M-"]]

@@ -202,8 +202,12 @@ def _what(outcomes: Outcomes, tasks: list[str]) -> str:
 def _legend(outcomes: Outcomes) -> str:
     first = outcomes.name(outcomes.rows[0])
     others = f"; of other models as they are: {first}" if len(outcomes.models) > 1 else ""
+    arrows = (
+        " ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, "
+        f"not corrected for the number of tests). Reference: the same model as it is{others}."
+    )
+    compared = any(outcomes.reference(row) in outcomes.rows for row in outcomes.rows)
     return (
-        "Success in %, ± half of its 95% interval. ↑ ↓ better or worse than the reference on the "
-        "same trials (exact sign test, p < 0.05, not corrected for the number of tests). "
-        f"Reference: the same model as it is{others}. Bold: the highest of a column."
+        f"Success in %, ± half of its 95% interval.{arrows if compared else ''} "
+        "Bold: the highest of a column."
     )
