@@ -6,7 +6,6 @@ is made once and never stale; it appears under its name only when it is complete
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -87,8 +86,6 @@ def prepare_corpus(
     Raises:
         UserError: the text or tokenizer cannot be read, or the text is too short.
     """
-    # What was imported stays: collections need not go through it, here or in training.
-    gc.freeze()
     given = load_tokenizer(tokenizer_config.path) if tokenizer_config.path else tokenizer
     documents = read_documents(config)
     recipe = [

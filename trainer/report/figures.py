@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,15 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from trainer.report.atomic import write_atomically
-from trainer.report.plotting import OVERLAY, Frame, Series, draw, paper_style, save
+from trainer.report.plotting import (
+    OVERLAY,
+    Frame,
+    Series,
+    draw,
+    paper_style,
+    save,
+    training_length_mark,
+)
 from trainer.report.reach import reach_figures
 from trainer.report.results import Arm, Cell, Drop, LossByPosition, Report
 from trainer.report.summary import factor_label, percent
@@ -148,7 +156,7 @@ def _lengths(report: Report, cells: Sequence[Cell]) -> Frame:
         "sequence length (multiple of the training length; tokens)",
         "retrieval (%)",
         prepare,
-        _training_length(report.training_length, factors),
+        training_length_mark(report.training_length, factors),
         lines,
     )
 
@@ -177,15 +185,8 @@ def _positions(training_length: int | None, longest: int, narrow: bool) -> Frame
         f"position in sequences of {longest} tokens",
         "held-out loss (nats/token)",
         prepare,
-        _training_length(training_length, (0, longest)),
+        training_length_mark(training_length, (0, longest)),
     )
-
-
-def _training_length(length: int | None, drawn: Collection[int]) -> tuple[float, str] | None:
-    """Where the training length is, if it lies within what is drawn."""
-    if length is None or not min(drawn) <= length <= max(drawn):
-        return None
-    return float(length), "training length"
 
 
 def _write_csv(stem: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -7,7 +7,7 @@ multiples: each series in its own panel, over all others in grey, so that eighte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import BytesIO
@@ -87,6 +87,13 @@ class Frame:
     prepare: Callable[[Axes], None]
     vertical: tuple[float, str] | None = None  # where, and what is written above it
     horizontal: tuple[tuple[float, str], ...] = ()
+
+
+def training_length_mark(length: int | None, drawn: Collection[int]) -> tuple[float, str] | None:
+    """A frame's vertical line at the training length, if that lies within what is drawn."""
+    if length is None or not min(drawn) <= length <= max(drawn):
+        return None
+    return float(length), "training length"
 
 
 def paper_style() -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -40,7 +41,7 @@ class Target:
         return self.model.layout.training_length
 
 
-class Study:
+class Study(ABC):
     """One analysis of one target. A subclass sees every layer of the shared pass, once."""
 
     key: ClassVar[str]
@@ -54,12 +55,12 @@ class Study:
         """Why it cannot be made of this target, one sentence each."""
         return []
 
-    def on_layer(self, heads: Heads) -> None:
+    def on_layer(self, heads: Heads) -> None:  # noqa: B027  # a study may need no layer
         """Take what is needed of a layer in the shared pass; tensors are not kept."""
 
+    @abstractmethod
     def section(self) -> Section:
         """What there is to show, after the pass; may read the model again."""
-        raise NotImplementedError
 
 
 @torch.no_grad()

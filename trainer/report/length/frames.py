@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from trainer.report.lengths import LengthReport
-from trainer.report.plotting import Frame
+from trainer.report.plotting import Frame, training_length_mark
 from trainer.report.summary import factor_label
 
 _LINEAR = 6  # a perplexity that varies by less than this factor is drawn on a linear axis
@@ -62,7 +62,12 @@ def lengths_frame(
         axes.set_xlim(min(lengths) / 1.2, max(lengths) * 1.2)
 
     unit = "multiple of the training length" + ("" if narrow else "; tokens")
-    return Frame(f"sequence length ({unit})", y_label, prepare, _trained(report, lengths))
+    return Frame(
+        f"sequence length ({unit})",
+        y_label,
+        prepare,
+        training_length_mark(report.training_length, lengths),
+    )
 
 
 def positions_frame(report: LengthReport, longest: int, scale: Scale) -> Frame:
@@ -77,10 +82,6 @@ def positions_frame(report: LengthReport, longest: int, scale: Scale) -> Frame:
         axes.set_xticks(range(0, longest + 1, step))
 
     label = f"position in sequences of {longest} tokens"
-    return Frame(label, "perplexity", prepare, _trained(report, (0, longest)))
-
-
-def _trained(report: LengthReport, drawn: Collection[int]) -> tuple[float, str] | None:
-    """Where the training length is, if it lies within what is drawn."""
-    C = report.training_length
-    return (float(C), "training length") if min(drawn) <= C <= max(drawn) else None
+    return Frame(
+        label, "perplexity", prepare, training_length_mark(report.training_length, (0, longest))
+    )

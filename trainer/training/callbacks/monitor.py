@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ def evaluating(module: LanguageModule) -> Iterator[Decoder]:
         module.timer.enter("data")
 
 
-class Monitor(L.Callback):
+class Monitor(L.Callback, ABC):
     """Measures every ``every`` steps, just before and just after the drop, and after the last step.
 
     It stands behind the drop among the callbacks, and before those that log and save.
@@ -64,9 +65,9 @@ class Monitor(L.Callback):
     def __init__(self, config: RunConfig, every: int, drop: Drop) -> None:
         self.config, self.every, self.drop = config, every, drop
 
+    @abstractmethod
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Look at the model as it is."""
-        raise NotImplementedError
 
     def on_train_batch_start(
         self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
