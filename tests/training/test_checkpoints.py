@@ -83,20 +83,62 @@ class Harmful:
         return os.mkdir, ("harm",)
 
 
-def test_no_code_of_a_checkpoint_is_run(run, tmp_path, monkeypatch):
+def dotted(module, name):
+    """A pickle of protocol 4 that calls ``module.name("harm")``, the name resolved dot by dot."""
+    words = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
+    return b"\x80\x04" + words + b"\x93\x8c\x04harm\x85R."
+
+
+HARMFUL = {
+    "another module": (pickle.dumps(Harmful()), r"mkdir has no place"),
+    "through an admitted module": (
+        dotted("torch.distributed.checkpoint.metadata", "os.mkdir"),
+        r"os\.mkdir has no place",
+    ),
+    "a dotted name of an admitted class": (
+        dotted("pathlib", "PosixPath.mkdir"),
+        r"PosixPath\.mkdir has no place",
+    ),
+    "cut short": (pickle.dumps(Harmful())[:9], r"damaged|truncated"),
+    "no index": (pickle.dumps({"a": 1}), r"damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", HARMFUL)
+def test_no_code_of_a_checkpoint_is_run(run, tmp_path, monkeypatch, kind):
     """A pickle in the place of the index, with a manifest that vouches for it."""
     config, _ = run()
     path = find_checkpoint(config.run_dir)
     monkeypatch.chdir(tmp_path)
-    (path / ".metadata").write_bytes(pickle.dumps(Harmful()))
-    files = digests(path, "*") | digests(path, ".metadata")
-    (path / MANIFEST).write_text(json.dumps(files))
-    assert damage(path) is None
-    with pytest.raises(UserError, match=r"mkdir has no place"):
+    content, said = HARMFUL[kind]
+    (path / ".metadata").write_bytes(content)
+    vouch_for(path)
+    with pytest.raises(UserError, match=said):
         load_decoder(path, read_state(path))
     with pytest.raises(pickle.UnpicklingError):
         SafeReader(path).read_metadata()
     assert not Path("harm").exists()
+
+
+def vouch_for(path):
+    (path / MANIFEST).write_text(json.dumps(digests(path, "*") | digests(path, ".metadata")))
+    assert damage(path) is None
+
+
+def test_files_outside_the_checkpoint_are_not_read(run):
+    config, _ = run()
+    path = find_checkpoint(config.run_dir)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../{path.name}/{info.relative_path}"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    vouch_for(path)
+    with pytest.raises(UserError, match="names files elsewhere"):
+        load_decoder(path, read_state(path))
+    listed = json.loads((path / MANIFEST).read_text())
+    listed["../../config.yaml"] = listed.pop("state.json")
+    (path / MANIFEST).write_text(json.dumps(listed))
+    assert "elsewhere" in damage(path)
 
 
 def test_a_full_disk_stops_no_run_and_hurts_no_older_checkpoint(run, monkeypatch, caplog):

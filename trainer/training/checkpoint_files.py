@@ -67,12 +67,17 @@ def damage(directory: Path) -> str | None:
         return f"{MANIFEST} is missing"
     except ValueError:
         return f"{MANIFEST} is not JSON"
-    for name, (size, digest) in expected.items():
-        path = directory / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if checksum(path) != digest:
-            return f"{name} has changed (its checksum differs)"
-    return None
+    wrong = (_difference(directory, name, *about) for name, about in expected.items())
+    return next(filter(None, wrong), None)
+
+
+def _difference(directory: Path, name: str, size: int, digest: str) -> str | None:
+    """How a file differs from what the manifest says of it, or None."""
+    path = directory / name
+    if name != path.name:
+        return f"{MANIFEST} names a file elsewhere ({name})"
+    if not path.is_file():
+        return f"{name} is missing"
+    if path.stat().st_size != size:
+        return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None if checksum(path) == digest else f"{name} has changed (its checksum differs)"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import platform
 import re
 import shutil
@@ -160,10 +159,7 @@ def load_decoder(path: Path, state: dict[str, Any]) -> Decoder:
         model = Decoder(model_config(state), Layout.from_dict(state["layout"]))
     model.to_empty(device="cpu")
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    try:
-        check_shapes(weights, read_metadata(path), path.name)
-    except pickle.UnpicklingError as error:
-        raise UserError(f"checkpoint: {path.name!r} has an index that is none: {error}.") from error
+    check_shapes(weights, read_metadata(path), path.name)
     load(weights, path)
     return model
 

@@ -123,8 +123,17 @@ def save(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> 
 
 
 def read_metadata(directory: Path) -> dict[str, TensorStorageMetadata]:
-    """Sizes and types of the tensors in a checkpoint, by name."""
-    found = SafeReader(directory).read_metadata().state_dict_metadata
+    """Sizes and types of the tensors in a checkpoint, by name.
+
+    Raises:
+        UserError: its index is damaged, or holds what has no place there.
+    """
+    try:
+        found = SafeReader(directory).read_metadata().state_dict_metadata
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"checkpoint: the index of {directory.name!r} is refused: {error}"
+        ) from error
     return {key: about for key, about in found.items() if isinstance(about, TensorStorageMetadata)}
 
 
@@ -132,31 +141,60 @@ class SafeReader(dcp.FileSystemReader):
     """Reads DCP's files without ever running code from them.
 
     Tensors are read with ``weights_only=True`` anyway; DCP's index of them is a pickle, which here
-    may name nothing but the classes of such an index.
+    may name nothing but :data:`INDEX_CLASSES`, and files of the checkpoint's own directory.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index. Raises ``pickle.UnpicklingError`` where it holds anything else."""
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _IndexUnpickler(file).load()
-        metadata.storage_meta.load_id = self.load_id
+        """The index. Raises ``pickle.UnpicklingError`` where it is damaged or holds more."""
+        try:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+            outside = {
+                name
+                for info in metadata.storage_data.values()
+                if (name := info.relative_path) != Path(name).name
+            }
+            metadata.storage_meta.load_id = self.load_id
+        except (pickle.UnpicklingError, OSError):
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise pickle.UnpicklingError(f"it is damaged ({error}).") from error
+        if outside:
+            raise pickle.UnpicklingError(
+                f"it names files elsewhere ({', '.join(sorted(outside))})."
+            )
         return metadata
+
+
+INDEX_CLASSES = frozenset(
+    {
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+        *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    }
+)
+"""What an index may name: exact pairs of module and name. A dotted name, which pickle would resolve
+through what a module imports, is never among them."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = (
-            module == "torch.distributed.checkpoint.metadata"
-            or (module, name)
-            in {
-                ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-                ("torch.serialization", "_get_layout"),
-                ("torch", "Size"),
-                ("pathlib", "PosixPath"),
-                ("pathlib._local", "PosixPath"),
-            }
-            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        )
-        if not known:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index")
+        if (module, name) not in INDEX_CLASSES:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index.")
         return super().find_class(module, name)
