@@ -229,6 +229,8 @@ class RunConfig:
                 f"name: {self.name!r} names a directory under runs/; expected letters, digits and "
                 "._+- only (run_dir= may be any path)."
             )
+        if not self.run_dir:
+            found.append("run_dir: expected a directory, got nothing; leave it out for runs/NAME.")
         found += [
             *model_problems,
             *self.data.problems(),

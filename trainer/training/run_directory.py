@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import re
 import shutil
 import tempfile
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 import yaml
 
 from trainer.errors import UserError
+from trainer.report.atomic import write_atomically
 from trainer.training.config import RunConfig
 
 FREE_TO_CHANGE = (
@@ -46,23 +48,40 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
+MARK = "run.json"
+"""What says that a directory is a run of this program, and in which format."""
+FORMAT = 1
+OWN = frozenset(
+    {
+        *("config.yaml", MARK, "metrics.csv", "log.txt", "heartbeat.json", "wandb_id", ".lock"),
+        *("report.json", "report.html", "figures", "checkpoints", "controls"),
+        *("evaluation", "lengths", "analysis", "wandb", "tensorboard"),
+    }
+)
+"""The files and directories that this program makes in a run directory."""
+OWN_CHECKPOINT = re.compile(r"(unused-)?step-\d+|(unused-)?before-drop|\..+\.(partial|removed)")
+
+
 def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
-    """Make or reopen the directory of a run, and write its ``config.yaml``.
+    """Make or reopen the directory of a run, and write its mark and ``config.yaml``.
 
     ``finished``: the run is reported on already, so its evaluation may not differ either.
 
     Raises:
-        UserError: it is no run directory, or holds another run.
+        UserError: it is no run directory, holds another run, or files that overwriting would lose.
     """
     directory = Path(config.run_dir)
     record = directory / "config.yaml"
-    if config.overwrite and record.exists():
+    if config.overwrite and directory.is_dir() and any(directory.iterdir()):
+        if problems := overwrite_problems(directory):
+            raise UserError(*problems)
         shutil.rmtree(directory)
     if directory.is_dir() and any(directory.iterdir()) and not record.exists():
         raise UserError(
             f"run_dir: {config.run_dir!r} holds other files and no run; choose another run_dir."
         )
     if record.exists():
+        _check_format(directory)
         saved = yaml.safe_load(record.read_text(encoding="utf-8"))
         free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
         if differing := differences(saved, plain(config), free):
@@ -75,10 +94,59 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
                 f"`python -m trainer evaluate checkpoint={config.run_dir}` evaluates a run anew.",
             )
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = record.with_suffix(".yaml.partial")
-    temporary.write_text(yaml.safe_dump(plain(config), sort_keys=False), encoding="utf-8")
-    temporary.replace(record)
+    write_atomically(directory / MARK, json.dumps({"program": "unrope", "format": FORMAT}) + "\n")
+    write_atomically(record, yaml.safe_dump(plain(config), sort_keys=False))
     return directory
+
+
+def overwrite_problems(directory: Path) -> list[str]:
+    """Why a directory may not be replaced, one sentence each: it was not made by this program, or
+    somebody put files of their own into it."""
+    if directory.is_symlink():
+        return [f"overwrite: {str(directory)!r} is a link; give the directory that it names."]
+    if not (directory / MARK).is_file():
+        return [
+            f"overwrite: {str(directory)!r} is not marked as a run of this program (it has no "
+            f"{MARK}), so nothing is deleted; remove it yourself, or choose another run_dir."
+        ]
+    foreign = [
+        p for p in directory.iterdir() if p.name not in OWN and p.suffix not in (".partial", ".tmp")
+    ]
+    checkpoints, controls = directory / "checkpoints", directory / "controls"
+    if checkpoints.is_dir():
+        foreign += [p for p in checkpoints.iterdir() if not OWN_CHECKPOINT.fullmatch(p.name)]
+    problems = [
+        f"overwrite: {str(path)!r} was not made by this program, so nothing is deleted; move it "
+        "elsewhere first."
+        for path in sorted(foreign)
+    ]
+    if controls.is_dir():
+        problems += [
+            p for control in sorted(controls.iterdir()) for p in overwrite_problems(control)
+        ]
+    return problems
+
+
+def _check_format(directory: Path) -> None:
+    """Directories of before there was a mark have the same format as the first one with it.
+
+    Raises:
+        UserError: a newer version of this program wrote the directory, or the mark is damaged.
+    """
+    mark = directory / MARK
+    if not mark.is_file():
+        return
+    try:
+        found = int(json.loads(mark.read_bytes())["format"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"run_dir: {str(mark)!r} is damaged; it should hold a format number."
+        ) from None
+    if found > FORMAT:
+        raise UserError(
+            f"run_dir: {str(directory)!r} has format {found}, this version of unrope reads up to "
+            f"{FORMAT}; install a newer one, or choose another run_dir."
+        )
 
 
 def differences(
