@@ -23,9 +23,9 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from trainer.generation.generate import generate
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
-from trainer.model.generation import generate
 from trainer.positional.config import PositionalConfig, build_layout
 
 SMOLLM2_135M = ModelConfig(576, 1536, 30, 9, 3, vocab_size=49_152)

@@ -41,11 +41,11 @@ from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.prompts import Prompt, Stop
 from trainer.evaluation.scoring import exact_number
+from trainer.interchange.export.directory import export_model
+from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
-from trainer.model.export.directory import export_model
-from trainer.model.pretrained import read_pretrained
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.training.checkpoints import find_checkpoint, load_decoder, read_state
+from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 
 STATEMENTS = "statements"
 

@@ -58,7 +58,7 @@ def download(directory: Path) -> Path:
 
 def fetch() -> Path:
     """The model's directory, filled the first time; it appears only when it is complete."""
-    from trainer.model.gguf import convert_gguf
+    from trainer.interchange.gguf import convert_gguf
 
     target = model_directory()
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -30,12 +30,12 @@ from rich.table import Table
 
 from trainer.commands.train import read_config
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.training.checkpoints import regular_checkpoints, step_of
-from trainer.training.config import RunConfig
-from trainer.training.metrics_file import read_metrics
+from trainer.runs.checkpoints import regular_checkpoints, step_of
+from trainer.runs.config import RunConfig
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.same_run import compare
 from trainer.training.run import train
-from trainer.training.same_run import compare
-from trainer.training.small_copy import shrink
+from trainer.workflows.small_copy import shrink
 
 
 class Notes(L.Callback):

@@ -10,6 +10,8 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
 
+pytest_plugins = ["tests.small_runs"]
+
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("tests")

@@ -24,7 +24,10 @@ def test_imports_run_downwards_only():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("room", ["positional", "model", "data", "recalibration", "report"])
+@pytest.mark.parametrize(
+    "room",
+    ["positional", "model", "generation", "interchange", "data", "recalibration", "report", "runs"],
+)
 def test_rooms_import_without_the_training_stack(room):
     """Each room can be used on its own."""
     modules = [
@@ -38,8 +41,8 @@ def test_rooms_import_without_the_training_stack(room):
 
 def test_what_does_not_train_starts_without_the_training_stack():
     """Lightning takes twice as long to import as everything else."""
-    jobs = ("analysis", "lengths", "standalone", "benchmarks", "export")
-    modules = ", ".join(f"trainer.training.{job}" for job in jobs)
+    jobs = ("analyze", "evaluate", "standalone", "benchmarks", "export")
+    modules = ", ".join(f"trainer.workflows.{job}" for job in jobs)
     code = f"import sys, {modules}; sys.exit('lightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
@@ -79,3 +82,36 @@ def test_every_dependency_is_used_and_every_import_is_a_dependency():
         for requirement in extra
     }
     assert third_party == declared
+
+
+def test_no_two_files_import_each_other_in_a_circle():
+    """Not even for types, where one would otherwise have to be read before the other."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (ROOT / "trainer").rglob("*.py")
+    }
+    imports = {name: imported_modules(path, modules) - {name} for name, path in modules.items()}
+    circles = []
+
+    def visit(name, trail):
+        if name in trail:
+            circles.append(" -> ".join([*trail[trail.index(name) :], name]))
+        elif name not in done:
+            done.add(name)
+            for other in sorted(imports[name]):
+                visit(other, [*trail, name])
+
+    done = set()
+    for name in sorted(imports):
+        visit(name, [])
+    assert not circles
+
+
+def imported_modules(path, modules):
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found & modules.keys()

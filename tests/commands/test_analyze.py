@@ -12,12 +12,12 @@ from trainer.__main__ import main
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.data.corpus import prepare_corpus
 from trainer.model.config import ModelConfig
-from trainer.training import analysis
-from trainer.training.analysis import analyze
-from trainer.training.analysis_request import AnalysisConfig, AnalysisRequest
-from trainer.training.memory import free_memory, needed_memory
-from trainer.training.parsing import merged, parse_config
+from trainer.runs.memory import free_memory, needed_memory
+from trainer.runs.parsing import merged, parse_config
 from trainer.training.run import train
+from trainer.workflows import analyze as analysis
+from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
+from trainer.workflows.analyze import analyze
 
 SHORT = ["analysis.length=48", "analysis.texts=2", "threads=1"]
 

@@ -12,7 +12,7 @@ from trainer.commands.benchmarks import table
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
 from trainer.evaluation.benchmarks import Score
-from trainer.training import benchmarks
+from trainer.workflows import benchmarks
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_every_yaml_key_is_in_its_schema_and_every_schema_key_in_the_yaml():
     from dataclasses import fields, is_dataclass
     from typing import get_type_hints
 
-    from trainer.training.config import RunConfig
+    from trainer.runs.config import RunConfig
 
     values, _ = compose_values([])
 

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.commands import export as command
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
-from trainer.model.export import directory as export_directory
+from trainer.interchange.export import directory as export_directory
 from trainer.report.results import Cell, Report
-from trainer.training.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
-from trainer.training.parsing import parse_config
+from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
+from trainer.runs.parsing import parse_config
 from trainer.training.run import train
 
 

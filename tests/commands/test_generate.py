@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from trainer.commands import generate as command
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.errors import UserError
-from trainer.model.generation import generate
+from trainer.generation.generate import generate
 
 TOKENIZER = train_tokenizer(["the text of a small tokenizer, 中文 and 🙂 in it"], 280, [])
 END = TOKENIZER.token_to_id(END_OF_TEXT)
@@ -20,8 +20,8 @@ def model(tiny_decoder):
 
 
 def candidate(model, tokenizer, given="runs/x"):
-    from trainer.training.config import RunConfig
-    from trainer.training.models import Candidate
+    from trainer.runs.config import RunConfig
+    from trainer.runs.models import Candidate
 
     path = Path(given) / "checkpoints" / "step-000009"
     shape = model.config, model.layout
@@ -31,7 +31,7 @@ def candidate(model, tokenizer, given="runs/x"):
 @pytest.fixture
 def say(model, monkeypatch, capsys):
     """Runs the command with a checkpoint of ``model``; returns what it printed."""
-    from trainer.training import models
+    from trainer.runs import models
 
     monkeypatch.setattr(models, "find_candidate", lambda given: candidate(model, TOKENIZER, given))
 
@@ -116,7 +116,7 @@ def test_help(capsys):
 
 
 def test_a_temperature_that_was_fitted_for_the_checkpoint_is_used(say, model, tmp_path):
-    from trainer.training.fitted_temperature import keep_temperature
+    from trainer.runs.fitted_temperature import keep_temperature
 
     step = tmp_path / "checkpoints" / "step-000009"
     keep_temperature(

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer.training.checkpoints import find_checkpoint, read_state
+from trainer.runs.checkpoints import find_checkpoint, read_state
 
 GUIDE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 SMALL = [

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.training.metrics_file import read_metrics
+from trainer.runs.metrics_file import read_metrics
 
 WORDS = [
     "+experiment=drope_demo",

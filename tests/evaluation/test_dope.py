@@ -18,7 +18,7 @@ from trainer.evaluation.dope import (
     apply,
     select,
 )
-from trainer.model.generation import generate
+from trainer.generation.generate import generate
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS, at_length, dynamic
 

@@ -9,7 +9,7 @@ from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy import frequency_entropies
 from trainer.errors import UserError
 from trainer.evaluation.weighted_rope import PAPER, WeightedRopeSettings, apply, select
-from trainer.model.generation import generate
+from trainer.generation.generate import generate
 from trainer.positional.rescaling import RESCALINGS
 
 IDS = torch.randint(50, (1, 1100), generator=torch.Generator().manual_seed(8))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import attend, turned
+from trainer.generation.generate import generate
 from trainer.model.cache import KVCache
-from trainer.model.generation import generate
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.gain_tensors import PERIOD
 from trainer.positional.gains import Gains

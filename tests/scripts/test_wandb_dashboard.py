@@ -10,7 +10,7 @@ import pytest
 
 from scripts import wandb_dashboard
 from scripts.wandb_dashboard import SECTIONS
-from trainer.training.metrics_file import COLUMNS
+from trainer.runs.metrics_file import COLUMNS
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = ["--entity", "team", "--project", "needles", "--name", "Lengths"]

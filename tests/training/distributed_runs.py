@@ -16,8 +16,8 @@ import torch
 
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import PreemptedError
-from trainer.training.parsing import parse_config
-from trainer.training.ranks import join, leave
+from trainer.runs.parsing import parse_config
+from trainer.runs.ranks import join, leave
 from trainer.training.run import train
 
 

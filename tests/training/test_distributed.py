@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of, tensors_in
-from trainer.training.checkpoints import read_state
-from trainer.training.parsing import merged, parse_config
+from trainer.runs.checkpoints import read_state
+from trainer.runs.parsing import merged, parse_config
 
 SCRIPT = Path(__file__).with_name("distributed_runs.py")
 

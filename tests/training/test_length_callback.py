@@ -23,13 +23,13 @@ from tests.training.test_run import (
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
 from trainer.model.backends import BACKENDS
+from trainer.runs.checkpoints import load_decoder, read_state, step_name
+from trainer.runs.parsing import merged, parse_config
+from trainer.runs.ranks import Ranks
 from trainer.training.callbacks import metrics
+from trainer.training.callbacks.evaluating import evaluating
 from trainer.training.callbacks.lengths import material_of
 from trainer.training.callbacks.metrics import Metrics
-from trainer.training.callbacks.monitor import evaluating
-from trainer.training.checkpoints import load_decoder, read_state, step_name
-from trainer.training.parsing import merged, parse_config
-from trainer.training.ranks import Ranks
 from trainer.training.timers import StepTimer
 
 LENGTHS = {"lengths_every": 4, "lengths": [1, 2, 4], "trials": 6, "windows": 3}

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from trainer.training.config import OptimizerConfig
+from trainer.runs.config import OptimizerConfig
 from trainer.training.optimizers import make_optimizer
 
 

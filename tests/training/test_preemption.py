@@ -14,9 +14,9 @@ import pytest
 
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.errors import PreemptedError
+from trainer.runs.checkpoints import read_state, regular_checkpoints, step_name
+from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.training.callbacks.preemption import MARGIN, deadline, stopping_between_files
-from trainer.training.checkpoints import read_state, regular_checkpoints, step_name
-from trainer.training.config import RunConfig, TrainerConfig
 from trainer.training.module import LanguageModule
 
 
@@ -84,7 +84,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     script.write_text(
         "import time\n"
         "from trainer.training.callbacks.preemption import Preemption\n"
-        "from trainer.training.config import RunConfig\n"
+        "from trainer.runs.config import RunConfig\n"
         "from trainer.training.callbacks import preemption\n"
         "preemption.ECHO = 1.0\n"
         "callback = Preemption(RunConfig(), None, 0.0)\n"

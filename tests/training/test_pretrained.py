@@ -14,10 +14,10 @@ from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import PreemptedError, UserError
-from trainer.training.checkpoints import BEFORE_DROP, load_decoder, read_state
-from trainer.training.experiment import open_corpus
-from trainer.training.parsing import merged, parse_config
+from trainer.runs.checkpoints import BEFORE_DROP, load_decoder, read_state
+from trainer.runs.parsing import merged, parse_config
 from trainer.training.run import effect_batch, train
+from trainer.workflows.experiment import open_corpus
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.analysis.probe import MEASURES, probe
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import held_out_windows
-from trainer.training.checkpoints import load_decoder, read_state
+from trainer.runs.checkpoints import load_decoder, read_state
 
 
 @pytest.mark.parametrize("compiled", [False, True])

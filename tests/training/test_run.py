@@ -11,12 +11,12 @@ import torch
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
 from trainer.recalibration.gain import match_gains
-from trainer.training.checkpoints import BEFORE_DROP, read_state, step_name
-from trainer.training.metrics_file import TIMES, read_metrics
+from trainer.runs.checkpoints import BEFORE_DROP, read_state, step_name
+from trainer.runs.metrics_file import TIMES, read_metrics
+from trainer.runs.parsing import merged, parse_config
+from trainer.runs.state import load, read_metadata
 from trainer.training.module import LanguageModule
-from trainer.training.parsing import merged, parse_config
 from trainer.training.run import effect_batch, train
-from trainer.training.state import load, read_metadata
 
 
 def checkpoint_of(config, step=None):

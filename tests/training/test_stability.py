@@ -14,7 +14,7 @@ import pytest
 from tests.training.test_run import checkpoint_of, rows_of
 from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
-from trainer.training.checkpoints import read_state
+from trainer.runs.checkpoints import read_state
 
 
 def poison(monkeypatch, bad):
@@ -62,7 +62,7 @@ def test_a_stuck_step_ends_the_process_with_its_stacks(tmp_path):
         "import time\n"
         "from pathlib import Path\n"
         "from trainer.training.callbacks.stability import Watchdog\n"
-        "from trainer.training.config import RunConfig, TrainerConfig\n"
+        "from trainer.runs.config import RunConfig, TrainerConfig\n"
         "config = RunConfig(trainer=TrainerConfig(step_timeout=0.1))\n"
         "def waiting_for_a_rank():\n"
         "    time.sleep(60)\n"

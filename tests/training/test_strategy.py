@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.model.config import ModelConfig
+from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.ranks import Ranks, join, leave
 from trainer.training import strategy
-from trainer.training.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.training.module import make_decoder
-from trainer.training.ranks import Ranks, join, leave
 from trainer.training.strategy import (
     checkpoint_activations,
     draw_weights,

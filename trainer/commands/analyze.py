@@ -15,9 +15,9 @@ def run(words: list[str]) -> None:
     if any(word in ("-h", "--help") for word in words):
         print(HELP)
         return
-    from trainer.training.analysis import KINDS, analyze
-    from trainer.training.analysis_request import AnalysisRequest
-    from trainer.training.parsing import parse_as
+    from trainer.runs.parsing import parse_as
+    from trainer.workflows.analysis_request import AnalysisRequest
+    from trainer.workflows.analyze import KINDS, analyze
 
     kinds = [word.partition("=")[2] for word in words if word.startswith(CHOICES)]
     problems = [

@@ -9,8 +9,8 @@ from rich.table import Table
 from trainer.commands.configuration import compose_values
 from trainer.commands.console import WIDTH, set_up_console
 from trainer.evaluation.benchmarks import Score
-from trainer.training.benchmarks import REQUESTS, BenchmarkRequest, run_benchmarks
-from trainer.training.parsing import parse_as
+from trainer.runs.parsing import parse_as
+from trainer.workflows.benchmarks import REQUESTS, BenchmarkRequest, run_benchmarks
 
 
 def run(kind: str, words: list[str]) -> None:

@@ -21,7 +21,7 @@ def run(words: list[str]) -> None:
     from rich.table import Table
 
     from trainer.commands.console import WIDTH, set_up_console
-    from trainer.training.drill import FAULTS, drill
+    from trainer.workflows.drill import FAULTS, drill
 
     set_up_console(quiet=True)
     logging.getLogger("trainer").setLevel(logging.CRITICAL)

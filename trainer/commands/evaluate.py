@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.commands.configuration import compose_values
 from trainer.errors import UserError, did_you_mean
-from trainer.training.parsing import parse_request
+from trainer.runs.parsing import parse_request
 
 BENCHMARKS = ("multiple_choice", "harness")
 LENGTHS = ("extension", "niah", "ruler", "longbench", "many_shot")
@@ -32,7 +32,7 @@ def run(words: list[str]) -> None:
     from trainer.commands.console import print_report, set_up_console
 
     set_up_console()
-    from trainer.training.standalone import evaluate_checkpoints
+    from trainer.workflows.standalone import evaluate_checkpoints
 
     report, output = evaluate_checkpoints(request)
     print_report(report, str(output), existing=False)

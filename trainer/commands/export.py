@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.commands.configuration import compose_values
-from trainer.training.export_request import parse_export
+from trainer.workflows.export_request import parse_export
 
 
 def run(words: list[str]) -> None:
@@ -15,7 +15,7 @@ def run(words: list[str]) -> None:
     from trainer.commands.console import set_up_console
 
     set_up_console()
-    from trainer.training.export import export_checkpoint
+    from trainer.workflows.export import export_checkpoint
 
     exported = export_checkpoint(request)
     trust = "" if exported.plan.is_native else ", trust_remote_code=True"

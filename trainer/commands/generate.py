@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainer.commands.configuration import Values, compose_values
 from trainer.errors import UserError
-from trainer.training.parsing import validated
+from trainer.runs.parsing import validated
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,8 +23,8 @@ class GenerationRequest:
     """What the ``generate`` command is asked for.
 
     ``checkpoint``: a run directory or a checkpoint. ``temperature``, ``top_p``, ``seed``: see
-    :class:`trainer.model.sampling.Sampling`. ``stop``: strings that end a continuation and are not
-    shown. ``stream``: whether a single continuation is shown while it grows.
+    :class:`trainer.generation.sampling.Sampling`. ``stop``: strings that end a continuation and
+    are not shown. ``stream``: whether a single continuation is shown while it grows.
     """
 
     checkpoint: str | None = None
@@ -39,7 +39,7 @@ class GenerationRequest:
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
-        from trainer.model.sampling import Sampling
+        from trainer.generation.sampling import Sampling
 
         found = Sampling(self.temperature, self.top_p, self.seed).problems()
         if not self.checkpoint:
@@ -82,8 +82,8 @@ def run(words: list[str]) -> None:
     request = read_request(words)
     import torch
 
-    from trainer.training.fitted_temperature import with_fitted_temperature
-    from trainer.training.models import find_candidate
+    from trainer.runs.fitted_temperature import with_fitted_temperature
+    from trainer.runs.models import find_candidate
 
     torch.set_num_threads(request.threads or os.cpu_count() or 1)
     found = find_candidate(str(request.checkpoint))
@@ -105,9 +105,9 @@ def write(
     Every prompt begins with ``begin``, where there is one.
     """
     from trainer.data.tokenizer import end_of_text
-    from trainer.model.generation import generate
-    from trainer.model.sampling import Sampling
-    from trainer.model.text_stream import TextStream
+    from trainer.generation.generate import generate
+    from trainer.generation.sampling import Sampling
+    from trainer.generation.text_stream import TextStream
 
     end = end_of_text(tokenizer)
     first = [] if begin is None else [begin]

@@ -7,14 +7,14 @@ from rich.console import Console
 
 from trainer.commands.configuration import compose_values
 from trainer.commands.console import WIDTH, set_up_console
-from trainer.training.parsing import parse_as
+from trainer.runs.parsing import parse_as
 
 
 def run(kind: str, words: list[str]) -> None:
     """Evaluate ``checkpoint`` and those in ``compare``, print the tables, write the report."""
     values, found = compose_values(words, kind)
     from trainer.report.length.text import terminal_length_tables
-    from trainer.training.lengths import LengthRequest, evaluate_lengths
+    from trainer.workflows.evaluate import LengthRequest, evaluate_lengths
 
     request = parse_as(LengthRequest, values, found)
     set_up_console()

@@ -16,9 +16,9 @@ from trainer.commands.sbatch import SlurmConfig, job_script
 from trainer.commands.snapshot import snapshot
 from trainer.errors import UserError, did_you_mean
 from trainer.report.atomic import write_atomically
-from trainer.training.config import RunConfig
-from trainer.training.parsing import parse_config, validated
-from trainer.training.run_directory import plain, writable_problem
+from trainer.runs.config import RunConfig
+from trainer.runs.directory import plain, writable_problem
+from trainer.runs.parsing import parse_config, validated
 
 PREFIX = "slurm."
 OPTIONS = ("--submit", "--help", "-h")

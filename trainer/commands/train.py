@@ -8,8 +8,8 @@ from typing import Any
 
 from trainer.commands.configuration import compose_values, config_directory
 from trainer.errors import UserError
-from trainer.training.config import RunConfig
-from trainer.training.parsing import parse_config
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import parse_config
 
 
 def run(words: list[str]) -> None:
@@ -33,7 +33,7 @@ def _train(config: RunConfig) -> None:
     from trainer.commands.console import print_report, set_up_console
 
     set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
-    from trainer.training.experiment import run_experiment
+    from trainer.workflows.experiment import run_experiment
 
     if (outcome := run_experiment(config)) is not None:
         report, existing = outcome

@@ -22,10 +22,10 @@ from trainer.data.order import Integers
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.passes import sequences_at_once
 from trainer.evaluation.prompts import Prompt, Stop
+from trainer.generation.generate import generate, go_on
 from trainer.model.cache import KVCache
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
-from trainer.model.generation import generate, go_on
 
 WORTH_SHARING = 0.15
 """Share of the tokens to read that must be saved; smaller forward passes cost about as much."""

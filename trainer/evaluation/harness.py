@@ -16,10 +16,10 @@ from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.benchmarks import HarnessConfig, Score
 from trainer.evaluation.likelihood import log_likelihoods
 from trainer.evaluation.requests import Encoder
+from trainer.generation.generate import generate
+from trainer.generation.sampling import Sampling
+from trainer.generation.text_stream import TextStream
 from trainer.model.decoder import Decoder
-from trainer.model.generation import generate
-from trainer.model.sampling import Sampling
-from trainer.model.text_stream import TextStream
 
 MAX_NEW_TOKENS = 256
 """Of tasks that set no ``max_gen_toks``, as for lm-eval's own models."""

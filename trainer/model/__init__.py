@@ -1,1 +1,1 @@
-"""The decoder: attention and its backends, loss, cache, generation."""
+"""The decoder: attention and its backends, cache, loss."""

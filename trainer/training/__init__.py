@@ -1,1 +1,1 @@
-"""The Lightning module, optimizers, schedules, checkpoints and callbacks."""
+"""Lightning: the module, its optimizers, phases and strategies, and the callbacks."""

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, CountingSampler, TrainingSamples
-from trainer.training.config import RunConfig
-from trainer.training.ranks import Ranks
+from trainer.runs.config import RunConfig
+from trainer.runs.ranks import Ranks
 
 
 class TrainingData(L.LightningDataModule):

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers.logger import Logger
 from trainer.errors import UserError
 from trainer.report.reach import HEAD, Reaches, by_length
 from trainer.report.results import Cell
-from trainer.training.config import RunConfig
+from trainer.runs.config import RunConfig
 
 
 def other_loggers(config: RunConfig) -> list[Logger]:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from trainer.data.dataset import Batch
+from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
-from trainer.model.pretrained import Pretrained
 from trainer.positional.config import build_layout
-from trainer.training.config import RunConfig
+from trainer.runs.config import RunConfig
+from trainer.runs.ranks import Ranks
 from trainer.training.optimizers import global_norm, guard, make_optimizer
 from trainer.training.phases import phase_at, phases_of
-from trainer.training.ranks import Ranks
 from trainer.training.strategy import parallelize, synchronize_gradients
 from trainer.training.tally import Tally
 from trainer.training.timers import StepTimer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.training.config import OptimizerConfig
+from trainer.runs.config import OptimizerConfig
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

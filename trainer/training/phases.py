@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.recalibration.schedule import ScheduleConfig
-from trainer.training.config import RunConfig
+from trainer.runs.config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,27 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.errors import PreemptedError, UserError
+from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
-from trainer.model.pretrained import read_pretrained
 from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
 from trainer.report.results import Reach
+from trainer.runs.checkpoints import (
+    check_same_model,
+    description,
+    load_decoder,
+    read_state,
+    step_name,
+)
+from trainer.runs.config import RunConfig
+from trainer.runs.ranks import Ranks, current_ranks, first_does
+from trainer.runs.starting_point import (
+    Start,
+    check_same_data,
+    data_facts,
+    go_back,
+    starting_point,
+)
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.drop import Drop
 from trainer.training.callbacks.lengths import Lengths
@@ -34,26 +50,10 @@ from trainer.training.callbacks.preemption import Preemption, ask_for_requeue
 from trainer.training.callbacks.probe import Probe
 from trainer.training.callbacks.resume import Resume
 from trainer.training.callbacks.stability import Rewind, Watchdog
-from trainer.training.checkpoints import (
-    check_same_model,
-    description,
-    load_decoder,
-    read_state,
-    step_name,
-)
-from trainer.training.config import RunConfig
 from trainer.training.data_module import TrainingData
 from trainer.training.loggers import close, other_loggers
 from trainer.training.metrics_logger import MetricsFile
 from trainer.training.module import LanguageModule, make_decoder
-from trainer.training.ranks import Ranks, current_ranks, first_does
-from trainer.training.starting_point import (
-    Start,
-    check_same_data,
-    data_facts,
-    go_back,
-    starting_point,
-)
 from trainer.training.strategy import SHARDED, lightning_strategy
 
 log = logging.getLogger(__name__)

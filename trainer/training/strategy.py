@@ -31,10 +31,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
-from trainer.model.pretrained import Pretrained
-from trainer.training.config import RunConfig, StrategyConfig
-from trainer.training.ranks import Ranks
+from trainer.runs.config import RunConfig, StrategyConfig
+from trainer.runs.ranks import Ranks
 
 SHARDED = ("fsdp2", "hsdp")
 

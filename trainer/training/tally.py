@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.runs.metrics_file import BUCKETS
+
 Reduce = Callable[[Tensor], Tensor]
 """Mean over all ranks."""
 
-BUCKETS = 4
-"""Parts of a sequence whose losses are logged apart."""
 WINDOW = 128
 """Steps that a spike is held against."""
 DEVIATIONS = 6.0

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-PARTS = ("data", "compute", "optimizer", "checkpoint", "monitor")
+from trainer.runs.metrics_file import PARTS
 
 
 class StepTimer:

@@ -11,9 +11,15 @@ import torch
 
 from trainer.evaluation import dope
 from trainer.evaluation.dope import DopeSettings
-from trainer.evaluation.lengths.config import LengthConfig, LongRopeSettings, TemperatureSettings
+from trainer.evaluation.lengths.config import (
+    PARTS,
+    LengthConfig,
+    LongRopeSettings,
+    TemperatureSettings,
+    part_problems,
+)
 from trainer.evaluation.lengths.fitting import FitText, Fitting
-from trainer.evaluation.lengths.methods import PARTS, Recipe, part_problems, recipe
+from trainer.evaluation.lengths.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.lengths.store import Store
 from trainer.evaluation.weighted_rope import WeightedRopeSettings
 from trainer.positional.rescaling import RESCALINGS, at_length
@@ -41,6 +47,10 @@ def layout_of(name, fitting, factor, config=CONFIG):
     made = recipe(name, fitting.model.layout, config)
     assert isinstance(made, Recipe)
     return made.make(fitting).layout_at(factor)
+
+
+def test_every_part_that_can_be_named_can_be_made():
+    assert set(MAKERS) == set(PARTS)
 
 
 @pytest.mark.parametrize("name", sorted(PARTS))

@@ -7,13 +7,13 @@ from typing import Literal
 
 from trainer.errors import did_you_mean
 from trainer.evaluation.dope import DopeSettings
-from trainer.evaluation.lengths.methods import part_problems
 from trainer.evaluation.longbench.tasks import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.evaluation.weighted_rope import WeightedRopeSettings
+from trainer.positional.rescaling import RESCALINGS
 from trainer.report.lengths import PERPLEXITY
 
 STATEMENTS, RULER, LONGBENCH, MANY_SHOT = "statements", "ruler", "longbench", "many_shot"
@@ -21,6 +21,13 @@ METHODS = (
     *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
     *("dope", "weighted_rope", "temperature"),
 )
+PARTS = (
+    *("none", "crop", "window"),
+    *RESCALINGS,
+    *(f"dynamic_{name}" for name in RESCALINGS),
+    *("longrope", "temperature", "temperature_rope_id", "dope", "weighted_rope", "drop"),
+)
+"""What ``evaluation.methods`` joins by ``+``."""
 TASKS = (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
 
 
@@ -108,3 +115,16 @@ class LengthConfig:
         for group in (*groups, self.many_shot):
             found += group.problems()
         return found
+
+
+def part_problems(name: str) -> list[str]:
+    """What is wrong with a method's name, one sentence each."""
+    parts = name.split("+")
+    found = [
+        f"evaluation.methods: unknown method {part!r}.{did_you_mean(part, PARTS)}"
+        for part in parts
+        if part not in PARTS
+    ]
+    if len(set(parts)) < len(parts) or ("none" in parts and len(parts) > 1):
+        found.append(f"evaluation.methods: {name!r} does one thing twice, or 'none' and more.")
+    return found

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer.errors import did_you_mean
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.interventions import reading_with
+from trainer.evaluation.lengths.config import LengthConfig
 from trainer.evaluation.lengths.fitting import TEXTS, Fitting
 from trainer.evaluation.longrope import search_longrope
 from trainer.evaluation.methods import TITLES, Method, rotates, tempered, windowed, with_factors
@@ -21,9 +21,6 @@ from trainer.evaluation.temperature import fit_coefficient
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import DYNAMIC, RESCALINGS
 from trainer.positional.spectrum import Spectrum
-
-if TYPE_CHECKING:
-    from trainer.evaluation.lengths.config import LengthConfig
 
 LayoutAt = Callable[[float], Layout]
 
@@ -57,7 +54,7 @@ class Recipe:
 def recipe(name: str, layout: Layout, config: LengthConfig) -> Recipe | str:
     """The method of that name for a model, or the titles of its parts that need a rotation which
     the model does not have."""
-    parts = [PARTS[part] for part in name.split("+")]
+    parts = [MAKERS[part] for part in name.split("+")]
     if not rotates(layout):
         idle = [part.title for part in parts if part.rotation]
         if idle:
@@ -74,19 +71,6 @@ def recipe(name: str, layout: Layout, config: LengthConfig) -> Recipe | str:
     used = {key: getattr(config, key) for part in parts for key in part.uses}
     plain = {key: _plain(value) for key, value in used.items()}
     return Recipe(name, title, plain, lambda s: sum(p.fits(config, s) for p in parts), make)
-
-
-def part_problems(name: str) -> list[str]:
-    """What is wrong with a method's name, one sentence each."""
-    parts = name.split("+")
-    found = [
-        f"evaluation.methods: unknown method {part!r}.{did_you_mean(part, PARTS)}"
-        for part in parts
-        if part not in PARTS
-    ]
-    if len(set(parts)) < len(parts) or ("none" in parts and len(parts) > 1):
-        found.append(f"evaluation.methods: {name!r} does one thing twice, or 'none' and more.")
-    return found
 
 
 def _plain(value: Any) -> Any:
@@ -225,7 +209,7 @@ def _texts(config: LengthConfig, factor: float) -> int:
     return min(TEXTS, config.fit_windows)
 
 
-PARTS: dict[str, Part] = {
+MAKERS: dict[str, Part] = {
     "none": Part("as is", _unchanged),
     "crop": Part("cropped", _unchanged),
     "window": Part("sliding window", _windowed),
@@ -248,4 +232,4 @@ PARTS: dict[str, Part] = {
     "weighted_rope": Part("Weighted RoPE", _weighted_rope, True, ("weighted_rope",), _texts),
     "drop": Part("dropped", _dropped),
 }
-"""By the names that ``evaluation.methods`` takes."""
+"""By the names of :data:`~trainer.evaluation.lengths.config.PARTS`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,17 +18,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from trainer.errors import UserError
-from trainer.training.callbacks.steps import ends_step
-from trainer.training.checkpoint_files import digests, publish, write_durably
-from trainer.training.checkpoints import (
+from trainer.runs.checkpoint_files import digests, publish, write_durably
+from trainer.runs.checkpoints import (
     BEFORE_DROP,
     STATE,
-    regular_checkpoints,
+    rotate,
     step_name,
-    step_of,
 )
-from trainer.training.config import RunConfig
-from trainer.training.state import Tensors, save, tensors_of
+from trainer.runs.config import RunConfig
+from trainer.runs.state import Tensors, save, tensors_of
+from trainer.training.callbacks.steps import ends_step
 
 log = logging.getLogger(__name__)
 
@@ -163,36 +161,3 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def rotate(directory: Path, config: Any) -> None:
-    """Keep the last ``keep_checkpoints``, every ``keep_every``-th step and the ``keep_best``."""
-    found = regular_checkpoints(directory)
-    kept = set(found[-config.keep_checkpoints :])
-    if config.keep_every:
-        kept |= {path for path in found if step_of(path) % config.keep_every == 0}
-    if config.keep_best:
-        kept |= set(sorted(found, key=training_loss)[: config.keep_best])
-    for path in found:
-        if path not in kept:
-            remove(path)
-
-
-def training_loss(path: Path) -> float:
-    """The last logged training loss before a checkpoint; infinite where there is none."""
-    loss = json.loads((path / STATE).read_text(encoding="utf-8")).get("loss")
-    return float("inf") if loss is None or math.isnan(loss) else loss
-
-
-def remove(path: Path) -> None:
-    """Take a checkpoint away, at once for whoever looks."""
-    hidden = path.with_name(f".{path.name}.removed")
-    path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def sweep(directory: Path) -> None:
-    """Remove what a killed process left half written or half removed."""
-    for pattern in (".*.partial", ".*.removed"):
-        for path in directory.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)

@@ -15,9 +15,9 @@ from trainer.positional.config import build_layout
 from trainer.positional.layout import Layout
 from trainer.recalibration.drop import drop
 from trainer.recalibration.gain import match_gains
-from trainer.training.callbacks.monitor import evaluating
+from trainer.runs.config import RunConfig
+from trainer.training.callbacks.evaluating import evaluating
 from trainer.training.callbacks.steps import ends_step
-from trainer.training.config import RunConfig
 from trainer.training.module import LanguageModule
 from trainer.training.strategy import reshard
 

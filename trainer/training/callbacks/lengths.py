@@ -22,11 +22,12 @@ from trainer.evaluation.retrieval import successes
 from trainer.evaluation.table import Material, prepare_material
 from trainer.model.decoder import Decoder
 from trainer.report.results import Reach
+from trainer.runs.config import RunConfig
+from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.drop import Drop
-from trainer.training.callbacks.monitor import Monitor, evaluating
-from trainer.training.config import RunConfig
+from trainer.training.callbacks.evaluating import evaluating
+from trainer.training.callbacks.monitor import Monitor
 from trainer.training.module import LanguageModule
-from trainer.training.ranks import Ranks
 
 
 class Lengths(Monitor):

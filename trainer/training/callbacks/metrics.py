@@ -11,14 +11,14 @@ import torch
 from trainer.data.dataset import Batch
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
-from trainer.model.peaks import dense_peak
 from trainer.report.progress import Progress
+from trainer.runs.config import RunConfig
+from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.steps import ends_step
-from trainer.training.config import RunConfig
 from trainer.training.module import LanguageModule
 from trainer.training.optimizers import global_norm
+from trainer.training.peaks import dense_peak
 from trainer.training.phases import phase_at
-from trainer.training.ranks import Ranks
 
 
 class Metrics(L.Callback):

@@ -1,59 +1,16 @@
-"""Looking at a model in training without a trace in what is trained."""
+"""Measurements that are made again and again while a model trains."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
-import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 
-from trainer.model.backends import BACKENDS
-from trainer.model.decoder import Decoder
+from trainer.runs.config import RunConfig
+from trainer.training.callbacks.drop import Drop
 from trainer.training.callbacks.steps import begins_step, ends_step
-from trainer.training.config import RunConfig
 from trainer.training.module import LanguageModule
-from trainer.training.strategy import reshard
-
-if TYPE_CHECKING:
-    from trainer.training.callbacks.drop import Drop
-
-
-@contextmanager
-def evaluating(module: LanguageModule) -> Iterator[Decoder]:
-    """The decoder in training, for forward passes in the run's precision without gradient.
-
-    Afterwards modes, random states, backends and shards are as before. All of it runs uncompiled:
-    other shapes would have blocks compiled anew, and training go on with other kernels. The time
-    counts as ``monitor``. Ranks that share parameters must do the same forward passes.
-    """
-    model, device = module.model, module.device
-    modes = {part: part.training for part in model.modules()}
-    backends = [block.self_attn.attend for block in model.layers]
-    module.timer.enter("monitor")
-    try:
-        model.eval()
-        for block in model.layers:
-            if block.self_attn.attend is BACKENDS["flex"]:  # uncompiled it holds all scores
-                block.self_attn.attend = BACKENDS["sdpa"]
-        with (
-            torch.no_grad(),
-            isolate_rng(include_cuda=False),  # with it: a context on every GPU from every rank
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.compiler.set_stance("force_eager"),
-            module.trainer.precision_plugin.forward_context(),
-        ):
-            yield model
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-        for block, backend in zip(model.layers, backends, strict=True):
-            block.self_attn.attend = backend
-        reshard(model)
-        module.timer.enter("data")
 
 
 class Monitor(L.Callback, ABC):

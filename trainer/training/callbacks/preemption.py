@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import PreemptedError
+from trainer.runs.config import RunConfig, seconds_of
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.steps import ends_step
-from trainer.training.config import RunConfig, seconds_of
 
 log = logging.getLogger(__name__)
 

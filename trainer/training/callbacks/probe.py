@@ -10,9 +10,10 @@ import torch
 from trainer.analysis.probe import probe
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import held_out_windows
+from trainer.runs.config import RunConfig
 from trainer.training.callbacks.drop import Drop
-from trainer.training.callbacks.monitor import Monitor, evaluating
-from trainer.training.config import RunConfig
+from trainer.training.callbacks.evaluating import evaluating
+from trainer.training.callbacks.monitor import Monitor
 from trainer.training.module import LanguageModule
 
 

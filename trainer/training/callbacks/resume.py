@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning as L
 
+from trainer.runs.state import restore
 from trainer.training.module import LanguageModule
-from trainer.training.state import restore
 
 
 class Resume(L.Callback):

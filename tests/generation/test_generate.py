@@ -1,0 +1,119 @@
+"""Generation: the likeliest token of the whole prefix, again and again, for each prompt alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.model.test_cache import MODELS
+from tests.model.test_decoder import published
+from trainer.generation.generate import generate
+from trainer.generation.sampling import Sampling
+from trainer.positional.spectrum import Beyond
+
+PROMPT = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(2))
+PROMPTS = PROMPT.tolist()
+RAGGED = [PROMPTS[0], PROMPTS[1][:3], PROMPTS[0][2:9], PROMPTS[1][5:8], PROMPTS[1][:1]]
+
+
+def changing(name):
+    """What turns a layout into one that depends on the length, beyond 8 tokens."""
+
+    def change(spectrum):
+        spectrum = replace(spectrum, training_length=8)
+        if name == "beyond":
+            slow = tuple(f / 3 for f in spectrum.inv_freq)
+            return replace(spectrum, beyond=Beyond(8, slow, growth=2.0))
+        return spectrum.with_temperature(coefficient=1.5, per=name) if name else spectrum
+
+    return change
+
+
+@torch.no_grad()
+def by_reading_everything_again(model, prompt, count):
+    for _ in range(count):
+        prompt = torch.cat([prompt, model(prompt)[:, -1:].argmax(-1)], dim=1)
+    return prompt[:, -count:].tolist()
+
+
+@pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
+def test_the_cache_changes_nothing(tiny_decoder, positional):
+    model = tiny_decoder(**positional)
+    assert generate(model, PROMPTS, 20) == by_reading_everything_again(model, PROMPT, 20)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 0.9)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("change", [None, "sequence", "query", "beyond"])
+@pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
+def test_prompts_of_any_lengths_are_continued_as_if_alone(
+    tiny_decoder, positional, change, sampling
+):
+    model = tiny_decoder(**positional)
+    model.layout = model.layout.map(changing(change))
+    together = generate(model, RAGGED, 20, sampling=sampling)
+    for row, prompt in enumerate(RAGGED):
+        seeded = replace(sampling, seed=row)
+        assert together[row] == generate(model, [prompt], 20, sampling=seeded)[0]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=9), min_size=1, max_size=6))
+def test_prompts_end_on_their_own(tiny_decoder, prompts):
+    model = tiny_decoder(model={"tie_word_embeddings": False}, layers=["rope", "alibi"])
+    ends = set(range(0, 50, 7))
+    expected = []
+    for prompt in prompts:
+        free = by_reading_everything_again(model, torch.tensor([prompt]), 18)[0]
+        stops = [n for n, token in enumerate(free, 1) if token in ends]
+        expected.append(free[: min(stops, default=18)])
+    assert generate(model, prompts, 18, end_tokens=ends) == expected
+
+
+def test_transformers_generates_the_same(tiny_decoder):
+    model = tiny_decoder(model={"tie_word_embeddings": False})
+    hf = published("Llama", model)
+    for prompt, ours in zip(RAGGED, generate(model, RAGGED, 20), strict=True):
+        ids = torch.tensor([prompt])
+        theirs = hf.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False
+        )
+        assert ours == theirs[0, len(prompt) :].tolist()
+
+
+def test_tokens_are_shown_as_they_come_and_a_prompt_can_be_ended(tiny_decoder):
+    model = tiny_decoder(model={"tie_word_embeddings": False})
+    shown = [[] for _ in RAGGED]
+
+    def on_token(row, token):
+        shown[row].append(token)
+        return len(shown[row]) == 2 + row
+
+    new = generate(model, RAGGED, 5, on_token=on_token)
+    assert new == shown
+    assert [len(tokens) for tokens in new] == [2, 3, 4, 5, 5]
+    assert new == [t[: 2 + row] for row, t in enumerate(generate(model, RAGGED, 5))]
+
+
+def test_nothing_is_added_when_nothing_is_asked_for(tiny_decoder):
+    assert generate(tiny_decoder(), PROMPTS, 0) == [[], []]
+    assert generate(tiny_decoder(), [], 5) == []
+
+
+def test_an_empty_prompt_is_an_error(tiny_decoder):
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(tiny_decoder(), [[1], []], 5)
+
+
+def test_weights_keep_no_copies_after_generation(tiny_decoder):
+    from trainer.model import linear
+
+    model = tiny_decoder()
+
+    def fail(row, token):
+        raise RuntimeError(f"{len(linear._PACKED)} copies")
+
+    with pytest.raises(RuntimeError, match="15 copies" if linear.HAS_ONEDNN else "0 copies"):
+        generate(model, PROMPTS, 40, on_token=fail)
+    assert not linear._PACKED

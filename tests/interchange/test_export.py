@@ -1,0 +1,263 @@
+"""Exported models, as transformers loads them, compute what ours compute."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+
+from trainer.errors import UserError
+from trainer.generation.generate import generate
+from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM
+from trainer.interchange.export.directory import write_files
+from trainer.interchange.export.plan import make_plan
+from trainer.interchange.export.weights import write_weights
+from trainer.interchange.pretrained import read_pretrained
+from trainer.interchange.tensor_files import read_headers
+from trainer.model.config import QKNormConfig
+from trainer.positional.rescaling import dynamic, dynamic_ntk, llama3, longrope, yarn
+from trainer.recalibration.drop import drop
+
+IDS = torch.randint(50, (2, 50), generator=torch.Generator().manual_seed(1))
+TOKENIZER = Tokenizer(models.WordLevel({str(i): i for i in range(50)}, unk_token="0"))
+PER_HEAD, FULL = QKNormConfig("always"), QKNormConfig("always", "full")
+
+
+def layout_changed(change):
+    def apply(model):
+        model.layout = model.layout.map(change)
+
+    return apply
+
+
+def dropped(**options):
+    def apply(model):
+        model.layout = drop(model.layout, **options)
+
+    return apply
+
+
+def tempered(**changes):
+    return layout_changed(lambda s: s.with_temperature(**changes))
+
+
+def long_factors(spectrum):
+    if not spectrum.rotates:
+        return spectrum
+    return longrope(spectrum, (1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0))
+
+
+AFTER = {"qk_norm": QKNormConfig("after_drop")}
+NATIVE = {
+    "RoPE": ("Llama", "default", {}, None),
+    "RoPE, untied": ("Llama", "default", {"model": {"tie_word_embeddings": False}}, None),
+    "wide heads": ("Llama", "default", {"model": {"head_dim": 16}}, None),
+    "undivided width": (
+        "Mistral",
+        "default",
+        {"model": {"hidden_size": 30, "head_dim": 8}},
+        None,
+    ),
+    "before its drop": ("Llama", "default", {"model": AFTER}, None),
+    "after its drop": ("Qwen3", "proportional", {"model": AFTER}, dropped(qk_norm=True)),
+    "after a drop without QK-norm": ("SmolLM3", "proportional", {}, dropped()),
+    "iRoPE": ("SmolLM3", "default", {"layers": ["rope", "nope"]}, None),
+    "QK-norm": ("Qwen3", "default", {"model": {"qk_norm": PER_HEAD}}, None),
+    "biases": ("Qwen2", "default", {"model": {"qkv_bias": True}}, None),
+    "biases, half RoPE, tempered": (
+        "Qwen2",
+        "proportional",
+        {"model": {"qkv_bias": True}, "layers": ["half_rope"]},
+        tempered(scale=1.3),
+    ),
+    "half RoPE": ("Llama", "proportional", {"layers": ["half_rope"]}, None),
+    "half RoPE, QK-norm, tempered": (
+        "Qwen3",
+        "proportional",
+        {"model": {"qk_norm": PER_HEAD}, "layers": ["half_rope"]},
+        tempered(scale=1.3),
+    ),
+    "p-RoPE": ("Llama", "proportional", {"layers": ["p_rope"]}, None),
+    "HoPE": ("Llama", "proportional", {"layers": ["hope"]}, None),
+    "high frequency": ("Llama", "default", {"layers": ["high_frequency"]}, None),
+    "RoPE-ID untempered": (
+        "Llama",
+        "proportional",
+        {
+            "layers": ["rope_id"],
+            "training_length": 80,
+            "encodings": {"rope_id": {"temperature": 0}},
+        },
+        None,
+    ),
+    "constant temperature": ("Llama", "default", {}, tempered(scale=1.7)),
+    "tempered NoPE among RoPE": (
+        "SmolLM3",
+        "default",
+        {"layers": ["rope", "nope"]},
+        tempered(scale=0.7),
+    ),
+    "YaRN": ("Llama", "yarn", {"model": {"head_dim": 16}}, layout_changed(lambda s: yarn(s, 4.0))),
+    "Llama 3": (
+        "Llama",
+        "llama3",
+        {"model": {"head_dim": 32}},
+        layout_changed(lambda s: llama3(s, 8.0)),
+    ),
+    "dynamic NTK": ("Llama", "dynamic", {}, layout_changed(lambda s: dynamic_ntk(s, 2.0))),
+    "LongRoPE": ("Llama", "longrope", {}, layout_changed(long_factors)),
+    "windows": ("Mistral", "default", {"windows": [7]}, None),
+    "windows in some layers": ("SmolLM3", "default", {"windows": [7, None]}, None),
+    "RNoPE-SWA": ("SmolLM3", "default", {"layers": ["rope", "nope"], "windows": [7, None]}, None),
+}
+CUSTOM = {
+    "QK-norm over the full projection": ({"model": {"qk_norm": FULL}}, "QK-norm over the full"),
+    "QK-norm of keys": ({"model": {"qk_norm": QKNormConfig("always", targets="k")}}, "one side"),
+    "ALiBi": ({"layers": ["alibi", "rope"]}, "ALiBi"),
+    "RoPE-ID": ({"layers": ["rope_id"], "training_length": 70}, "temperature that changes"),
+    "half of the heads": ({"heads": {"nope": 0.5}}, "heads of one layer"),
+    "windows of two sizes": ({"windows": [7, 20]}, "several sizes"),
+    "two bases": ({"layers": ["rope", "high_frequency"]}, "rotate differently"),
+    "biases and NoPE in one layer": (
+        {"model": {"qkv_bias": True}, "layers": ["rope", "nope"]},
+        "layers without rotation",
+    ),
+}
+
+
+def saved(model, directory):
+    """The plan, after everything but the card was written."""
+    plan = make_plan(model.config, model.layout)
+    write_files(model, plan, TOKENIZER, 0, directory, "float32")
+    return plan
+
+
+def loaded(directory, plan):
+    """What transformers makes of it, with no weight missing or left over."""
+    kind = getattr(transformers, plan.architecture) if plan.is_native else UnropeForCausalLM
+    hf, info = kind.from_pretrained(directory, output_loading_info=True)
+    assert not any(info.values()), info
+    return hf.eval()
+
+
+@torch.no_grad()
+def assert_same_model(model, hf):
+    """Logits of two rows, longer than the training, and what is generated with a cache.
+
+    Where frequencies change with the length, generation is compared up to there: from then on
+    transformers goes on with keys as they were rotated when they were read, ours are rotated anew.
+    """
+    theirs = hf(IDS).logits
+    assert 0.1 < theirs.std() < 10
+    torch.testing.assert_close(model(IDS), theirs, rtol=0, atol=1e-4)
+    changes = [s.beyond.length for s in model.layout.spectra if s.beyond is not None]
+    count = min([25, *(length - 20 for length in changes)])
+    out = hf.generate(
+        IDS[:, :20],
+        attention_mask=torch.ones_like(IDS[:, :20]),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert out[:, 20:].tolist() == generate(model, IDS[:, :20].tolist(), count)
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_a_native_architecture_computes_the_same(tiny_decoder, tmp_path, kind):
+    architecture, rope_type, options, change = NATIVE[kind]
+    model = tiny_decoder(**options)
+    if change is not None:
+        change(model)
+    plan = saved(model, tmp_path)
+    assert plan.architecture == f"{architecture}ForCausalLM"
+    assert plan.values["rope_parameters"]["rope_type"] == rope_type
+    assert_same_model(model, loaded(tmp_path, plan))
+
+
+@pytest.mark.parametrize("kind", CUSTOM)
+def test_the_code_that_goes_with_a_model_computes_the_same(tiny_decoder, tmp_path, kind):
+    options, reason = CUSTOM[kind]
+    model = tiny_decoder(**options)
+    plan = saved(model, tmp_path)
+    assert not plan.is_native
+    assert any(reason in said for said in plan.refusals.values())
+    assert_same_model(model, loaded(tmp_path, plan))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [tempered(coefficient=0.4, per="query"), layout_changed(long_factors), tempered(scale=1.4)],
+)
+def test_the_code_follows_the_length(tiny_decoder, tmp_path, change):
+    model = tiny_decoder(heads={"nope": 0.5})
+    change(model)
+    assert_same_model(model, loaded(tmp_path, saved(model, tmp_path)))
+
+
+def test_the_code_leaves_padding_out(tiny_decoder, tmp_path):
+    """A row behind padding is what it is alone, also where encodings follow the length."""
+    model = tiny_decoder(layers=["alibi", "rope"], windows=[None, 30])
+    model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=0.3))
+    hf = loaded(tmp_path, saved(model, tmp_path))
+    prompt = IDS[:1, :11]
+    padded = torch.cat([torch.zeros(1, 9, dtype=torch.long), prompt], dim=1)
+    ids = torch.cat([padded, IDS[1:, :20]])
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    out = hf.generate(
+        ids, attention_mask=mask, max_new_tokens=25, do_sample=False, eos_token_id=None
+    )
+    ours = generate(model, [prompt[0].tolist(), IDS[1, :20].tolist()], 25)
+    assert out[:, 20:].tolist() == ours
+
+
+def test_the_code_has_a_loss(tiny_decoder, tmp_path):
+    model = tiny_decoder(layers=["alibi"])
+    hf = loaded(tmp_path, saved(model, tmp_path))
+    loss = model.loss(IDS[:, :-1], IDS[:, 1:])
+    torch.testing.assert_close(hf(IDS, labels=IDS).loss, loss, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind", ["RoPE, untied", "QK-norm", "biases", "iRoPE", "windows", "Llama 3", "LongRoPE"]
+)
+def test_import_and_export_again_change_no_bit(tiny_decoder, tmp_path, kind):
+    _, _, options, change = NATIVE[kind]
+    model = tiny_decoder(**options)
+    if change is not None:
+        change(model)
+    saved(model, tmp_path)
+    again = tmp_path / "again"
+    again.mkdir()
+    imported = read_pretrained(str(tmp_path)).decoder()
+    saved(imported, again)
+    reread = read_pretrained(str(again)).decoder()
+    for name, value in model.named_parameters():
+        assert torch.equal(reread.get_parameter(name), value)
+    assert torch.equal(reread(IDS), imported(IDS))
+    assert (again / "config.json").read_text() == (tmp_path / "config.json").read_text()
+
+
+def test_large_models_are_written_in_shards(tiny_decoder, tmp_path):
+    model = tiny_decoder()
+    plan = make_plan(model.config, model.layout)
+    write_weights(model, plan, tmp_path, "float32", shard_bytes=20_000)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert all(path.stat().st_size < 21_500 for path in shards)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    weights = {name: value for path in shards for name, value in load_file(path).items()}
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
+    assert set(index["weight_map"]) == set(weights) == set(read_headers(tmp_path))
+    for name, value in model.named_parameters():
+        assert torch.equal(weights[f"model.{name}"], value)
+
+
+def test_a_schedule_that_nothing_there_follows_is_refused(tiny_decoder):
+    model = tiny_decoder()
+    layout_changed(lambda s: dynamic(s, "yarn"))(model)
+    with pytest.raises(UserError, match="follow the length as 'yarn' says"):
+        make_plan(model.config, model.layout)

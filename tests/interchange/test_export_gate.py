@@ -1,0 +1,82 @@
+"""What an export leaves behind is what transformers loads in a fresh process, or nothing."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from trainer.data.tokenizer import train_tokenizer
+from trainer.errors import UserError
+from trainer.interchange.export import directory as export_directory
+from trainer.interchange.export.directory import export_model, write_files
+from trainer.model.decoder import Decoder
+
+
+@pytest.fixture
+def bilingual(tiny_decoder):
+    """A decoder with a real tokenizer, of a vocabulary to match."""
+    tokenizer = train_tokenizer(["some text and words "], 270, [])
+
+    def build(**options):
+        vocab = {"vocab_size": tokenizer.get_vocab_size()}
+        return tiny_decoder(**options | {"model": vocab | options.get("model", {})}), tokenizer
+
+    return build
+
+
+def test_the_gate_loads_code_in_a_fresh_process(bilingual, tmp_path):
+    model, tokenizer = bilingual(layers=["alibi"], heads={"rope_id": 0.5}, training_length=80)
+    exported = export_model(model, tokenizer, 0, tmp_path / "a" / "out")
+    assert not exported.plan.is_native
+    assert 0 < exported.difference < 1e-4
+    assert [p.name for p in tmp_path.rglob("*") if p.is_dir()] == ["a", "out"]
+    written = Tokenizer.from_file(str(tmp_path / "a" / "out" / "tokenizer.json"))
+    assert written.encode("some text").ids == [0, *tokenizer.encode("some text").ids]
+    values = json.loads((tmp_path / "a" / "out" / "config.json").read_text())
+    assert (values["bos_token_id"], values["eos_token_id"]) == (0, 0)
+
+
+def test_the_gate_compares_what_was_rounded(bilingual, tmp_path):
+    """Folded factors too: the logits are those of the weights in the file."""
+    model, tokenizer = bilingual(layers=["half_rope"])
+    model.layout = model.layout.map(lambda s: s.with_temperature(scale=1.3))
+    exported = export_model(model, tokenizer, 0, tmp_path / "out", dtype="bfloat16")
+    assert exported.difference < 1e-4
+    assert load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"].dtype == (
+        torch.bfloat16
+    )
+
+
+def test_the_gate_keeps_nothing_that_differs(bilingual, tmp_path, monkeypatch):
+    model, tokenizer = bilingual()
+
+    def tampered(decoder, *rest):
+        other = Decoder(decoder.config, decoder.layout)
+        other.load_state_dict(decoder.state_dict())
+        other.layers[1].mlp.up_proj.weight.data[3, 5] += 0.5
+        write_files(other, *rest)
+
+    monkeypatch.setattr(export_directory, "write_files", tampered)
+    with pytest.raises(UserError, match=r"differ by .*, more than tolerance=0.0001; nothing"):
+        export_model(model, tokenizer, 0, tmp_path / "new" / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_transformers_nothing_is_compared(bilingual, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    model, tokenizer = bilingual()
+    with caplog.at_level("WARNING"):
+        exported = export_model(model, tokenizer, 0, tmp_path / "out")
+    assert exported.difference is None
+    assert "was not loaded and compared" in caplog.text
+
+
+def test_a_directory_that_holds_something_is_left_alone(bilingual, tmp_path):
+    model, tokenizer = bilingual()
+    (tmp_path / "mine").touch()
+    for to in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(UserError, match=r"is not empty|is a file"):
+            export_model(model, tokenizer, 0, to)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]

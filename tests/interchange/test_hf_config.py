@@ -1,0 +1,191 @@
+"""Configurations of published models; that logits agree is tested with the weights."""
+
+import math
+
+import pytest
+import transformers
+
+from trainer.errors import UserError
+from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e5,
+}
+
+
+def read(**changes):
+    return from_hf_config(LLAMA | changes, "here")
+
+
+def windows(layout):
+    return [layer.window for layer in layout.layers]
+
+
+def rotating(layout):
+    return [layer.spectra[0].rotates for layer in layout.layers]
+
+
+def test_shape_and_training_length():
+    config, layout = read(head_dim=32)
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (64, 128, 8)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    assert (config.head_size, config.vocab_size, config.rms_norm_eps) == (32, 100, 1e-5)
+    assert not config.tie_word_embeddings
+    assert layout.training_length == 2048
+    assert len(layout.layers) == 8
+    assert len(layout.spectra) == 1
+    assert layout.spectra[0].inv_freq[1] == pytest.approx(1e5 ** (-1 / 16))
+
+
+def test_what_older_files_leave_out():
+    """Llama 1 has no key for key-value heads, head size, tied embeddings or the base."""
+    left_out = ("num_key_value_heads", "rms_norm_eps", "rope_theta")
+    config, layout = from_hf_config(
+        {key: value for key, value in LLAMA.items() if key not in left_out}, "here"
+    )
+    assert (config.num_key_value_heads, config.head_size, config.rms_norm_eps) == (4, 16, 1e-6)
+    assert layout.spectra[0].inv_freq[1] == pytest.approx(1e4 ** (-1 / 8))
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_absent_keys_mean_what_they_mean_to_transformers(kind):
+    """A file that holds the sizes alone, against the defaults of the published class."""
+    theirs = getattr(transformers, kind.removesuffix("ForCausalLM") + "Config")()
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    given = {key: getattr(theirs, key) for key in (*sizes, "vocab_size")}
+    config, layout = from_hf_config(
+        given | {"architectures": [kind], "max_position_embeddings": 4096}, "here"
+    )
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.head_size == (
+        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    )
+    base = theirs.rope_parameters["rope_theta"]
+    rotates = layout.layers[0].spectra[0].inv_freq
+    assert rotates[1] == pytest.approx(base ** (-2 / config.head_size))
+    expected = getattr(theirs, "no_rope_layers", None) or [1] * config.num_hidden_layers
+    assert rotating(layout) == [bool(turns) for turns in expected]
+    window = theirs.sliding_window if kind.startswith("Mistral") else None
+    assert set(windows(layout)) == {window}
+
+
+def test_old_and_new_style_are_the_same():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 512}
+    old = read(rope_scaling=scaling | {"type": "llama3"})
+    new = read(
+        rope_theta=None,
+        rope_parameters=scaling | {"rope_type": "llama3", "rope_theta": 1e5},
+    )
+    assert old == new
+    assert old != read()
+
+
+def test_the_length_before_extension_may_stand_beside_the_parameters():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    _, layout = read(
+        rope_scaling={"type": "longrope"} | factors, original_max_position_embeddings=512
+    )
+    spectrum = layout.spectra[0]
+    assert spectrum.beyond.length == 512
+    assert spectrum.rotary_scale == pytest.approx(math.sqrt(1 + math.log(4) / math.log(512)))
+    assert layout.training_length == 2048
+
+
+def test_a_share_of_the_channels_rotates():
+    _, layout = read(partial_rotary_factor=0.5)
+    assert layout.spectra[0].rotary_dim == 8
+
+
+def test_qwen2_has_biases_and_windows_in_its_upper_layers():
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 128, "max_window_layers": 6}
+    config, layout = read(**qwen, use_sliding_window=True)
+    assert config.qkv_bias
+    assert windows(layout) == [None] * 6 + [128] * 2
+    assert windows(read(**qwen)[1]) == [None] * 8
+    types = ["full_attention", "sliding_attention"] * 4
+    _, layout = read(**qwen, use_sliding_window=True, layer_types=types)
+    assert windows(layout) == [None, 128] * 4
+
+
+def test_qwen3_normalises_queries_and_keys_of_each_head():
+    config, layout = read(architectures=["Qwen3ForCausalLM"])
+    assert (config.qk_norm.when, config.qk_norm.kind) == ("always", "per_head")
+    assert all(layer.qk_norm for layer in layout.layers)
+    assert config.head_size == 128
+
+
+def test_mistral_has_a_window_everywhere_or_nowhere():
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert windows(read(**mistral, sliding_window=256)[1]) == [256] * 8
+    assert windows(read(**mistral, sliding_window=None)[1]) == [None] * 8
+
+
+def test_llama_takes_no_notice_of_a_window():
+    assert windows(read(sliding_window=256)[1]) == [None] * 8
+
+
+def test_smollm3_does_not_rotate_in_some_layers():
+    smollm3 = {"architectures": ["SmolLM3ForCausalLM"]}
+    assert rotating(read(**smollm3)[1]) == [True, True, True, False] * 2
+    assert rotating(read(**smollm3, no_rope_layer_interval=2)[1]) == [True, False] * 4
+    _, layout = read(**smollm3, no_rope_layers=[1, 0, 0, 1, 1, 1, 1, 0, 1])
+    assert rotating(layout) == [True, False, False, True, True, True, True, False]
+    _, layout = read(**smollm3, use_sliding_window=True, sliding_window=64)
+    assert windows(layout) == [None, None, None, 64] * 2
+
+
+def test_a_file_may_name_its_type_alone():
+    values = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    assert from_hf_config(values | {"model_type": "llama"}, "here") == read()
+    with pytest.raises(UserError, match="'gpt2' is not supported; supported are LlamaForCausalLM"):
+        from_hf_config(values | {"model_type": "gpt2"}, "here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported"),
+        ({"architectures": ["Olmo2ForCausalLM"]}, "post-norm"),
+        ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size: expected a positive whole number, got None"),
+        ({"num_attention_heads": 3}, "num_attention_heads: 3 heads do not divide"),
+        ({"rope_scaling": {"type": "yarm", "factor": 2.0}}, "'yarm'. Did you mean 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_parameters.factor: missing"),
+        ({"rope_parameters": [1]}, "rope_parameters: expected keys and values"),
+        ({"layer_types": ["full_attention"]}, "layer_types: expected a list with an entry for"),
+        ({"layer_types": ["chunked_attention"] * 8}, "got 'chunked_attention'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_computed_is_refused_by_name(changes, said):
+    with pytest.raises(UserError, match=said) as error:
+        read(**changes)
+    assert str(error.value).startswith("here: ")
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(UserError) as error:
+        read(mlp_bias=True, hidden_act="relu", rope_scaling={"type": "linear"})
+    assert len(error.value.problems) == 3
+
+
+def test_harmless_keys_are_let_pass():
+    more = {"attention_dropout": 0.1, "torch_dtype": "bfloat16", "use_cache": True}
+    more |= {"pretraining_tp": 1, "attention_bias": False, "logit_scale": None}
+    assert read(**more) == read()

@@ -1,0 +1,110 @@
+"""Parameters that stand for a spectrum: those it came from, in the plainest numbers."""
+
+import pytest
+
+from trainer.interchange.hf_rope import spectrum_from_rope_parameters
+from trainer.interchange.hf_rope_inverse import rope_parameters
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.rescaling import dynamic_ntk, position_interpolation, yarn
+from trainer.positional.spectrum import Beyond, Spectrum
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.01 * m for m in range(48)],
+    "long_factor": [1.0 + 0.5 * m for m in range(48)],
+}
+PUBLISHED = {
+    "Llama 2": ({"rope_type": "default", "rope_theta": 10_000.0}, 128, 4096),
+    "SmolLM2": ({"rope_type": "default", "rope_theta": 100_000.0}, 64, 8192),
+    "Llama 3.1": (
+        LLAMA3 | {"rope_theta": 500_000.0, "original_max_position_embeddings": 8192},
+        128,
+        131_072,
+    ),
+    "Llama 3.2": (
+        LLAMA3
+        | {"factor": 32.0, "rope_theta": 500_000.0, "original_max_position_embeddings": 8192},
+        64,
+        131_072,
+    ),
+    "Qwen, extended": (
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+        | {"original_max_position_embeddings": 32_768, "attention_factor": 1.1386294361119891}
+        | {"truncate": True},
+        128,
+        131_072,
+    ),
+    "linear": ({"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5}, 128, 16_384),
+    "dynamic": ({"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, 64, 4096),
+    "proportional": (
+        {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        256,
+        8192,
+    ),
+    "slow and proportional": (
+        {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+        | {"factor": 3.0},
+        128,
+        8192,
+    ),
+    "nothing turns": (
+        {"rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": 0.0},
+        64,
+        8192,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_models_come_back(name):
+    values, head_dim, length = PUBLISHED[name]
+    spectrum = spectrum_from_rope_parameters(values, head_dim, length)
+    found = rope_parameters(spectrum, head_dim)
+    assert found == values
+    assert spectrum_from_rope_parameters(found, head_dim, length) == spectrum
+
+
+def test_longrope_comes_back_as_the_same_frequencies():
+    values = LONG | {"rope_theta": 500.0, "original_max_position_embeddings": 4096}
+    spectrum = spectrum_from_rope_parameters(values, 96, 131_072)
+    found = rope_parameters(spectrum, 96)
+    again = spectrum_from_rope_parameters(found, 96, 131_072)
+    assert found["rope_type"] == "longrope"
+    assert again.inv_freq == pytest.approx(spectrum.inv_freq, rel=1e-14)
+    assert again.beyond.inv_freq == pytest.approx(spectrum.beyond.inv_freq, rel=1e-14)
+    assert (again.beyond.length, again.rotary_scale) == (4096, spectrum.rotary_scale)
+
+
+@pytest.mark.parametrize("name", ["rope", "half_rope", "high_frequency", "p_rope", "hope"])
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+def test_every_encoding_turns_alike(name, head_dim):
+    spectrum = make_spectrum(name, head_dim, 4096, {})
+    held = spectrum_from_rope_parameters(rope_parameters(spectrum, head_dim), head_dim, 4096)
+    padded = [*spectrum.inv_freq, *[0.0] * (head_dim // 2 - len(spectrum.inv_freq))]
+    assert held.inv_freq == pytest.approx(padded, rel=1e-8)
+    assert rope_parameters(spectrum, head_dim)["rope_type"] in ("default", "proportional")
+
+
+def test_a_yarn_of_ours_carries_its_attention_factor():
+    spectrum = yarn(make_spectrum("rope", 128, 4096, {}), 8.0)
+    found = rope_parameters(spectrum, 128)
+    assert (found["rope_type"], found["factor"]) == ("yarn", 8.0)
+    assert found["original_max_position_embeddings"] == 4096
+    assert found["attention_factor"] == pytest.approx(spectrum.rotary_scale)
+
+
+def test_arbitrary_frequencies_are_a_factor_for_every_pair():
+    spectrum = Spectrum(100, (0.7, 0.9, 0.0, 0.1))
+    found = rope_parameters(spectrum, 8)
+    held = spectrum_from_rope_parameters(found, 8, 100)
+    assert found["rope_type"] == "longrope"
+    assert held.inv_freq == pytest.approx(spectrum.inv_freq, rel=1e-12, abs=1e-25)
+
+
+def test_what_no_type_has():
+    plain = position_interpolation(make_spectrum("rope", 16, 100, {}), 2.0)
+    assert rope_parameters(dynamic_ntk(plain, 2.0), 16) is None
+    uneven = (0.5, 0.2, 0.1, 0.01)
+    grows = Beyond(100, uneven, growth=1.0)
+    assert rope_parameters(Spectrum(100, uneven, beyond=grows), 8) is None

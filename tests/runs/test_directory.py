@@ -1,0 +1,87 @@
+"""A run directory is never taken from another run, and never deleted with what is not its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.runs.config import RunConfig
+from trainer.runs.directory import MARK, open_run_directory
+from trainer.runs.parsing import parse_config
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "run"
+
+
+def contents(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def opened(place, **changes):
+    return open_run_directory(RunConfig(run_dir=str(place), **changes))
+
+
+def test_overwriting_replaces_a_run(place):
+    opened(place)
+    (place / "metrics.csv").write_text("step")
+    (place / "checkpoints" / "step-000003").mkdir(parents=True)
+    opened(place / "controls" / "nope")
+    opened(place, overwrite=True)
+    assert {path.name for path in place.iterdir()} == {"config.yaml", MARK}
+
+
+def test_overwriting_leaves_a_directory_alone_that_is_no_run(place):
+    place.mkdir()
+    (place / "config.yaml").write_text("mine: 1")
+    (place / "source.py").write_text("print()")
+    before = contents(place)
+    with pytest.raises(UserError, match="not marked as a run"):
+        opened(place, overwrite=True)
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize("where", ["notes.md", "checkpoints/best.pt", "controls/nope/paper.pdf"])
+def test_overwriting_names_files_it_does_not_know_and_deletes_nothing(place, where):
+    opened(place)
+    opened(place / "controls" / "nope")
+    (place / where).parent.mkdir(exist_ok=True)
+    (place / where).write_text("mine")
+    before = contents(place)
+    with pytest.raises(UserError, match=Path(where).name):
+        opened(place, overwrite=True)
+    assert contents(place) == before
+
+
+def test_overwriting_does_not_follow_a_link(place, tmp_path):
+    opened(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link"):
+        opened(place, overwrite=True)
+    assert (tmp_path / "elsewhere" / MARK).exists()
+
+
+def test_an_empty_run_dir_is_an_error():
+    with pytest.raises(UserError, match="run_dir: expected a directory"):
+        parse_config({"run_dir": ""})
+
+
+def test_a_run_from_before_there_were_marks_is_reopened_and_marked(place):
+    opened(place)
+    (place / MARK).unlink()
+    opened(place)
+    assert json.loads((place / MARK).read_text())["format"] == 1
+
+
+@pytest.mark.parametrize(
+    ("mark", "said"), [('{"format": 99}', "format 99.*newer"), ("[", "damaged"), ("{}", "damaged")]
+)
+def test_a_directory_of_another_format_is_refused(place, mark, said):
+    opened(place)
+    (place / MARK).write_text(mark)
+    with pytest.raises(UserError, match=said):
+        opened(place)

@@ -1,0 +1,62 @@
+"""A tiny corpus and a function that trains on it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer.data.corpus import prepare_corpus
+from trainer.runs.parsing import merged, parse_config
+from trainer.training.run import train
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """Plain values of a run of a dozen steps that drops half way."""
+    directory = tmp_path_factory.mktemp("text")
+    path = directory / "a.jsonl"
+    texts = (f"Sentence {i} of a text that is {i * i} long. " for i in range(900))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return {
+        "name": "tiny",
+        "model": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "initializer": "fan_in",
+            "qk_norm": {"when": "after_drop"},
+        },
+        "data": {
+            "source": "files",
+            "files": [str(path)],
+            "sequence_length": 32,
+            "cache_dir": str(directory / "cache"),
+            "needles": {"share": 0.5, "mentions": [2, 6]},
+        },
+        "tokenizer": {"vocab_size": 300},
+        "schedule": {"warmup_steps": 2},
+        "drop": {"at": 6, "effect_sequences": 4, "schedule": {"warmup_steps": 2}},
+        "trainer": {
+            "max_steps": 12,
+            "batch_size": 4,
+            "threads": 1,
+            "log_every": 2,
+            "checkpoint_every": 3,
+            "keep_checkpoints": 100,
+        },
+    }
+
+
+@pytest.fixture
+def run(base, tmp_path):
+    """Train with changes to ``base``; returns the configuration and the finished run."""
+
+    def go(name="run", **changes):
+        config = parse_config(merged({**base, "run_dir": str(tmp_path / name)}, changes))
+        (tmp_path / name).mkdir(exist_ok=True)
+        return config, train(config, prepare_corpus(config.data, config.tokenizer))
+
+    return go

@@ -1,0 +1,167 @@
+"""The length evaluation of finished runs: what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.evaluation.lengths.config import LengthConfig, TemperatureSettings
+from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
+from trainer.runs.models import find_candidate
+from trainer.workflows.evaluate import LengthRequest, evaluate_lengths
+
+CONFIG = LengthConfig(
+    lengths=[1, 2],
+    methods=["none", "yarn", "temperature"],
+    tasks=["perplexity", "statements"],
+    windows=2,
+    fit_windows=2,
+    needles=NeedleTaskSettings(trials=4, needles=2),
+    temperature=TemperatureSettings(grid=[0.3]),
+)
+
+
+@pytest.fixture(scope="module")
+def runs(base, tmp_path_factory):
+    """A run that drops its encoding, with its checkpoint before the drop."""
+    from trainer.data.corpus import prepare_corpus
+    from trainer.runs.parsing import parse_config
+    from trainer.training.run import train
+
+    directory = tmp_path_factory.mktemp("runs") / "tiny"
+    directory.mkdir()
+    config = parse_config({**base, "run_dir": str(directory)})
+    train(config, prepare_corpus(config.data, config.tokenizer))
+    return directory
+
+
+def request(runs, output, **changes):
+    before = str(runs / "checkpoints" / "before-drop")
+    return LengthRequest(
+        checkpoint=before,
+        compare=[str(runs)],
+        output=str(output),
+        threads=1,
+        evaluation=replace(CONFIG, **changes),
+    )
+
+
+def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
+    report, output = evaluate_lengths(request(runs, tmp_path))
+    cells = {(c.model, c.method) for c in report.cells}
+    assert cells == {
+        ("RoPE (before-drop)", "none"),
+        ("RoPE (before-drop)", "yarn"),
+        ("RoPE (before-drop)", "temperature"),
+        ("DroPE", "none"),
+        ("DroPE", "temperature"),
+    }
+    assert report.methods == {"none": "as is", "yarn": "YaRN", "temperature": "temperature"}
+    assert any(re.match("DroPE has no rotation, .* for YaRN", note) for note in report.notes)
+    assert {p.name for p in output.iterdir()} >= {
+        "cells", "figures", "report.html", "report.json", "table.csv", "table.md", "table.tex",
+    }  # fmt: skip
+    written = json.loads((output / "report.json").read_text())
+    assert len(written["cells"]) == len(report.cells) == 20
+
+
+def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):
+    first, output = evaluate_lengths(request(runs, tmp_path))
+    written = (output / "report.json").read_bytes()
+    for cell in sorted((output / "cells").glob("cell-*"))[:3]:
+        cell.unlink()
+    second, _ = evaluate_lengths(request(runs, tmp_path))
+    timeless = [replace(c, seconds=0.0) for c in second.cells]
+    assert timeless == [replace(c, seconds=0.0) for c in first.cells]
+    assert len((output / "report.json").read_bytes()) == pytest.approx(len(written), abs=200)
+
+
+def test_a_finished_evaluation_says_again_what_was_chosen(runs, tmp_path):
+    first, _ = evaluate_lengths(request(runs, tmp_path))
+    second, _ = evaluate_lengths(request(runs, tmp_path))
+    assert second == first
+    assert any("logits times 1 + 0.3 ln s" in note for note in second.notes)
+
+
+def test_a_model_to_compare_with_that_is_not_there_is_named_by_its_key(runs, tmp_path):
+    with pytest.raises(UserError, match=r"compare: 'none' is neither a run directory"):
+        evaluate_lengths(replace(request(runs, tmp_path), compare=["none"]))
+
+
+def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
+    evaluate_lengths(request(runs, tmp_path))
+    found = find_candidate(str(runs))
+    layout, said = with_fitted_temperature(found.layout, found.path)
+    assert "1 + 0.3 ln(n / 32)" in said
+    (spectrum,) = layout.spectra
+    assert spectrum.temperature.at(64, 32) == pytest.approx(1 + 0.3 * 0.6931, abs=1e-4)
+    assert spectrum.temperature.at(32, 32) == 1
+    (found.path / FILE).write_text("{}")
+    with pytest.raises(UserError, match="holds no temperature"):
+        with_fitted_temperature(found.layout, found.path)
+    (found.path / FILE).unlink()
+    assert with_fitted_temperature(found.layout, found.path) == (found.layout, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tasks": ["standard"]}, r"evaluation.lengths: expected at least \d+ tokens for standard"),
+        ({"lengths": [1, 500]}, "the held-out text has"),
+        ({"tasks": ["ruler"]}, "evaluation.lengths: expected at least"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused_before_anything_is_measured(
+    runs, tmp_path, changes, said
+):
+    with pytest.raises(UserError, match=said):
+        evaluate_lengths(request(runs, tmp_path, **changes))
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_task_that_does_not_fit_is_named_at_once(runs, tmp_path):
+    with pytest.raises(UserError) as error:
+        evaluate_lengths(request(runs, tmp_path, tasks=["standard", "multi_key", "ruler"]))
+    named = {
+        re.search(r"tokens for (?:RULER's )?(\w+)", problem)[1] for problem in error.value.problems
+    }
+    assert named > {"standard", "multi_key", "niah_single_1", "vt"}
+
+
+def test_a_method_that_applies_to_no_checkpoint_is_refused(runs, tmp_path):
+    alone = replace(request(runs, tmp_path), checkpoint=str(runs), compare=[])
+    with pytest.raises(UserError, match="'yarn' changes a rotation, which 'DroPE' does not have"):
+        evaluate_lengths(alone)
+
+
+def test_the_same_model_twice_is_refused(runs, tmp_path):
+    twice = replace(request(runs, tmp_path), compare=[str(runs), str(runs)])
+    with pytest.raises(UserError, match="is named twice"):
+        evaluate_lengths(twice)
+
+
+def test_requests_name_what_is_missing():
+    (problem,) = LengthRequest(evaluation=CONFIG).problems()
+    assert problem.startswith("checkpoint: give checkpoint=runs/NAME")
+    assert "threads" in LengthRequest(checkpoint="x", threads=0, evaluation=CONFIG).problems()[0]
+
+
+def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
+    changes = {"methods": None, "lengths": [1], "tasks": ["perplexity"]}
+    alone = replace(request(runs, tmp_path, **changes), checkpoint=str(runs), compare=[])
+    report, _ = evaluate_lengths(alone)
+    assert list(report.methods) == ["none", "crop", "temperature"]
+
+
+def test_a_temperature_fitted_on_more_text_stays(tmp_path):
+    fitted = {"coefficient": 0.3, "per": "sequence", "lengths": [64], "text": "a", "tokens": 128}
+    keep_temperature(tmp_path, fitted)
+    keep_temperature(tmp_path, fitted | {"coefficient": 0.5, "tokens": 64})
+    assert json.loads((tmp_path / FILE).read_text())["coefficient"] == 0.3
+    keep_temperature(tmp_path, fitted | {"coefficient": 0.5})
+    assert json.loads((tmp_path / FILE).read_text())["coefficient"] == 0.5

@@ -1,0 +1,136 @@
+"""Continuations of prompts of any lengths, with a KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from trainer.generation.sampling import Sampler, Sampling
+from trainer.model.cache import KVCache
+from trainer.model.decoder import Decoder
+from trainer.model.linear import packed
+
+GREEDY = Sampling()
+# Copying the weights in another order takes as long as it saves in about so many steps.
+WORTH_PACKING = 16
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling = GREEDY,
+    end_tokens: Collection[int] = (),
+    on_token: Callable[[int, int], bool | None] | None = None,
+) -> list[list[int]]:
+    """Continue every prompt as if it were alone.
+
+    Prompts of one length are read together, none is padded; then all grow by a token a step, and
+    those that have ended take no part any more. On a CPU a second copy of the weights is kept
+    meanwhile, see :func:`packed`.
+
+    Args:
+        model: a decoder.
+        prompts: token ids, at least one each.
+        max_new_tokens: how many tokens to add to each at the most.
+        sampling: how they are drawn.
+        end_tokens: a prompt that has got one of them has ended.
+        on_token: called with a prompt's index and a token as each comes, for instance to show it;
+            returns True to end that prompt.
+
+    Returns:
+        The new tokens of every prompt, the one it ended with included.
+
+    Raises:
+        ValueError: a prompt is empty.
+    """
+    if not all(len(prompt) for prompt in prompts):
+        raise ValueError("a prompt must have at least one token")
+    new: list[list[int]] = [[] for _ in prompts]
+    if not new or max_new_tokens < 1:
+        return new
+    rows = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    logits, cache = _read(model, [prompts[row] for row in rows], max_new_tokens)
+    return go_on(
+        model,
+        logits,
+        cache,
+        max_new_tokens,
+        rows=rows,
+        sampling=sampling,
+        end_tokens=end_tokens,
+        on_token=on_token,
+    )
+
+
+@torch.no_grad()
+def go_on(
+    model: Decoder,
+    logits: Tensor,
+    cache: KVCache,
+    max_new_tokens: int,
+    *,
+    rows: Sequence[int] | None = None,
+    sampling: Sampling = GREEDY,
+    end_tokens: Collection[int] = (),
+    on_token: Callable[[int, int], bool | None] | None = None,
+) -> list[list[int]]:
+    """Continue prompts that were read; see :func:`generate`.
+
+    Args:
+        logits: ``[B, vocab]`` after the prompts.
+        cache: what was read, with room for ``max_new_tokens - 1`` more; it is used up.
+        rows: the prompts' indices in what is returned and told; default 0 .. B - 1.
+    """
+    rows = list(range(len(logits)) if rows is None else rows)
+    new: list[list[int]] = [[] for _ in rows]
+    sampler = Sampler(sampling, len(rows))
+    with packed(_matrices(model) if max_new_tokens > WORTH_PACKING else ()):
+        for step in range(1, max_new_tokens + 1):
+            tokens = sampler(logits, rows).tolist()
+            # From the last to the first: one that ended makes room for one that goes on.
+            for place, token in reversed(list(enumerate(tokens))):
+                row = rows[place]
+                new[row].append(token)
+                ended = on_token is not None and on_token(row, token)
+                if ended or token in end_tokens:
+                    cache.remove(place)
+                    rows[place] = rows[-1]
+                    rows.pop()
+            if step == max_new_tokens or not rows:
+                break
+            ids = torch.tensor([new[row][-1:] for row in rows], device=logits.device)
+            logits = model(ids, cache=cache)[:, 0]
+    return new
+
+
+def _matrices(model: Decoder) -> list[Tensor]:
+    """The weights that tokens are multiplied with."""
+    inputs = None if model.lm_head is None else model.embed_tokens.weight
+    return [p for p in model.parameters() if p.dim() == 2 and p is not inputs]
+
+
+def _read(
+    model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> tuple[Tensor, KVCache]:
+    """Logits ``[B, vocab]`` after prompts in the order of their lengths, and what was read.
+
+    The cache has room for all tokens but the last new ones, which are not read.
+    """
+    longest, weight = len(prompts[-1]), model.embed_tokens.weight
+    capacity = longest + max_new_tokens - 1
+    cache = KVCache.empty(model.config, len(prompts), capacity, weight.dtype, weight.device)
+    logits: list[Tensor] = []
+    first = 0
+    for length, alike in groupby(prompts, key=len):
+        ids = torch.tensor(list(alike), device=weight.device)
+        part = cache.part(first, len(ids), longest - length)
+        logits.append(model(ids, cache=part, last=1)[:, 0])
+        first += len(ids)
+    cache.fill(tuple(longest - len(prompt) for prompt in prompts), longest)
+    return torch.cat(logits), cache

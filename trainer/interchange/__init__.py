@@ -1,0 +1,1 @@
+"""Weights and configurations of others: Hugging Face, GGUF, export."""

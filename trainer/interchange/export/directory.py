@@ -1,0 +1,176 @@
+"""An exported model as a directory, whole and proven or not there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.processors import Sequence, TemplateProcessing
+
+from trainer.errors import UserError
+from trainer.interchange.export.gate import TEXT, largest_difference, transformers_is_here
+from trainer.interchange.export.plan import Plan, make_plan
+from trainer.interchange.export.weights import DTYPES, round_weights, write_weights
+from trainer.model.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+CODE = Path(__file__).with_name("custom")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written; ``difference``: see :func:`largest_difference`, None where nothing was
+    compared."""
+
+    plan: Plan
+    difference: float | None
+
+
+def destination_problem(to: Path) -> str | None:
+    """Why an export cannot go there, or None."""
+    if to.is_dir() and any(to.iterdir()):
+        return f"to: {str(to)!r} is not empty; choose another directory, or remove it."
+    if to.exists() and not to.is_dir():
+        return f"to: {str(to)!r} is a file; expected a directory that is new or empty."
+    return None
+
+
+def export_model(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    end: int,
+    to: Path,
+    *,
+    card: Callable[[Plan, float | None], str] | None = None,
+    tolerance: float = 1e-4,
+    dtype: str = "float32",
+) -> Exported:
+    """Write a decoder so that transformers loads it, and compare what it loads.
+
+    Args:
+        model: float32, on the CPU; its weights are rounded in place where ``dtype`` asks for it.
+        tokenizer: the model's.
+        end: id of the end-of-text token, with which every sequence of the training began.
+        to: a directory that is new or empty.
+        card: the text of ``README.md``, from the plan and the largest difference.
+        tolerance: of the difference.
+        dtype: of the weights, a key of :data:`DTYPES`.
+
+    Raises:
+        UserError: the directory cannot be written, or what transformers loads differs; nothing is
+            left then.
+    """
+    if problem := destination_problem(to):
+        raise UserError(problem)
+    tokenizer, plan = prompting(tokenizer, end), make_plan(model.config, model.layout)
+    _log_plan(plan)
+    partial = to.absolute().with_name(f".{to.absolute().name}.partial-{os.getpid()}")
+    made = [parent for parent in partial.parents if not parent.exists()]
+    try:
+        partial.mkdir(parents=True)
+        write_files(model, plan, tokenizer, end, partial, dtype)
+        difference = _gate(model, plan, tokenizer, partial, tolerance, dtype)
+        if card is not None:
+            (partial / "README.md").write_text(card(plan, difference), encoding="utf-8")
+        partial.rename(to)
+    except OSError as error:
+        raise UserError(f"to: {str(to)!r} cannot be written ({error.strerror}).") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # it holds the model
+                parent.rmdir()
+    return Exported(plan, difference)
+
+
+def write_files(
+    model: Decoder, plan: Plan, tokenizer: Tokenizer, end: int, directory: Path, dtype: str
+) -> None:
+    """Everything but the card."""
+    kind = plan.architecture.removesuffix("ForCausalLM").lower()
+    tokens = {"bos_token_id": end, "eos_token_id": end}
+    config = {
+        "architectures": [plan.architecture],
+        "model_type": kind,
+        **plan.values,
+        **tokens,
+        "pad_token_id": None,
+        "dtype": dtype,
+    }
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", tokens | {"pad_token_id": end})
+    token = tokenizer.id_to_token(end)
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": token,
+        "eos_token": token,
+        "pad_token": token,
+        "model_max_length": plan.values["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(directory / "tokenizer_config.json", tokenizer_config)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_weights(model, plan, directory, dtype)
+    if not plan.is_native:
+        for name in ("configuration_unrope.py", "modeling_unrope.py"):
+            shutil.copyfile(CODE / name, directory / name)
+
+
+def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
+    """The tokenizer, putting the end-of-text token before every prompt, as it stood before every
+    sequence of the training; unless it puts something of its own there."""
+    if tokenizer.num_special_tokens_to_add(is_pair=False):
+        return tokenizer
+    copy, token = Tokenizer.from_str(tokenizer.to_str()), tokenizer.id_to_token(end)
+    template = TemplateProcessing(single=[token, "$A"], special_tokens=[(token, end)])
+    # In the file itself: transformers heeds no add_bos_token beside one.
+    before = [tokenizer.post_processor] if tokenizer.post_processor else []
+    copy.post_processor = Sequence([*before, template])
+    return copy
+
+
+def _gate(
+    model: Decoder,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    directory: Path,
+    tolerance: float,
+    dtype: str,
+) -> float | None:
+    if not transformers_is_here():
+        log.warning("transformers is not installed: what was written was not loaded and compared")
+        return None
+    if dtype != "float32":
+        round_weights(model, plan, DTYPES[dtype])
+    text_ids = tokenizer.encode(TEXT).ids
+    difference = largest_difference(model.eval(), directory, text_ids, custom=not plan.is_native)
+    log.info("Loaded by transformers, logits differ by %.1e of the largest", difference)
+    if not difference <= tolerance:
+        raise UserError(
+            f"export: logits of what transformers loads differ by {difference:.1e} of the largest, "
+            f"more than tolerance={tolerance:g}; nothing was kept."
+        )
+    return difference
+
+
+def _log_plan(plan: Plan) -> None:
+    if plan.is_native:
+        log.info("Written as %s", plan.architecture)
+        return
+    log.info("Written with code of its own, since no architecture of transformers can hold it:")
+    for reason in dict.fromkeys(plan.refusals.values()):
+        names = [n.removesuffix("ForCausalLM") for n, r in plan.refusals.items() if r == reason]
+        log.info("%s: no place for %s", ", ".join(names), reason)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

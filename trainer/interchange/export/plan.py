@@ -1,0 +1,196 @@
+"""Which architecture of transformers holds a model, and what that asks of its weights.
+
+A native one, which every tool loads, wherever one computes the same; else the code in ``custom/``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.interchange.hf_config import ARCHITECTURES, Architecture
+from trainer.interchange.hf_rope import spectrum_from_rope_parameters
+from trainer.interchange.hf_rope_inverse import Parameters, rope_parameters
+from trainer.model.config import ModelConfig
+from trainer.positional.alibi import alibi_slopes
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum, Temperature
+
+CUSTOM = "UnropeForCausalLM"
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """What happens to the channels of one layer's queries and keys so that another layout of pairs
+    and another size of the logits come out the same.
+
+    ``order``: which of our channels each of theirs is. ``factors``: on their channels of the
+    queries, ``[head_dim]``.
+    """
+
+    order: tuple[int, ...]
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is written.
+
+    ``values``: of ``config.json``, tokens and types of numbers aside. ``changes``: one a layer, of
+    its queries and keys; empty where they stay as they are. ``refusals``: why each native
+    architecture that was passed over cannot hold the model.
+    """
+
+    architecture: str
+    values: dict[str, Any]
+    changes: tuple[HeadChange, ...]
+    refusals: dict[str, str]
+
+    @property
+    def is_native(self) -> bool:
+        """Whether transformers loads it without code from the directory."""
+        return self.architecture != CUSTOM
+
+
+def make_plan(config: ModelConfig, layout: Layout) -> Plan:
+    """The first architecture that holds a decoder of this shape with this layout."""
+    refusals: dict[str, str] = {}
+    rope = _rope_parameters(config, layout)
+    for name, architecture in ARCHITECTURES.items():
+        reason = _refusal(config, layout, name, rope)
+        if reason is None and rope is not None:
+            values = _native_values(config, layout, architecture, rope)
+            return Plan(name, values, _changes(config, layout, rope), refusals)
+        refusals[name] = str(reason)
+    for beyond in (spectrum.beyond for spectrum in layout.spectra):
+        if beyond is not None and beyond.growth and beyond.rescaling != "ntk":
+            raise UserError(
+                f"checkpoint: its frequencies follow the length as {beyond.rescaling!r} says, and "
+                "what is exported can follow it as 'ntk' does only."
+            )
+    return Plan(CUSTOM, _custom_values(config, layout), (), refusals)
+
+
+def _refusal(config: ModelConfig, layout: Layout, name: str, rope: Parameters | None) -> str | None:
+    """What an architecture has no place for, or None."""
+    architecture, layers = ARCHITECTURES[name], layout.layers
+    norms = [layer.qk_norm for layer in layers]
+    turns = [layer.spectra[0].rotates for layer in layers]
+    windows = [layer.window for layer in layers]
+    per_head = (config.qk_norm.kind, config.qk_norm.targets) == ("per_head", "both")
+    nowhere = architecture.nope_layers or architecture.qk_norm or architecture.qkv_bias
+    reasons = {
+        "ALiBi": any(s.alibi for s in layout.spectra),
+        "a softmax temperature that changes with the length": any(
+            not s.temperature.is_constant for s in layout.spectra
+        ),
+        "heads of one layer with different encodings": any(len(x.groups) > 1 for x in layers),
+        "layers that rotate differently": len(_rotations(layout)) > 1,
+        "frequencies that no rope_type has": rope is None,
+        "QK-norm over the full projection or on one side": any(norms) and not per_head,
+        "QK-norm in some layers only": any(norms) and not all(norms),
+        "QK-norm": all(norms) and not architecture.qk_norm,
+        "no QK-norm": not any(norms) and architecture.qk_norm,
+        "biases on queries, keys and values": config.qkv_bias and not architecture.qkv_bias,
+        "no biases": not config.qkv_bias and architecture.qkv_bias,
+        "layers without rotation": not all(turns) and any(turns) and not architecture.nope_layers,
+        "no rotation": not any(turns) and not nowhere,
+        "several sizes of sliding windows": len({*windows} - {None}) > 1,
+        "sliding windows": any(windows) and architecture.windows == "none",
+        "layers without a sliding window": any(windows)
+        and not all(windows)
+        and architecture.windows == "every",
+        "a width that the heads do not divide": name == "LlamaForCausalLM"
+        and config.hidden_size % config.num_attention_heads != 0,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _rotations(layout: Layout) -> list[Spectrum]:
+    """The distinct rotations; sizes and temperatures are left to the weights."""
+    plain = (replace(s, rotary_scale=1.0, temperature=Temperature()) for s in layout.spectra)
+    return list(dict.fromkeys(s for s in plain if s.rotates))
+
+
+def _rope_parameters(config: ModelConfig, layout: Layout) -> Parameters | None:
+    turning = [s for s in layout.spectra if s.rotates] or [Spectrum(layout.training_length)]
+    return rope_parameters(turning[0], config.head_size)
+
+
+def _changes(config: ModelConfig, layout: Layout, rope: Parameters) -> tuple[HeadChange, ...]:
+    held = spectrum_from_rope_parameters(rope, config.head_size, layout.training_length)
+    changes = tuple(_change(layer, held, config.head_size) for layer in layout.layers)
+    identity = HeadChange(tuple(range(config.head_size)), (1.0,) * config.head_size)
+    return () if all(change == identity for change in changes) else changes
+
+
+def _change(layer: LayerEncoding, held: Spectrum, head_dim: int) -> HeadChange:
+    """Pair m, here channels m and m + M, becomes channels m and m + head_dim / 2 there.
+
+    Sizes of rotated channels count twice, on queries and on keys; the queries take both.
+    """
+    spectrum, half = layer.spectra[0], head_dim // 2
+    pairs = len(spectrum.inv_freq) if spectrum.rotates else half
+    rest = list(range(2 * pairs, head_dim))
+    middle = len(rest) // 2
+    order = [*range(pairs), *rest[:middle], *range(pairs, 2 * pairs), *rest[middle:]]
+    there = held.rotary_scale if spectrum.rotates else 1.0
+
+    def factor(channel: int) -> float:
+        here = spectrum.rotary_scale if channel < spectrum.rotary_dim else 1.0
+        found = spectrum.temperature.scale * (here / there) ** 2
+        return 1.0 if math.isclose(found, 1.0, rel_tol=1e-9) else found
+
+    return HeadChange(tuple(order), tuple(factor(channel) for channel in order))
+
+
+def _shape(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": layout.training_length,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+
+
+def _native_values(
+    config: ModelConfig, layout: Layout, architecture: Architecture, rope: Parameters
+) -> dict[str, Any]:
+    values = _shape(config, layout) | {"hidden_act": "silu", "rope_parameters": rope}
+    if architecture.nope_layers:
+        values["no_rope_layers"] = [int(x.spectra[0].rotates) for x in layout.layers]
+    windows = [layer.window for layer in layout.layers]
+    window = next((w for w in windows if w is not None), None)
+    if architecture.windows == "every":
+        values["sliding_window"] = window
+    if architecture.windows == "some":
+        values |= {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "layer_types": ["sliding_attention" if w else "full_attention" for w in windows],
+        }
+    return values
+
+
+def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    biased = any(spectrum.alibi for spectrum in layout.spectra)
+    return _shape(config, layout) | {
+        "qkv_bias": config.qkv_bias,
+        "qk_norm_kind": config.qk_norm.kind,
+        "qk_norm_targets": config.qk_norm.targets,
+        "layout": layout.to_dict(),
+        "alibi_slopes": list(alibi_slopes(config.num_attention_heads)) if biased else None,
+        "auto_map": {
+            "AutoConfig": "configuration_unrope.UnropeConfig",
+            "AutoModel": "modeling_unrope.UnropeModel",
+            "AutoModelForCausalLM": f"modeling_unrope.{CUSTOM}",
+        },
+    }

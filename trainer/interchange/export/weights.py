@@ -1,0 +1,109 @@
+"""A decoder's weights as an exported model has them, in safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.interchange.export.plan import Plan
+from trainer.interchange.tensor_files import INDEX, SINGLE
+from trainer.model.decoder import Decoder
+
+SHARD_BYTES = 5 * 10**9
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def exported_names(model: Decoder) -> list[str]:
+    """The parameters that take part; query and key norms that are off stay behind."""
+    layers = model.layout.layers
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if not _kind(name).endswith("_norm") or layers[_layer(name)].qk_norm
+    ]
+
+
+def exported(model: Decoder, name: str, plan: Plan) -> Tensor:
+    """One parameter, in float32, with the channels of queries and keys as the plan wants them."""
+    value = model.get_parameter(name).detach()
+    if not plan.changes or _kind(name) not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        return value
+    change = plan.changes[_layer(name)]
+    heads = value.unflatten(0, (-1, len(change.order)))[:, list(change.order)]
+    factors = _factors(model, name, plan)
+    return (heads * factors.view(1, -1, *[1] * (value.dim() - 1))).flatten(0, 1)
+
+
+@torch.no_grad()
+def round_weights(model: Decoder, plan: Plan, dtype: torch.dtype) -> None:
+    """Round the decoder's own weights in place to what their exported counterparts become."""
+    for name in exported_names(model):
+        value = model.get_parameter(name)
+        if _kind(name) not in ("q_proj", "q_norm") or not plan.changes:
+            value.copy_(value.to(dtype))
+            continue
+        order = torch.tensor(plan.changes[_layer(name)].order)
+        factors = _factors(model, name, plan)[order.argsort()].view(1, -1, *[1] * (value.dim() - 1))
+        heads = value.unflatten(0, (-1, len(order)))
+        value.copy_(((heads * factors).to(dtype) / factors).flatten(0, 1))
+
+
+def _factors(model: Decoder, name: str, plan: Plan) -> Tensor:
+    """``[head_dim]``, on what the queries are multiplied with last: their norm's gain, if any."""
+    index = _layer(name)
+    last = "q_norm" if model.layout.layers[index].qk_norm else "q_proj"
+    factors = torch.tensor(plan.changes[index].factors)
+    return factors if _kind(name) == last else torch.ones_like(factors)
+
+
+def _kind(name: str) -> str:
+    return name.split(".")[-2]
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def write_weights(
+    model: Decoder, plan: Plan, directory: Path, dtype: str, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write ``model.safetensors``, or shards of at most ``shard_bytes`` with an index."""
+    shards: list[list[str]] = [[]]
+    total = size = 0
+    for name in exported_names(model):
+        nbytes = model.get_parameter(name).numel() * DTYPES[dtype].itemsize
+        if shards[-1] and size + nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+        total += nbytes
+    if len(shards) == 1:
+        _write_file(model, plan, shards[0], directory / SINGLE, dtype)
+        return
+    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for names, file in zip(shards, files, strict=True):
+        _write_file(model, plan, names, directory / file, dtype)
+    places = {
+        published(name): file for names, file in zip(shards, files, strict=True) for name in names
+    }
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def published(name: str) -> str:
+    """A parameter's name in Hugging Face's Llama."""
+    return name if name.startswith("lm_head") else f"model.{name}"
+
+
+def _write_file(model: Decoder, plan: Plan, names: Sequence[str], path: Path, dtype: str) -> None:
+    tensors = {
+        published(name): exported(model, name, plan).to(DTYPES[dtype]).contiguous()
+        for name in names
+    }
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -1,0 +1,206 @@
+"""Llama models in GGUF, llama.cpp's file format: configuration, tokenizer and quantised weights.
+
+A format of its own in three ways: names are shorter, weights are quantised in blocks along their
+rows, and the rows of query and key projections are permuted, since llama.cpp rotates neighbouring
+channels (2 m, 2 m + 1) where Hugging Face rotates (m, m + M).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from trainer.errors import UserError
+from trainer.interchange.tensor_files import PIECE
+
+_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+    "vocab_size": "vocab_size",
+}
+_REQUIRED = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("max_position_embeddings", "rms_norm_eps"),
+)
+# What happens to text before it is cut into words, by ``tokenizer.ggml.pre``.
+_PRE_TOKENIZERS = {
+    "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+    "gpt-2": [],
+}
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that text is searched for as a whole
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor in a GGUF file; ``heads``: of a projection whose rows are permuted, else None."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored: Any
+    heads: int | None = None
+
+    def read_into(self, out: Tensor) -> None:
+        """Dequantise into ``out`` (contiguous, of this shape), converting to its type."""
+        from gguf import dequantize
+
+        data = self.stored.data if len(self.shape) > 1 else self.stored.data[None]
+        rows = torch.arange(len(data))
+        if self.heads is not None:
+            rows = rows.view(self.heads, 2, -1).transpose(1, 2).flatten()
+        target = out.detach().view(len(data), -1)
+        step = max(1, PIECE // self.shape[-1])
+        for start in range(0, len(data), step):
+            piece = dequantize(data[start : start + step], self.stored.tensor_type)
+            target[rows[start : start + step]] = torch.tensor(piece).to(out)
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokenizer]:
+    """What ``config.json``, the weights' header and ``tokenizer.json`` would hold.
+
+    Returns:
+        Values for :func:`trainer.interchange.hf_config.from_hf_config`, tensors by their names in
+        Hugging Face models, and the tokenizer.
+
+    Raises:
+        UserError: the gguf package is missing, or the file is damaged or no supported model.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UserError(
+            "a .gguf file needs the gguf package, which is not installed; pip install "
+            "'unrope[gguf]'."
+        ) from error
+    try:
+        reader = GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise UserError(f"the file is truncated, damaged or no GGUF ({error}).") from error
+    values = _config(metadata)
+    values["tie_word_embeddings"] = all(t.name != "output.weight" for t in reader.tensors)
+    heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
+    tensors = {}
+    for stored in reader.tensors:
+        kind = stored.name.removesuffix(".weight").split(".")[-1]
+        shape = tuple(int(size) for size in reversed(stored.shape))
+        tensors[_hf_name(stored.name)] = GgufTensor(stored.name, shape, stored, heads.get(kind))
+    return values, tensors, _tokenizer(metadata)
+
+
+def convert_gguf(source: Path, directory: Path) -> None:
+    """Write the model of a GGUF file as ``config.json``, ``model.safetensors`` (float32) and
+    ``tokenizer.json``.
+
+    Raises:
+        UserError: as :func:`read_gguf` does.
+    """
+    from safetensors.torch import save_file
+
+    values, stored, tokenizer = read_gguf(source)
+    weights = {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
+    for name, tensor in stored.items():
+        tensor.read_into(weights[name])
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "model.safetensors"
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors leaves it to its owner alone
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = json.dumps(values | {"dtype": "float32"}, indent=2)
+    (directory / "config.json").write_text(config + "\n", encoding="utf-8")
+
+
+def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise UserError(f"the architecture {architecture!r} is not supported; expected 'llama'.")
+    values = {key: metadata.get(f"llama.{name}") for key, name in _KEYS.items()}
+    if missing := [f"llama.{_KEYS[key]}" for key in _REQUIRED if not values[key]]:
+        raise UserError(f"metadata is missing: {', '.join(missing)}.")
+    heads = values["num_attention_heads"]
+    head_dim = values["head_dim"] or values["hidden_size"] // heads
+    if (rotary_dim := metadata.get("llama.rope.dimension_count", head_dim)) != head_dim:
+        raise UserError(
+            f"llama.rope.dimension_count: {rotary_dim} of {head_dim} channels rotate; a file is "
+            "supported where all do."
+        )
+    values |= {
+        "num_key_value_heads": values["num_key_value_heads"] or heads,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": values["vocab_size"] or len(metadata.get("tokenizer.ggml.tokens", ())),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    kind = metadata.get("llama.rope.scaling.type", "none")
+    if kind != "none":
+        values["rope_scaling"] = {
+            "rope_type": kind,
+            "factor": metadata.get("llama.rope.scaling.factor"),
+            "original_max_position_embeddings": metadata.get(
+                "llama.rope.scaling.original_context_length"
+            ),
+        }
+    return values
+
+
+def _hf_name(name: str) -> str:
+    """``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(\w+)", name)
+    if match is None or match[2] not in _NAMES:
+        return name
+    module = _NAMES[match[2]] if match[1] is None else f"layers.{match[1]}.{_NAMES[match[2]]}"
+    return f"{module}.{match[3]}" if module == "lm_head" else f"model.{module}.{match[3]}"
+
+
+def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """A byte-level BPE of the vocabulary, merges and special tokens in the metadata."""
+    kind, pre = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
+        raise UserError(
+            f"the tokenizer {kind!r} with pre-tokenizer {pre!r} is not supported; expected 'gpt2' "
+            f"with {' or '.join(map(repr, _PRE_TOKENIZERS))}."
+        )
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [tuple(merge.split(" ")) for merge in merges]))
+    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*_PRE_TOKENIZERS[pre], bytes_of_words])
+    tokenizer.decoder = decoders.ByteLevel()
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    for add, wanted in (
+        (tokenizer.add_special_tokens, _CONTROL),
+        (tokenizer.add_tokens, _USER_DEFINED),
+    ):
+        whole = [token for token, given in zip(tokens, types, strict=False) if given == wanted]
+        add([AddedToken(token, normalized=False) for token in whole])
+    return tokenizer

@@ -1,0 +1,231 @@
+"""Shape and positions out of a Hugging Face ``config.json``, for the published architectures that
+this decoder computes exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trainer.errors import UserError
+from trainer.interchange.hf_rope import spectrum_from_rope_parameters
+from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a published architecture does without being told.
+
+    ``nope_layers``: whether some layers do not rotate (``no_rope_layers``). ``windows``: whether
+    ``sliding_window`` holds in no layer, in every one, or in some (``layer_types``).
+    ``defaults``: what absent keys stand for.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    nope_layers: bool = False
+    windows: Literal["none", "every", "some"] = "none"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(windows="every", defaults={"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Architecture(
+        qkv_bias=True, windows="some", defaults={"sliding_window": 4096, "max_window_layers": 28}
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        qk_norm=True,
+        windows="some",
+        defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        nope_layers=True,
+        windows="some",
+        defaults={
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+_REQUIRED = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+_OPTIONAL = (
+    *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
+    "no_rope_layer_interval",
+)
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Keys that change the computation, with the values that leave it as it is here; null always does.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "rope_interleaved": (False,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "quantization_config": (),
+}
+
+
+def from_hf_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
+    """Shape and positions of a published model; C is its ``max_position_embeddings``.
+
+    Args:
+        values: what ``config.json`` says, in the style of transformers 4 (``rope_theta``,
+            ``rope_scaling``) or 5 (``rope_parameters``).
+        name: how errors call the file.
+
+    Raises:
+        UserError: the architecture or a key that changes its computation is not supported, or keys
+            are missing or wrong; every problem is named.
+    """
+    architecture = _architecture(values, name)
+    values = dict(architecture.defaults) | dict(values)
+    malformed = _malformed(values)
+    problems = [*malformed, *_unsupported(values)]
+    if not malformed:
+        try:
+            model = _model(values, architecture)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*(f"{name}: {problem}" for problem in problems))
+    return model
+
+
+def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
+    given = (values.get("architectures") or [None])[0]
+    if given is None:  # as in a file of an older model: the type alone
+        kinds = {key.removesuffix("ForCausalLM").lower(): key for key in ARCHITECTURES}
+        kind = str(values.get("model_type"))
+        given = kinds.get(kind, kind)
+    if given in ARCHITECTURES:
+        return ARCHITECTURES[given]
+    if str(given).startswith("Olmo2"):
+        raise UserError(
+            f"{name}: {given} normalises what attention and MLP return (post-norm), "
+            "this decoder what they are given (pre-norm); the same weights would be another model."
+        )
+    raise UserError(
+        f"{name}: the architecture {given!r} is not supported; supported are "
+        f"{', '.join(ARCHITECTURES)}."
+    )
+
+
+def _malformed(values: Mapping[str, Any]) -> list[str]:
+    """What is missing or of a wrong kind, one sentence each."""
+    found = [
+        f"{key}: expected a positive whole number, got {values.get(key)!r}."
+        for key in (*_REQUIRED, *_OPTIONAL)
+        if key in _REQUIRED or values.get(key) is not None
+        if not isinstance(values.get(key), int) or values[key] < (key != "max_window_layers")
+    ]
+    for key, allowed in (("no_rope_layers", (0, 1)), ("layer_types", _LAYER_TYPES)):
+        given, depth = values.get(key), values.get("num_hidden_layers")
+        if given is None:
+            continue
+        if not isinstance(given, list) or not isinstance(depth, int) or len(given) < depth:
+            found.append(f"{key}: expected a list with an entry for each layer, got {given!r}.")
+        elif others := [entry for entry in given if entry not in allowed]:
+            found.append(f"{key}: expected {allowed[0]!r} or {allowed[1]!r}, got {others[0]!r}.")
+    return found
+
+
+def _unsupported(values: Mapping[str, Any]) -> list[str]:
+    """Keys that ask for another computation, one sentence each."""
+    return [
+        f"{key}={values[key]!r} is not supported"
+        + (f", only {' or '.join(map(repr, allowed))}." if allowed else ".")
+        for key, allowed in _NEUTRAL.items()
+        if values.get(key) is not None and values[key] not in allowed
+    ]
+
+
+def _model(values: Mapping[str, Any], architecture: Architecture) -> tuple[ModelConfig, Layout]:
+    heads = values["num_attention_heads"]
+    config = ModelConfig(
+        hidden_size=values["hidden_size"],
+        intermediate_size=values["intermediate_size"],
+        num_hidden_layers=values["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim"),
+        vocab_size=values["vocab_size"],
+        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+        tie_word_embeddings=values.get("tie_word_embeddings", False),
+        qkv_bias=architecture.qkv_bias,
+        qk_norm=QKNormConfig("always" if architecture.qk_norm else "never"),
+    )
+    if problems := config.problems():
+        raise UserError(*(problem.removeprefix("model.") for problem in problems))
+    return config, _layout(values, architecture, config)
+
+
+def _layout(values: Mapping[str, Any], architecture: Architecture, config: ModelConfig) -> Layout:
+    length = values["max_position_embeddings"]
+    spectrum = spectrum_from_rope_parameters(_rope_parameters(values), config.head_size, length)
+    rotates = _rotating(values, architecture, config.num_hidden_layers)
+    return Layout(
+        tuple(
+            LayerEncoding(
+                (spectrum if turns else Spectrum(length),) * config.num_key_value_heads,
+                window,
+                architecture.qk_norm,
+            )
+            for turns, window in zip(rotates, _windows(values, architecture, rotates), strict=True)
+        )
+    )
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the new style, with what older files write beside them."""
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise UserError(f"rope_parameters: expected keys and values, got {given!r}.")
+    beside = {"rope_theta": values.get("rope_theta") or 10_000.0}
+    beside["partial_rotary_factor"] = values.get("partial_rotary_factor")
+    merged = beside | {key: value for key, value in given.items() if value is not None}
+    # The one key that counts more beside the parameters than among them.
+    if original := values.get("original_max_position_embeddings"):
+        merged["original_max_position_embeddings"] = original
+    return merged
+
+
+def _rotating(values: Mapping[str, Any], architecture: Architecture, depth: int) -> list[bool]:
+    """Whether each layer rotates."""
+    if not architecture.nope_layers:
+        return [True] * depth
+    if (given := values.get("no_rope_layers")) is not None:
+        return [bool(turns) for turns in given[:depth]]
+    return [(index + 1) % values["no_rope_layer_interval"] != 0 for index in range(depth)]
+
+
+def _windows(
+    values: Mapping[str, Any], architecture: Architecture, rotates: list[bool]
+) -> list[int | None]:
+    """The sliding window of each layer, in tokens."""
+    window, depth = values.get("sliding_window"), len(rotates)
+    if architecture.windows == "every":
+        return [window] * depth
+    if architecture.windows == "none" or not values.get("use_sliding_window"):
+        return [None] * depth
+    if (types := values.get("layer_types")) is not None:
+        slides = [kind == "sliding_attention" for kind in types[:depth]]
+    elif architecture.nope_layers:
+        slides = [not turns for turns in rotates]
+    else:
+        slides = [index >= values["max_window_layers"] for index in range(depth)]
+    return [window if sliding else None for sliding in slides]

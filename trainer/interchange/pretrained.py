@@ -1,0 +1,257 @@
+"""Published weights: found, checked by their headers, and read into a decoder one at a time.
+
+A model is a directory as Hugging Face publishes them (``config.json``, ``model.safetensors`` or
+shards with an index, ``tokenizer.json``), an id on its hub, or a ``.gguf`` file. Only tensors are
+read: nothing in a file is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from trainer.errors import UserError, did_you_mean
+from trainer.interchange.hf_config import from_hf_config
+from trainer.interchange.tensor_files import INDEX, FileTensor, read_headers, weights_problem
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
+
+NAMES_SHOWN = 5
+T = TypeVar("T")
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file, not read yet."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def read_into(self, out: Tensor) -> None:
+        """Fill ``out`` (contiguous, of this shape), converting to its type."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model whose files were checked, and whose weights are still in them.
+
+    ``tensors``: by the decoder's parameter names. ``dtype``: of the weights when they are read.
+    ``tokenizer``: None where the model came without one.
+    """
+
+    name: str
+    config: ModelConfig
+    layout: Layout
+    tokenizer: Tokenizer | None
+    tensors: Mapping[str, StoredTensor]
+    dtype: torch.dtype = torch.float32
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, tensor on the CPU), one at a time."""
+        for name, stored in self.tensors.items():
+            tensor = torch.empty(stored.shape, dtype=self.dtype)
+            stored.read_into(tensor)
+            yield name, tensor
+
+    @torch.no_grad()
+    def fill(self, model: Decoder) -> None:
+        """Read the weights into a decoder of this shape, in place.
+
+        What the file does not have, query and key norms that wait for a drop, gets its initial
+        value.
+        """
+        for name, parameter in model.named_parameters():
+            if name in self.tensors:
+                self.tensors[name].read_into(parameter)
+            else:
+                parameter.copy_(model.initial_value(name, seed=0))
+
+    def decoder(self) -> Decoder:
+        """The model on the CPU; takes its size in memory and hardly more."""
+        with torch.device("meta"):
+            model = Decoder(self.config, self.layout).to(self.dtype)
+        model.to_empty(device="cpu")
+        self.fill(model)
+        return model
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            UserError: the model came without one.
+        """
+        if self.tokenizer is None:
+            raise UserError(
+                f"{self.name}: there is no tokenizer.json; put the model's beside its weights, or "
+                "give tokenizer.path=/path/to/tokenizer.json."
+            )
+        return self.tokenizer
+
+
+def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretrained:
+    """Check a published model's files, reading no weights yet.
+
+    Args:
+        given: a directory, a hub id or a ``.gguf`` file.
+        dtype: of the weights in memory.
+
+    Raises:
+        UserError: the model is not found, not supported, or its files are incomplete or damaged;
+            every problem is named.
+    """
+    path = find_pretrained(given)
+    problems: list[str] = []
+
+    def attempt(function: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return function(*args)
+        except UserError as error:
+            problems.extend(f"{given}: {problem}" for problem in error.problems)
+            return None
+
+    if path.suffix == ".gguf":
+        from trainer.interchange.gguf import read_gguf
+
+        source = "metadata"
+        values, tensors, tokenizer = attempt(read_gguf, path) or (None, None, None)
+    else:
+        source = "config.json"
+        values = attempt(_read_config, path)
+        tensors = attempt(read_headers, path)
+        tokenizer = attempt(_read_tokenizer, path)
+    model = attempt(from_hf_config, values, source) if values else None
+    if model is None or tensors is None:
+        raise UserError(*problems)
+    config, layout = model
+    with torch.device("meta"):
+        shapes = {n: tuple(p.shape) for n, p in Decoder(config, layout).named_parameters()}
+    ours = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    attempt(_check, shapes, ours, config.tie_word_embeddings)
+    if problems:
+        raise UserError(*problems)
+    return Pretrained(given, config, layout, tokenizer, {n: ours[n] for n in shapes}, dtype)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"there is no 'config.json' in {str(directory)!r}.")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"'config.json' is not JSON ({error}).") from error
+    if not isinstance(values, dict):
+        raise UserError("'config.json' holds no keys.")
+    return values
+
+
+def _read_tokenizer(directory: Path) -> Tokenizer | None:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError(f"'tokenizer.json' is none ({error}).") from error
+
+
+def _check(
+    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor], tied: bool
+) -> None:
+    """Refuse tensors that are not those of a decoder with parameters of these shapes."""
+    missing = [_published(name) for name in shapes if name not in tensors]
+    extra = [
+        tensor.name
+        for name, tensor in tensors.items()
+        if name not in shapes and not _is_harmless(name, tensors, tied)
+    ]
+    problems = [
+        f"tensor {tensors[name].name!r} has the shape {list(tensors[name].shape)}; the "
+        f"configuration asks for {list(shape)}."
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if extra:
+        problems.insert(0, f"tensors that the model has no place for: {_listed(extra)}.")
+    if missing:
+        problems.insert(0, f"tensors that are missing: {_listed(missing)}.")
+    if problems:
+        raise UserError(*problems)
+
+
+def _is_harmless(name: str, tensors: Mapping[str, StoredTensor], tied: bool) -> bool:
+    """Whether an extra tensor says nothing new: a table of rotations, a copy of tied embeddings."""
+    head, embeddings = tensors[name], tensors.get("embed_tokens.weight")
+    return name.endswith("rotary_emb.inv_freq") or (
+        tied
+        and name == "lm_head.weight"
+        and isinstance(head, FileTensor)
+        and isinstance(embeddings, FileTensor)
+        and head.equals(embeddings)
+    )
+
+
+def _published(name: str) -> str:
+    return name if name.startswith("lm_head") else f"model.{name}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(map(repr, names[:NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+def find_pretrained(given: str) -> Path:
+    """The directory or ``.gguf`` file that ``model.from_pretrained`` means.
+
+    A hub id is looked up in the hub's local cache, then downloaded.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(given).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise UserError(
+            f"model.from_pretrained: {given!r} is a file; expected the directory it lies in, or a "
+            ".gguf file."
+        )
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", given):
+        nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+        raise UserError(
+            f"model.from_pretrained: there is no directory {given!r}."
+            + did_you_mean(path.name, nearby)
+        )
+    return _from_hub(given)
+
+
+def _from_hub(model_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    wanted = ["config.json", "tokenizer.json", "model*.safetensors", INDEX]
+    reason = ""
+    for local in (True, False):
+        try:
+            found = snapshot_download(model_id, allow_patterns=wanted, local_files_only=local)
+        except HfHubHTTPError as error:
+            reason = f" (the hub says: {str(error).strip().splitlines()[0]})"
+        except (OSError, ValueError):  # not in the cache, no network, or no valid id
+            continue
+        else:
+            # Without a network both ways return what an interrupted download has left.
+            if (problem := weights_problem(Path(found))) is None:
+                return Path(found)
+            reason = f" ({problem.removesuffix('.')})"
+    raise UserError(
+        f"model weights {model_id!r} are not on this machine{reason}; give "
+        "model.from_pretrained=/path or go online."
+    )

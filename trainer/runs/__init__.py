@@ -1,0 +1,1 @@
+"""A run on disk and among its processes: configuration, directory, checkpoints, metrics, ranks."""

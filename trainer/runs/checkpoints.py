@@ -1,0 +1,214 @@
+"""Checkpoints that describe themselves: names, contents, finding, loading.
+
+A checkpoint is a directory ``step-000800`` (``before-drop`` for the state just before a drop) with
+the tensors in torch's distributed format, and ``state.json``: counters, callbacks, and all that
+evaluation needs, model configuration, layout as it is now, tokenizer, the run's configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+import re
+import shutil
+from dataclasses import asdict
+from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainer
+from trainer.errors import UserError, did_you_mean
+from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
+from trainer.runs.checkpoint_files import MANIFEST, damage
+from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.runs.state import check_shapes, load, read_metadata
+
+log = logging.getLogger(__name__)
+
+BEFORE_DROP = "before-drop"
+STATE = "state.json"
+
+
+def description(
+    config: RunConfig, model: Decoder, tokenizer_json: str, step: int
+) -> dict[str, Any]:
+    """What a checkpoint says of itself, in plain values."""
+    return {
+        "step": step,
+        "tokens": step * config.tokens_per_step,
+        "model": asdict(model.config),
+        "layout": model.layout.to_dict(),
+        "tokenizer": tokenizer_json,
+        "config": json.loads(json.dumps(asdict(config))),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of this program and of the libraries that decide what a run computes."""
+    libraries = ("torch", "lightning", "numpy", "datasets", "tokenizers")
+    return {
+        "unrope": trainer.__version__,
+        "python": platform.python_version(),
+        **{name: version(name) for name in libraries},
+    }
+
+
+def step_name(step: int) -> str:
+    """The name of a regular checkpoint."""
+    return f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    """The step a regular checkpoint was taken at."""
+    return int(path.name.removeprefix("step-"))
+
+
+def regular_checkpoints(directory: Path) -> list[Path]:
+    """The regular checkpoints in a directory, oldest first."""
+    found = [p for p in directory.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
+    return sorted(found, key=step_of)
+
+
+def newest_sound_checkpoint(run_dir: Path) -> Path | None:
+    """The furthest regular checkpoint of a run whose files are what was written, or None.
+
+    Raises:
+        UserError: there are checkpoints, and all are damaged.
+    """
+    found = regular_checkpoints(run_dir / "checkpoints")
+    for path in reversed(found):
+        if (wrong := damage(path)) is None:
+            return path
+        log.warning("Checkpoint %s is damaged (%s); trying the one before it", path.name, wrong)
+    if found:
+        raise UserError(
+            f"checkpoint: every checkpoint in {str(run_dir / 'checkpoints')!r} is damaged "
+            f"({', '.join(p.name for p in found)}). Restore one, or set overwrite=true to start "
+            "again from nothing."
+        )
+    return None
+
+
+def set_aside(paths: list[Path]) -> None:
+    """Rename checkpoints that a run will not go on from, so that nothing takes them for its own."""
+    for path in paths:
+        target = path.with_name(f"unused-{path.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        path.rename(target)
+
+
+def rotate(directory: Path, config: TrainerConfig) -> None:
+    """Keep the last ``keep_checkpoints``, every ``keep_every``-th step and the ``keep_best``."""
+    found = regular_checkpoints(directory)
+    kept = set(found[-config.keep_checkpoints :])
+    if config.keep_every:
+        kept |= {path for path in found if step_of(path) % config.keep_every == 0}
+    if config.keep_best:
+        kept |= set(sorted(found, key=training_loss)[: config.keep_best])
+    for path in found:
+        if path not in kept:
+            remove(path)
+
+
+def training_loss(path: Path) -> float:
+    """The last logged training loss before a checkpoint; infinite where there is none."""
+    loss = json.loads((path / STATE).read_text(encoding="utf-8")).get("loss")
+    return float("inf") if loss is None or math.isnan(loss) else loss
+
+
+def remove(path: Path) -> None:
+    """Take a checkpoint away, at once for whoever looks."""
+    hidden = path.with_name(f".{path.name}.removed")
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what a killed process left half written or half removed."""
+    for pattern in (".*.partial", ".*.removed"):
+        for path in directory.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def find_checkpoint(given: str) -> Path:
+    """The checkpoint that ``checkpoint=`` means: one, or the newest of a run directory.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(given)
+    if (path / MANIFEST).is_file():
+        return path
+    if path.is_dir():
+        directory = path if path.name == "checkpoints" else path / "checkpoints"
+        if found := regular_checkpoints(directory):
+            return found[-1]
+        raise UserError(f"checkpoint: there is no checkpoint in {given!r}.")
+    if path.is_file():
+        raise UserError(f"checkpoint: {given!r} is a file; a checkpoint is a directory.")
+    beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+    nearby = get_close_matches(path.name, beside, n=1)
+    raise UserError(
+        f"checkpoint: {given!r} is neither a run directory nor a checkpoint."
+        + did_you_mean(path.name, nearby)
+    )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A checkpoint's ``state.json``, once its files were found to be what was written.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    if (wrong := damage(path)) is not None:
+        others = sorted(
+            p.parent.name for p in path.parent.glob(f"*/{MANIFEST}") if p.parent != path
+        )
+        hint = f" Others beside it: {', '.join(others)}." if others else ""
+        raise UserError(f"checkpoint: {path.name!r} is damaged: {wrong}.{hint}")
+    return json.loads((path / STATE).read_text(encoding="utf-8"))
+
+
+def model_config(state: dict[str, Any]) -> ModelConfig:
+    """The shape of the model in a checkpoint."""
+    shape = dict(state["model"])
+    return ModelConfig(**shape | {"qk_norm": QKNormConfig(**shape["qk_norm"])})
+
+
+def load_decoder(path: Path, state: dict[str, Any]) -> Decoder:
+    """The decoder a checkpoint holds, with its layout as it was, on the CPU; runs no code from it.
+
+    Raises:
+        UserError: weights and description do not fit each other.
+    """
+    with torch.device("meta"):
+        model = Decoder(model_config(state), Layout.from_dict(state["layout"]))
+    model.to_empty(device="cpu")
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    check_shapes(weights, read_metadata(path), path.name)
+    load(weights, path)
+    return model
+
+
+def check_same_model(state: dict[str, Any], model: Decoder, name: str) -> None:
+    """Refuse to continue from a checkpoint of another model.
+
+    Raises:
+        UserError: naming every key of the model configuration that differs.
+    """
+    saved, wanted = state["model"], asdict(model.config)
+    differing = [
+        f"model.{key}: the checkpoint {name!r} has {saved.get(key)!r}, the run {wanted[key]!r}."
+        for key in wanted
+        if saved.get(key) != wanted[key] and key not in ("attention_backend", "from_pretrained")
+    ]
+    if differing:
+        raise UserError(*differing)

@@ -1,0 +1,294 @@
+"""The whole configuration of a run: the schema of every group, and what is impossible in it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.errors import UserError, did_you_mean
+from trainer.evaluation.config import EvaluationConfig
+from trainer.model.config import ModelConfig
+from trainer.positional.config import PositionalConfig, build_layout, unknown_encodings
+from trainer.positional.encodings import ENCODINGS
+from trainer.recalibration.config import DropConfig
+from trainer.recalibration.schedule import ScheduleConfig
+from trainer.runs.monitoring import MonitorConfig
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """``adamw`` for everything, or ``muon`` for the matrices of the blocks and AdamW for the rest.
+
+    ``lr``, ``betas``, ``eps``: of AdamW; ``muon_lr``, ``muon_momentum``: of Muon.
+    ``weight_decay``: on matrices; on embeddings and the head with ``decay_embeddings``; never on
+    norms and biases.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay_embeddings: bool = False
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [
+            f"optimizer.{key}: expected a positive number, got {value}."
+            for key in ("lr", "eps", "muon_lr")
+            if (value := getattr(self, key)) <= 0
+        ]
+        if self.weight_decay < 0:
+            found.append(f"optimizer.weight_decay: expected 0 or more, got {self.weight_decay}.")
+        if not all(0 <= b < 1 for b in (*self.betas, self.muon_momentum)):
+            found.append("optimizer.betas, optimizer.muon_momentum: expected numbers in [0, 1).")
+        return found
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Length, batch, precision and rhythm of a run.
+
+    ``max_tokens``: length in tokens instead of steps. ``batch_size``: sequences an optimizer step,
+    on all ranks; ``micro_batch_size``: sequences a forward pass of one rank (null: all it has).
+    ``precision``: ``bf16`` computes in bfloat16 and keeps float32 weights. ``threads``: CPU threads
+    (null: all cores). ``log_every``, ``checkpoint_every``: steps. ``keep_checkpoints``: how many of
+    the regular ones stay, the last ones; of ``keep_every`` steps all stay, and the ``keep_best`` of
+    least training loss; the one before the drop always does. ``async_checkpoint``: train on while
+    one is written. ``max_time``: hours:minutes:seconds after which the run stops with a checkpoint;
+    the end of a SLURM job is known without it. ``step_timeout``: seconds after which a step counts
+    as stuck, and the process ends with its stacks (null: never). ``rewind_after``: so many updates
+    in a row without a finite gradient, and the run goes back to its last checkpoint and leaves out
+    the samples since (null: never).
+    """
+
+    max_steps: int = 1000
+    max_tokens: int | None = None
+    batch_size: int = 32
+    micro_batch_size: int | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    threads: int | None = None
+    gradient_clip: float = 1.0
+    z_loss: float = 0.0
+    compile: bool = False
+    log_every: int = 10
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    keep_every: int | None = None
+    keep_best: int = 0
+    async_checkpoint: bool = True
+    max_time: str | None = None
+    step_timeout: float | None = 1800.0
+    rewind_after: int | None = None
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [
+            f"trainer.{key}: expected 1 or more, got {value}."
+            for key in (
+                "max_steps",
+                "max_tokens",
+                "batch_size",
+                "micro_batch_size",
+                "threads",
+                "log_every",
+                "checkpoint_every",
+                "keep_checkpoints",
+                "keep_every",
+                "rewind_after",
+            )
+            if (value := getattr(self, key)) is not None and value < 1
+        ]
+        if self.gradient_clip < 0 or self.z_loss < 0:
+            found.append("trainer.gradient_clip, trainer.z_loss: expected 0 or more.")
+        if self.keep_best < 0:
+            found.append(f"trainer.keep_best: expected 0 or more, got {self.keep_best}.")
+        if self.step_timeout is not None and not self.step_timeout > 0:
+            found.append(f"trainer.step_timeout: expected seconds, got {self.step_timeout}.")
+        if self.max_time is not None and not TIME.fullmatch(self.max_time):
+            found.append(
+                "trainer.max_time: expected hours:minutes:seconds such as 23:50:00, got "
+                f"{self.max_time!r}."
+            )
+        if not found and self.batch_size % (self.micro_batch_size or self.batch_size):
+            found.append(
+                f"trainer.micro_batch_size: {self.micro_batch_size} does not divide "
+                f"trainer.batch_size {self.batch_size}."
+            )
+        return found
+
+    def accumulation(self, ranks: int = 1) -> int:
+        """Forward passes of a rank in an optimizer step."""
+        return self.batch_size // ((self.micro_batch_size or self.batch_size // ranks) * ranks)
+
+
+TIME = re.compile(r"(\d+):([0-5]\d):([0-5]\d)")
+
+
+def seconds_of(time: str) -> float:
+    """Seconds in ``hours:minutes:seconds``."""
+    hours, minutes, seconds = map(int, time.split(":"))
+    return 3600 * hours + 60 * minutes + seconds
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """How a run spreads over devices.
+
+    ``name``: one device; a copy on every rank (``ddp``); parameters, gradients and optimizer
+    sharded over all ranks (``fsdp2``), or over ``shard_size`` of them (null: those of a node) and
+    copied between such groups (``hsdp``). ``cpu_offload``: sharded parameters and optimizer live on
+    the CPU. ``activation_checkpointing``: recompute in backward nothing, everything but matrix
+    products and attention (``selective``), or whole blocks (``full``).
+    """
+
+    name: Literal["single", "ddp", "fsdp2", "hsdp"] = "single"
+    shard_size: int | None = None
+    cpu_offload: bool = False
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = []
+        if self.shard_size is not None and (self.name != "hsdp" or self.shard_size < 1):
+            found.append("strategy.shard_size: a number of ranks, for strategy=hsdp only.")
+        if self.cpu_offload and self.name not in ("fsdp2", "hsdp"):
+            found.append(
+                f"strategy.cpu_offload: strategy={self.name} does not shard; choose fsdp2 or hsdp."
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """Where metrics go besides ``metrics.csv``.
+
+    ``wandb``: Weights & Biases, under ``project``; offline without a key or with ``offline``.
+    ``tensorboard``: event files in the run directory.
+    """
+
+    wandb: bool = False
+    project: str = "unrope"
+    entity: str | None = None
+    offline: bool = False
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that defines a run.
+
+    ``label``: how the run is called in tables (null: by its encoding). ``run_dir``: where it
+    lives; stable, so that the same command resumes. ``controls``: other runs of the same experiment
+    by name, each a set of changes to this configuration, trained for the same budget and reported
+    in the same table; one with ``branch: drop`` goes on from this run's state just before its drop.
+    ``plugins``: Python files that register encodings.
+    """
+
+    name: str = "run"
+    label: str | None = None
+    run_dir: str = "runs/run"
+    seed: int = 0
+    overwrite: bool = False
+    plugins: list[str] = field(default_factory=list)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    positional: PositionalConfig = field(default_factory=PositionalConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    drop: DropConfig = field(default_factory=DropConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    controls: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens an optimizer step reads."""
+        return self.trainer.batch_size * self.data.sequence_length
+
+    @property
+    def drop_step(self) -> int | None:
+        """Steps trained before the drop, or None."""
+        return self.drop.step(self.trainer.max_steps, self.tokens_per_step)
+
+    def problems(self) -> list[str]:
+        """All that is impossible in and between the groups, one sentence each."""
+        model_problems = self.model.problems()
+        found = []
+        if not re.fullmatch(r"\w[\w.+-]*", self.name):
+            found.append(
+                f"name: {self.name!r} names a directory under runs/; expected letters, digits and "
+                "._+- only (run_dir= may be any path)."
+            )
+        if not self.run_dir:
+            found.append("run_dir: expected a directory, got nothing; leave it out for runs/NAME.")
+        found += [
+            *model_problems,
+            *self.data.problems(),
+            *self.tokenizer.problems(),
+            *self.optimizer.problems(),
+            *self.schedule.problems("schedule"),
+            *self.trainer.problems(),
+            *self.strategy.problems(),
+            *self.monitor.problems(),
+            *self.drop.problems(
+                self.trainer.max_steps,
+                self.tokens_per_step,
+                self.model.num_hidden_layers,
+                self.model.from_pretrained is not None,
+            ),
+            *self.evaluation.problems(
+                self.data.sequence_length if self.data.sequence_length > 1 else None
+            ),
+        ]
+        if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
+            near = did_you_mean(self.drop.to, ENCODINGS)
+            found.append(f"drop.to: unknown encoding {self.drop.to!r}.{near}")
+        if self.model.attention_backend == "flash" and self.trainer.precision == "fp32":
+            found.append(
+                "model.attention_backend: 'flash' computes in 16 bits only; set "
+                "trainer.precision=bf16, or choose 'auto' or 'sdpa'."
+            )
+        no_drop = self.drop.at is None and self.drop.at_tokens is None
+        if self.model.qk_norm.when == "after_drop" and no_drop:
+            found.append(
+                "model.qk_norm.when: 'after_drop', but there is no drop; set drop.at, or choose "
+                "'never' or 'always'."
+            )
+        found += unknown_encodings(self.positional)
+        if not model_problems and self.data.sequence_length > 1:
+            try:
+                build_layout(
+                    self.positional,
+                    num_layers=self.model.num_hidden_layers,
+                    num_key_value_heads=self.model.num_key_value_heads,
+                    head_dim=self.model.head_size,
+                    training_length=self.data.sequence_length,
+                )
+            except UserError as error:
+                found += [problem for problem in error.problems if problem not in found]
+        return found
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What the ``evaluate`` command is asked for.
+
+    ``checkpoint``: a run directory or a checkpoint. ``compare``: more of them, of the same training
+    length and tokenizer. ``output``: where the report goes (null: ``evaluation/`` in the run).
+    """
+
+    checkpoint: str | None = None
+    compare: list[str] = field(default_factory=list)
+    output: str | None = None
+    threads: int | None = None
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

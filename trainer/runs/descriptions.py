@@ -1,0 +1,94 @@
+"""How reports call runs, and what they say of task and machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainer
+from trainer.data.corpus import Corpus
+from trainer.data.needles import NAMES, WORDS
+from trainer.evaluation.table import Subject
+from trainer.runs.config import RunConfig
+
+ENCODING_TITLES = {
+    "rope": "RoPE",
+    "half_rope": "HalfRoPE",
+    "high_frequency": "High-frequency RoPE",
+    "rope_id": "RoPE-ID",
+    "p_rope": "p-RoPE",
+    "hope": "HoPE",
+    "nope": "NoPE",
+    "alibi": "ALiBi",
+}
+
+
+def reference_first(subjects: list[Subject]) -> list[Subject]:
+    """RoPE, what was made of it, then everything else, as tables are read."""
+    order = {"rope": 0, "drope": 1}
+    return sorted(subjects, key=lambda subject: order.get(subject.role, 2))
+
+
+def role(config: RunConfig, dropped: bool | None = None) -> str:
+    """What a run is in comparisons: ``drope`` once its encoding is dropped, else its encoding.
+
+    ``dropped``: null for a finished run.
+    """
+    if config.drop_step is not None if dropped is None else dropped:
+        return "drope"
+    positional = config.positional
+    used = dict.fromkeys([*positional.layers, *positional.heads])
+    kinds = [str(positional.encodings.get(name, {}).get("type", name)) for name in used]
+    name = "_".join(kinds) + ("_heads" if positional.heads else "")
+    return f"{name}_window" if any(positional.windows) else name
+
+
+def label(config: RunConfig, dropped: bool | None = None) -> str:
+    """How tables call a run."""
+    name = role(config, dropped)
+    if config.label and dropped is not False:
+        return config.label
+    if name == "drope":
+        return "DroPE"
+    return ENCODING_TITLES.get(name) or " + ".join(dict.fromkeys(config.positional.layers))
+
+
+def describe_task(config: RunConfig) -> dict[str, Any]:
+    """What the retrieval trials are, for the report's text."""
+    share = config.data.needles.share
+    return {
+        "n_trials": config.evaluation.trials if share else 0,
+        "needles": config.evaluation.needles,
+        "chance": 1 / (len(WORDS) - len(NAMES)),
+        "chance_listed": 1 / config.evaluation.needles,
+        "training_needles": bool(share),
+        "training_share": share,
+    }
+
+
+def without_home(value: Any) -> Any:
+    """Plain values with ``~`` for the user's home directory, so that reports can be shared."""
+    if isinstance(value, dict):
+        return {key: without_home(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_home(item) for item in value]
+    return value.replace(str(Path.home()), "~") if isinstance(value, str) else value
+
+
+def environment(corpus: Corpus) -> dict[str, Any]:
+    """Versions and hardware; nothing that identifies a person or a machine."""
+    return {
+        "unrope": trainer.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "corpus": corpus.fingerprint,
+        "training_text_tokens": len(corpus.train),
+        "held_out_text_tokens": len(corpus.validation) + len(corpus.test),
+    }

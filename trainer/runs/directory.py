@@ -1,0 +1,228 @@
+"""The run directory: stable, self-contained, and never overwritten in silence."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import re
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from trainer.errors import UserError
+from trainer.report.atomic import write_atomically
+from trainer.runs.config import RunConfig
+
+FREE_TO_CHANGE = (
+    "overwrite",
+    "logger",
+    "evaluation",
+    "monitor",
+    "trainer.threads",
+    "trainer.log_every",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "trainer.keep_every",
+    "trainer.keep_best",
+    "trainer.async_checkpoint",
+    "trainer.max_time",
+    "trainer.step_timeout",
+    "trainer.rewind_after",
+    "trainer.micro_batch_size",
+    "trainer.accelerator",
+    "strategy",
+    "data.num_workers",
+    "data.cache_dir",
+    "label",
+)
+"""Keys that do not change what is trained, so that a run may resume with other values."""
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """The configuration as JSON has it: lists, dictionaries, numbers, strings."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+MARK = "run.json"
+"""What says that a directory is a run of this program, and in which format."""
+FORMAT = 1
+OWN = frozenset(
+    {
+        *("config.yaml", MARK, "metrics.csv", "log.txt", "heartbeat.json", "wandb_id", ".lock"),
+        *("report.json", "report.html", "figures", "checkpoints", "controls"),
+        *("evaluation", "lengths", "analysis", "wandb", "tensorboard"),
+    }
+)
+"""The files and directories that this program makes in a run directory."""
+OWN_CHECKPOINT = re.compile(r"(unused-)?step-\d+|(unused-)?before-drop|\..+\.(partial|removed)")
+
+
+def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
+    """Make or reopen the directory of a run, and write its mark and ``config.yaml``.
+
+    ``finished``: the run is reported on already, so its evaluation may not differ either.
+
+    Raises:
+        UserError: it is no run directory, holds another run, or files that overwriting would lose.
+    """
+    directory = Path(config.run_dir)
+    record = directory / "config.yaml"
+    if config.overwrite and directory.is_dir() and any(directory.iterdir()):
+        if problems := overwrite_problems(directory):
+            raise UserError(*problems)
+        shutil.rmtree(directory)
+    if directory.is_dir() and any(directory.iterdir()) and not record.exists():
+        raise UserError(
+            f"run_dir: {config.run_dir!r} holds other files and no run; choose another run_dir."
+        )
+    if record.exists():
+        _check_format(directory)
+        saved = yaml.safe_load(record.read_text(encoding="utf-8"))
+        free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
+        if differing := differences(saved, plain(config), free):
+            raise UserError(
+                *(
+                    f"{key}: the run in {config.run_dir!r} has {old!r}, this command {new!r}."
+                    for key, old, new in differing
+                ),
+                "Choose another name=, or overwrite=true to start again; "
+                f"`python -m trainer evaluate checkpoint={config.run_dir}` evaluates a run anew.",
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / MARK, json.dumps({"program": "unrope", "format": FORMAT}) + "\n")
+    write_atomically(record, yaml.safe_dump(plain(config), sort_keys=False))
+    return directory
+
+
+def overwrite_problems(directory: Path) -> list[str]:
+    """Why a directory may not be replaced, one sentence each: it was not made by this program, or
+    somebody put files of their own into it."""
+    if directory.is_symlink():
+        return [f"overwrite: {str(directory)!r} is a link; give the directory that it names."]
+    if not (directory / MARK).is_file():
+        return [
+            f"overwrite: {str(directory)!r} is not marked as a run of this program (it has no "
+            f"{MARK}), so nothing is deleted; remove it yourself, or choose another run_dir."
+        ]
+    foreign = [
+        p for p in directory.iterdir() if p.name not in OWN and p.suffix not in (".partial", ".tmp")
+    ]
+    checkpoints, controls = directory / "checkpoints", directory / "controls"
+    if checkpoints.is_dir():
+        foreign += [p for p in checkpoints.iterdir() if not OWN_CHECKPOINT.fullmatch(p.name)]
+    problems = [
+        f"overwrite: {str(path)!r} was not made by this program, so nothing is deleted; move it "
+        "elsewhere first."
+        for path in sorted(foreign)
+    ]
+    if controls.is_dir():
+        problems += [
+            p for control in sorted(controls.iterdir()) for p in overwrite_problems(control)
+        ]
+    return problems
+
+
+def _check_format(directory: Path) -> None:
+    """Directories of before there was a mark have the same format as the first one with it.
+
+    Raises:
+        UserError: a newer version of this program wrote the directory, or the mark is damaged.
+    """
+    mark = directory / MARK
+    if not mark.is_file():
+        return
+    try:
+        found = int(json.loads(mark.read_bytes())["format"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"run_dir: {str(mark)!r} is damaged; it should hold a format number."
+        ) from None
+    if found > FORMAT:
+        raise UserError(
+            f"run_dir: {str(directory)!r} has format {found}, this version of unrope reads up to "
+            f"{FORMAT}; install a newer one, or choose another run_dir."
+        )
+
+
+def differences(
+    old: dict[str, Any], new: dict[str, Any], free: tuple[str, ...], path: str = ""
+) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ, with both values, but for those that are free to change."""
+    found: list[tuple[str, Any, Any]] = []
+    for key in dict.fromkeys([*old, *new]):
+        where = f"{path}.{key}" if path else key
+        a, b = old.get(key), new.get(key)
+        if a == b or where in free:
+            continue
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, free, where)
+        else:
+            found.append((where, a, b))
+    return found
+
+
+class RunLock:
+    """One process trains in a run directory at a time; the system lets go when it ends.
+
+    A file in the directory is locked, not its existence: what a killed process left binds nobody.
+    """
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+
+    def hold(self, directory: Path) -> None:
+        """Take the directory, where it exists and is not held already.
+
+        Raises:
+            UserError: another process has it.
+        """
+        path = directory / ".lock"
+        if not directory.is_dir() or (self._file is not None and path.exists()):
+            return
+        self.release()
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(
+                f"run_dir: another process is training in {str(directory)!r}; wait for it, stop "
+                "it, or choose another name."
+            ) from None
+        self._file = file
+
+    def release(self) -> None:
+        """Let go."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def writable_problem(directory: str, key: str = "run_dir") -> str | None:
+    """Why a directory cannot be made, or None; leaves nothing behind."""
+    place = Path(directory)
+    if place.exists() and not place.is_dir():
+        return f"{key}: {directory!r} is a file; give the name of a directory."
+    while not place.is_dir():
+        place = place.parent
+    try:
+        with tempfile.TemporaryDirectory(dir=place):
+            return None
+    except OSError as error:
+        return f"{key}: {directory!r} cannot be written ({error.strerror})."
+
+
+def log_to_file(directory: Path) -> None:
+    """Send the program's log to ``log.txt`` too, appended to at every resume."""
+    logger = logging.getLogger("trainer")
+    for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+        logger.removeHandler(handler)
+        handler.close()
+    handler = logging.FileHandler(directory / "log.txt", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)

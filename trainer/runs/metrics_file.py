@@ -1,0 +1,95 @@
+"""``metrics.csv``: one row a logged step, no gap and no duplicate, however often a run resumes.
+
+Columns: ``phase`` is 0 before the drop and 1 after it; ``loss`` (nats per token, weighted as
+trained) is the mean since the row before, ``loss/quarter_1`` to ``_4`` the same by position in the
+sequence; ``time/`` are seconds a step; ``memory`` is the peak on the GPU in GiB and ``mfu`` the
+share of its dense peak, both empty where there is none; the ``drop/`` columns are filled in the
+first row after the drop and in the last. ``time/monitor`` does not count into
+``tokens_per_second`` and ``mfu``. Behind these stand the columns of what a run monitors
+(``length/``, ``probe/``), filled in the first row after each measurement.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BUCKETS = 4
+"""Parts of a sequence whose losses are logged apart."""
+PARTS = ("data", "compute", "optimizer", "checkpoint", "monitor")
+"""Of a step, whose times are logged apart."""
+
+COLUMNS = (
+    "step",
+    "tokens",
+    "phase",
+    "loss",
+    *(f"loss/quarter_{i}" for i in range(1, BUCKETS + 1)),
+    "gradient_norm",
+    "parameter_norm",
+    "skipped_steps",
+    "loss_spikes",
+    "gradient_spikes",
+    "learning_rate",
+    "tokens_per_second",
+    *(f"time/{part}" for part in PARTS),
+    "memory",
+    "mfu",
+    "drop/loss_before",
+    "drop/loss_after",
+    "drop/loss_end",
+)
+
+
+TIMES = ("tokens_per_second", "time/", "mfu", "memory")
+"""Beginnings of the columns that differ between two runs of the same."""
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The complete rows of a metrics file, numbers as numbers, empty cells left out."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        text = file.read()
+    rows = []
+    # A row that a killed process left without its line end is incomplete.
+    for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+        rows.append({key: _number(value) for key, value in row.items() if value not in ("", None)})
+    return rows
+
+
+def write_metrics(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Replace the file by these rows, with the columns that every run has and those of the rows."""
+    temporary = path.with_suffix(".csv.partial")
+    with temporary.open("w", newline="") as file:
+        columns = dict.fromkeys([*COLUMNS, *(key for row in rows for key in row)])
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(path)
+
+
+def append_metrics(path: Path, row: dict[str, Any]) -> None:
+    """Add a row; one with other columns than the file's has the file written anew."""
+    with path.open(newline="") as file:
+        columns = next(csv.reader(file))
+    if not row.keys() <= set(columns):
+        write_metrics(path, [*read_metrics(path), row])
+        return
+    with path.open("a", newline="") as file:
+        csv.DictWriter(file, columns).writerow(row)
+
+
+def continue_metrics(path: Path, step: int, source: Path | None = None) -> None:
+    """Keep the rows up to ``step``, of this file or of ``source`` where this is missing."""
+    if source is not None and not path.exists():
+        shutil.copyfile(source, path)
+    write_metrics(path, [row for row in read_metrics(path) if row["step"] <= step])
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if text.isdecimal() else value

@@ -1,0 +1,103 @@
+"""Models by what a user calls them: a run, a checkpoint in it, or published weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from trainer.data.tokenizer import end_of_text
+from trainer.errors import UserError
+from trainer.interchange.pretrained import read_pretrained
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
+from trainer.runs.checkpoint_files import MANIFEST, checksum
+from trainer.runs.checkpoints import find_checkpoint, load_decoder, model_config, read_state
+from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import label
+from trainer.runs.parsing import validated
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that can be loaded, under the name that tables use.
+
+    ``given``: what the user called it. ``run``: the configuration of the run that trained it (None:
+    published weights). ``fingerprint``: changes whenever its weights do.
+    """
+
+    given: str
+    name: str
+    path: Path
+    tokenizer: Tokenizer
+    config: ModelConfig
+    layout: Layout
+    fingerprint: str
+    run: RunConfig | None
+    load: Callable[[], Decoder]
+
+    @property
+    def home(self) -> Path:
+        """The run directory; for published weights one of their name among the runs."""
+        return self.path.parent.parent if self.run is not None else Path("runs", self.name)
+
+    @property
+    def begin(self) -> int | None:
+        """The token that texts begin with: end-of-text as in training, or what the tokenizer of a
+        published model puts there, if anything."""
+        own = self.tokenizer.encode("").ids
+        if own:
+            return own[0]
+        return end_of_text(self.tokenizer) if self.run is not None else None
+
+
+def find_candidate(given: str, key: str = "checkpoint") -> Candidate:
+    """The model that ``checkpoint=`` names, or another ``key``.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    try:
+        return _find(given)
+    except UserError as error:
+        raise UserError(*(re.sub("^checkpoint:", f"{key}:", p) for p in error.problems)) from error
+
+
+def _find(given: str) -> Candidate:
+    path = Path(given)
+    if path.suffix == ".gguf" or (path / "config.json").is_file():
+        published = read_pretrained(given)
+        files = [path] if path.is_file() else sorted(path.iterdir())
+        return Candidate(
+            given,
+            path.stem,
+            path,
+            published.require_tokenizer(),
+            published.config,
+            published.layout,
+            str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]),
+            None,
+            published.decoder,
+        )
+    path = find_checkpoint(given)
+    state = read_state(path)
+    config = validated(RunConfig, state["config"])[0]
+    dropped = config.drop_step is not None and state["step"] > config.drop_step
+    name = label(config, dropped=dropped)
+    if state["step"] != config.trainer.max_steps:
+        name = f"{name} ({path.name})"
+    return Candidate(
+        given,
+        name,
+        path,
+        Tokenizer.from_str(state["tokenizer"]),
+        model_config(state),
+        Layout.from_dict(state["layout"]),
+        checksum(path / MANIFEST),
+        config,
+        lambda: load_decoder(path, state),
+    )

@@ -1,0 +1,217 @@
+"""From plain values to a checked configuration; all problems are found before any is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainer.errors import UserError, did_you_mean
+from trainer.positional.encodings import load_plugins
+from trainer.runs.config import EvaluationRequest, RunConfig
+
+T = TypeVar("T")
+
+
+def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
+    """Keys that the dataclass does not have, at any depth, and groups that are no mappings."""
+    if not isinstance(values, dict):
+        return [f"{path}: expected a group of keys, got {values!r}."]
+    hints = get_type_hints(schema)
+    found = []
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            found.append(f"{where}: unknown key.{did_you_mean(str(key), hints)}")
+        elif dataclasses.is_dataclass(hints[key]):
+            found += _unknown_keys(hints[key], value, where)
+        else:  # a group that may be missing, or a list of groups
+            groups = [item for item in _listed(value) if isinstance(item, dict)]
+            for inner in filter(dataclasses.is_dataclass, get_args(hints[key])):
+                found += [p for group in groups for p in _unknown_keys(inner, group, where)]
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _type_problem(error: Any) -> str:
+    """One sentence for one of pydantic's findings."""
+    where = ".".join(str(part) for part in error["loc"] if str(part) not in _UNION_ARMS)
+    expected = error["msg"][0].lower() + error["msg"][1:]
+    hint = ""
+    if error["type"] == "literal_error":
+        hint = did_you_mean(str(error["input"]), _quoted(error["ctx"]["expected"]))
+    return f"{where}: got {error['input']!r}; {expected}.{hint}"
+
+
+_UNION_ARMS = {"int", "float", "str", "bool", "list[int]"}
+
+
+def _quoted(expected: str) -> list[str]:
+    return [word for i, word in enumerate(expected.split("'")) if i % 2]
+
+
+def validated(schema: type[T], values: dict[str, Any]) -> tuple[T, list[str]]:
+    """``values`` as the dataclass ``schema``, and a sentence for every unknown key and wrong type.
+
+    Keys of a wrong type have their defaults in the result, so that the rest can be checked too.
+    """
+    problems = _unknown_keys(schema, values, "")
+    adapter = TypeAdapter(schema)
+    try:
+        return adapter.validate_python(values), problems
+    except ValidationError as error:
+        problems += dict.fromkeys(_type_problem(e) for e in error.errors())
+        locations = [e["loc"] for e in error.errors()]
+        return adapter.validate_python(_without(values, locations)), problems
+
+
+def parse_config(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig:
+    """A checked configuration from plain values; ``found`` are problems already known.
+
+    Raises:
+        UserError: with every problem: unknown keys, wrong types, impossible combinations.
+    """
+    # `controls=null` on a command line leaves an experiment's controls out; merging keeps {}.
+    values = {**values, "controls": values.get("controls") or {}}
+    config, problems = validated(RunConfig, values)
+    problems = [*found, *problems]
+    try:
+        load_plugins(config.plugins)
+    except UserError as error:
+        problems += error.problems
+    config = with_steps(config)
+    try:
+        config = with_pretrained_shape(config)
+    except UserError as error:
+        raise UserError(*problems, *error.problems) from error
+    problems += config.problems()
+    for name, changes in config.controls.items():
+        problems += _control_problems(values, config, name, changes, problems)
+    if problems:
+        raise UserError(*problems)
+    return config
+
+
+def with_steps(config: RunConfig) -> RunConfig:
+    """The configuration with ``trainer.max_steps`` from ``trainer.max_tokens``, where that is given
+    and the size of a step makes sense."""
+    tokens, size = config.trainer.max_tokens, config.tokens_per_step
+    if tokens is None or tokens < 1 or size < 1:
+        return config
+    return replace(config, trainer=replace(config.trainer, max_steps=-(-tokens // size)))
+
+
+def with_pretrained_shape(config: RunConfig) -> RunConfig:
+    """The configuration with the shape of the model that ``model.from_pretrained`` names.
+
+    Raises:
+        UserError: there is no such model, its files are damaged, or it cannot have what is asked.
+    """
+    given = config.model
+    if given.from_pretrained is None:
+        return config
+    from trainer.interchange.pretrained import read_pretrained
+
+    shape = read_pretrained(given.from_pretrained).config
+    if shape.qk_norm.when == "never" and given.qk_norm.when == "always":
+        raise UserError(
+            "model.qk_norm.when: 'always', but the pretrained model was trained without; choose "
+            "'never' or 'after_drop'."
+        )
+    norm = given.qk_norm if shape.qk_norm.when == "never" else shape.qk_norm
+    shape = replace(
+        shape,
+        qk_norm=norm,
+        attention_backend=given.attention_backend,
+        from_pretrained=given.from_pretrained,
+    )
+    return replace(config, model=shape)
+
+
+class _Request(Protocol):
+    def problems(self) -> list[str]: ...
+
+
+R = TypeVar("R", bound=_Request)
+
+
+def parse_as(schema: type[R], values: dict[str, Any], found: Sequence[str] = ()) -> R:
+    """A checked request of a command; ``found`` are problems already known.
+
+    Raises:
+        UserError: with every problem: unknown keys, wrong types, impossible combinations.
+    """
+    request, wrong = validated(schema, values)
+    if problems := [*found, *wrong, *request.problems()]:
+        raise UserError(*problems)
+    return request
+
+
+def parse_request(values: dict[str, Any], found: Sequence[str] = ()) -> EvaluationRequest:
+    """A checked request of the ``evaluate`` command.
+
+    Raises:
+        UserError: with every problem that can be seen before the checkpoint is read.
+    """
+    request, problems = validated(EvaluationRequest, values)
+    problems = [*found, *problems, *request.evaluation.problems()]
+    if not request.checkpoint:
+        problems.append("checkpoint: give checkpoint=runs/NAME, or a checkpoint in it.")
+    if problems:
+        raise UserError(*problems)
+    return request
+
+
+def _without(values: dict[str, Any], locations: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """A copy of ``values`` without the keys at ``locations`` (the deepest mapping's key each)."""
+    copy = {k: _without(v, []) if isinstance(v, dict) else v for k, v in values.items()}
+    for location in locations:
+        place = copy
+        for key in location:
+            if not isinstance(place.get(key), dict):
+                place.pop(key, None)
+                break
+            place = place[key]
+    return copy
+
+
+def _control_problems(
+    values: dict[str, Any],
+    config: RunConfig,
+    name: str,
+    changes: dict[str, Any],
+    known: list[str],
+) -> list[str]:
+    if changes.get("branch") not in (None, "drop"):
+        return [f"controls.{name}.branch: expected 'drop' or nothing, got {changes['branch']!r}."]
+    if changes.get("branch") and config.drop_step is None:
+        return [f"controls.{name}.branch: the run has no drop to branch from; set drop.at."]
+    try:
+        control_config(values, name)
+    except UserError as error:
+        return [f"controls.{name}: {p}" for p in error.problems if p not in known]
+    return []
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes`` laid over it, mappings merged, everything else replaced."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = (
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
+    return result
+
+
+def control_config(values: dict[str, Any], name: str) -> RunConfig:
+    """The configuration of a control: the run's, without controls, with the control's changes."""
+    changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
+    base = {**values, "controls": {}, "run_dir": f"{values['run_dir']}/controls/{name}"}
+    return parse_config(merged(base, changes))

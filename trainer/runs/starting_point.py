@@ -1,0 +1,103 @@
+"""Where a run begins: at its newest sound checkpoint, at another run's, or from nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.data.corpus import Corpus
+from trainer.errors import UserError
+from trainer.runs.checkpoints import (
+    newest_sound_checkpoint,
+    read_state,
+    regular_checkpoints,
+    set_aside,
+    step_of,
+    sweep,
+)
+from trainer.runs.config import RunConfig
+from trainer.runs.metrics_file import continue_metrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at a checkpoint and its ``state``, or from nothing."""
+
+    checkpoint: Path | None
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.state.get("step", 0)
+
+
+def starting_point(config: RunConfig, branch: Path | None) -> Start:
+    """The newest sound checkpoint, the branch, or nothing; the metrics file is cut to fit.
+
+    Raises:
+        UserError: all checkpoints are damaged, or the branch's.
+    """
+    run_dir = Path(config.run_dir)
+    directory = run_dir / "checkpoints"
+    directory.mkdir(parents=True, exist_ok=True)
+    sweep(directory)
+    found = newest_sound_checkpoint(run_dir)
+    if found is not None:
+        set_aside([p for p in regular_checkpoints(directory) if step_of(p) > step_of(found)])
+    elif branch is not None and not branch.is_dir():
+        raise UserError(f"controls: {str(branch)!r}, where this run branches off, was not written.")
+    start = found or branch
+    state = read_state(start) if start is not None else {}
+    if start is not None:
+        log.info("Resuming from %s (step %d)", start.name, state["step"])
+    continue_metrics(
+        run_dir / "metrics.csv",
+        state.get("step", 0),
+        branch.parent.parent / "metrics.csv" if branch is not None else None,
+    )
+    return Start(start, state)
+
+
+def go_back(config: RunConfig, first_bad: int, broken_at: int) -> list[list[int]]:
+    """Put away the checkpoints since a run broke; the samples to leave out from where it goes on.
+
+    Returns:
+        Pairs (step, number of samples) for the steps from there on.
+    """
+    directory = Path(config.run_dir) / "checkpoints"
+    set_aside([p for p in regular_checkpoints(directory) if step_of(p) > first_bad])
+    found = newest_sound_checkpoint(Path(config.run_dir))
+    state = read_state(found) if found is not None else {}
+    step = state.get("step", 0)
+    lost = (broken_at - step) * config.trainer.batch_size
+    log.warning("Going back to step %d; %d samples are left out", step, lost)
+    return [*state.get("skips", []), [step, lost]]
+
+
+def data_facts(corpus: Corpus, config: RunConfig) -> dict[str, str]:
+    """What decides which tokens a sample number stands for, as hashes."""
+    order = [corpus.fingerprint, config.seed, config.data.sequence_length]
+    order.append(asdict(config.data.needles))
+    digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
+    return {"corpus": corpus.fingerprint, "order": digest}
+
+
+def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) -> None:
+    """Refuse to go on with other text or another order.
+
+    Raises:
+        UserError: the checkpoint was trained on other samples.
+    """
+    if state["data"] != data_facts(corpus, config):
+        raise UserError(
+            "data: the checkpoint was trained on other text, or in another order, than this "
+            "command reads (changed files, another version of Python, another seed); give the "
+            "same, or overwrite=true."
+        )

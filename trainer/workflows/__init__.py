@@ -1,0 +1,1 @@
+"""What a command does from one end to the other, one file each."""

@@ -1,0 +1,61 @@
+"""What ``analyze`` is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainer.data.config import DataConfig
+from trainer.workflows.held_out import request_problems
+
+
+@dataclass(frozen=True)
+class AnalysisConfig:
+    """``length``: tokens of a text, the beginning-of-text token included (null: 8 times the
+    training length, but no more than 4,096 or twice it, and no more than there is text). ``texts``:
+    how many are read together (null: as many as make 4,096 tokens, at most 16). ``chosen``:
+    [layer, query head] pairs that pictures of single heads show (empty: found by their measures).
+    ``dtype``: of the weights. ``seed``: of subsamples."""
+
+    length: int | None = None
+    texts: int | None = None
+    chosen: list[list[int]] = field(default_factory=list)
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [
+            f"analysis.{key}: expected {least} or more, got {value}."
+            for key, least in (("length", 2), ("texts", 1))
+            if (value := getattr(self, key)) is not None and value < least
+        ]
+        found += [
+            f"analysis.chosen: expected pairs [layer, head], got {pair}."
+            for pair in self.chosen
+            if len(pair) != 2
+        ]
+        return found
+
+
+@dataclass(frozen=True)
+class AnalysisRequest:
+    """What ``analyze`` is asked for.
+
+    ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
+    file. ``compare``: the model before the drop, for ``drop`` (null: the run's own checkpoint from
+    just before it). ``output``: null for ``analysis/KIND`` in the run, for a published model here.
+    ``text``: where held-out text comes from (null: the checkpoint's own source).
+    """
+
+    checkpoint: str | None = None
+    compare: str | None = None
+    output: str | None = None
+    threads: int | None = None
+    text: DataConfig | None = None
+    analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        common = request_problems(self.checkpoint, self.threads, self.text)
+        return self.analysis.problems() + common

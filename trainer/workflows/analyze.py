@@ -1,0 +1,230 @@
+"""Analyses of the attention of checkpoints and published models, without their runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.analysis.capture import Heads
+from trainer.analysis.studies.catalogue import STUDIES
+from trainer.analysis.studies.drop import DropStudy
+from trainer.analysis.studies.study import Study, Target, run
+from trainer.data.corpus import Corpus
+from trainer.errors import UserError
+from trainer.model.config import ModelConfig
+from trainer.report.geometry.page import GeometryReport, write_geometry_report
+from trainer.report.geometry.section import Section
+from trainer.report.progress import Progress
+from trainer.runs.descriptions import environment, without_home
+from trainer.runs.directory import writable_problem
+from trainer.runs.memory import free_memory, needed_memory
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.models import Candidate, find_candidate
+from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
+from trainer.workflows.held_out import held_out_corpus
+
+log = logging.getLogger(__name__)
+
+ALL, DROP = "all", "drop"
+KINDS = (ALL, *STUDIES, DROP)
+BEFORE_DROP = "before-drop"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
+MOST_TOKENS = 2**24
+"""Of the held-out text that are looked at."""
+
+
+def analyze(request: AnalysisRequest, kind: str) -> tuple[GeometryReport, Path]:
+    """Make the analyses that ``kind`` of :data:`KINDS` names, and write their page.
+
+    Returns:
+        The report and the path of its page.
+
+    Raises:
+        UserError: a checkpoint or text cannot be read, the text is too short, memory does not
+            suffice, or the analysis cannot be made of this model.
+    """
+    torch.set_num_threads(request.threads or os.cpu_count() or 1)
+    config = request.analysis
+    candidate = find_candidate(str(request.checkpoint))
+    output = Path(request.output or candidate.home / "analysis" / kind)
+    if problem := writable_problem(str(output), "output"):
+        raise UserError(problem)
+    other = _other(request, candidate, kind)
+    if problems := _chosen_problems(config, candidate.config):
+        raise UserError(*problems)
+    corpus = held_out_corpus(request.text, candidate)
+    ids = _texts(corpus, config, candidate)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    _check_memory(candidate.config, ids, models=1 if other is None else 2, device=device)
+
+    def target(of: Candidate) -> Target:
+        model = of.load().to(device=device, dtype=DTYPES[config.dtype]).eval()
+        return Target(
+            of.name, model, ids.to(device), tuple((a, b) for a, b in config.chosen), config.seed
+        )
+
+    first = target(candidate)
+    studies, notes = _studies(first, kind)
+    log.info("%s: %d x %d tokens", candidate.name, *ids.shape)
+    sections = _run(studies, first) if studies else []
+    if other is not None:
+        second = target(other)
+        sections.append(_drop(second, first, candidate).run())
+    report = GeometryReport(
+        candidate.name,
+        first.training_length,
+        first.length,
+        len(ids),
+        _encoding(first),
+        sections,
+        notes,
+        without_home(json.loads(json.dumps({"checkpoint": request.checkpoint} | asdict(config)))),
+        environment(corpus),
+    )
+    return report, write_geometry_report(report, output)
+
+
+def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candidate | None:
+    """The model before the drop, where the comparison is asked for or can be made."""
+    if kind not in (ALL, DROP):
+        if request.compare is not None:
+            raise UserError(f"compare: only for +analysis={DROP} and {ALL}, not for {kind!r}.")
+        return None
+    own = candidate.path.parent / BEFORE_DROP
+    if request.compare is not None:
+        other = find_candidate(request.compare, "compare")
+    elif candidate.run is not None and own.is_dir() and own != candidate.path:
+        other = find_candidate(str(own))
+    elif kind == ALL:
+        return None
+    else:
+        raise UserError(
+            f"compare: +analysis={DROP} needs the model before the drop, and {candidate.given!r} "
+            f"has no checkpoint {BEFORE_DROP!r}; give compare=PATH."
+        )
+    if other.tokenizer.to_str() != candidate.tokenizer.to_str():
+        raise UserError(f"compare: {other.given!r} has another tokenizer than the checkpoint.")
+    return other
+
+
+def _chosen_problems(config: AnalysisConfig, model: ModelConfig) -> list[str]:
+    layers, heads = model.num_hidden_layers, model.num_attention_heads
+    return [
+        f"analysis.chosen: {pair} is not in this model; expected layers 0 to {layers - 1} and "
+        f"heads 0 to {heads - 1}."
+        for pair in config.chosen
+        if not (0 <= pair[0] < layers and 0 <= pair[1] < heads)
+    ]
+
+
+def _texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tensor:
+    """``[texts, length]`` tokens of the test split, evenly spread, behind a beginning-of-text token
+    each. The separators between documents are left out: every one of them can be a sink."""
+    C = candidate.layout.training_length
+    read = corpus.test.windows(np.zeros(1, np.int64), min(len(corpus.test), MOST_TOKENS))[0]
+    tokens = read[read != corpus.end_of_text]
+    wanted = config.length or max(2 * C, min(FURTHEST * C, USUAL))
+    length = wanted if config.length else min(wanted, len(tokens) + 1)
+    if length - 1 > len(tokens):
+        raise UserError(
+            f"analysis.length: the held-out text has {len(tokens):,} tokens, too few for a text of "
+            f"{length:,} behind its beginning-of-text token; at most {len(tokens) + 1:,}, or give "
+            "more text."
+        )
+    fitting = max(1, len(tokens) // max(1, length - 1))
+    texts = config.texts or min(fitting, MOST_TEXTS, max(1, USUAL // length))
+    if texts > fitting:
+        raise UserError(
+            f"analysis.texts: {texts} texts of {length:,} tokens do not fit the {len(tokens):,} "
+            f"held-out tokens; at most {fitting}."
+        )
+    starts = np.linspace(0, len(tokens) - (length - 1), texts).astype(np.int64)
+    begin = corpus.end_of_text if candidate.begin is None else candidate.begin
+    rows = np.full((texts, length), begin, dtype=np.int64)
+    rows[:, 1:] = np.stack([tokens[start : start + length - 1] for start in starts])
+    return torch.from_numpy(rows)
+
+
+def _check_memory(config: ModelConfig, ids: Tensor, *, models: int, device: str) -> None:
+    """Raises ``UserError`` where the analysis would need more memory than is free."""
+    needed, free = needed_memory(config, ids.numel(), models), free_memory(device)
+    if needed > free:
+        raise UserError(
+            f"analysis.length: {ids.shape[0]} x {ids.shape[1]:,} tokens need about "
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; take fewer or shorter "
+            "texts."
+        )
+
+
+def _studies(target: Target, kind: str) -> tuple[list[Study], list[str]]:
+    """Those that can be made of the target, and a sentence for each that cannot."""
+    if kind == DROP:
+        return [], []
+    studies, notes = [], []
+    for key, study in STUDIES.items():
+        if kind not in (ALL, key):
+            continue
+        problems = study.problems(target)
+        if problems and kind != ALL:
+            raise UserError(*(f"+analysis={key}: {problem}" for problem in problems))
+        notes += [f"{study.title} was left out: {problem}" for problem in problems]
+        if not problems:
+            studies.append(study(target))
+    return studies, notes
+
+
+class _Watched(Study):
+    """A study that tells of every layer and of its section."""
+
+    def __init__(self, study: Study, done: Callable[[], None]) -> None:
+        super().__init__(study.target)
+        self._study, self._done = study, done
+
+    def on_layer(self, heads: Heads) -> None:
+        self._study.on_layer(heads)
+        self._done()
+
+    def section(self) -> Section:
+        # Sections may read the model again, some several times: as long as a few layers.
+        section = self._study.section()
+        self._done()
+        return section
+
+
+def _run(studies: Sequence[Study], target: Target) -> list[Section]:
+    steps = len(studies) * (len(target.model.layers) + 1)
+    with Progress("Analysing", steps, target.ids.numel() / steps) as progress:
+        count = iter(range(1, steps + 1))
+        progress.advance_to(0)
+        return run([_Watched(s, lambda: progress.advance_to(next(count))) for s in studies], target)
+
+
+def _drop(before: Target, after: Target, candidate: Candidate) -> DropStudy:
+    """With the run's training loss, where it is the run's own drop."""
+    step = candidate.run.drop_step if candidate.run is not None else None
+    metrics = candidate.home / "metrics.csv"
+    if step is None or not metrics.is_file():
+        return DropStudy(before, after)
+    curve = [(row["step"], row["loss"]) for row in read_metrics(metrics)]
+    return DropStudy(before, after, curve, step)
+
+
+def _encoding(target: Target) -> str:
+    """What happens to queries and keys, a sentence."""
+    spectra = target.model.layout.spectra
+    pairs = sorted({sum(f > 0 for f in spectrum.inv_freq) for spectrum in spectra})
+    half = target.model.config.head_size // 2
+    if not any(pairs):
+        bias = any(spectrum.alibi for spectrum in spectra)
+        return "No rotation, a bias by distance (ALiBi)." if bias else "No positional encoding."
+    counts = " or ".join(map(str, pairs))
+    return f"{counts} of {half} channel pairs of a head rotate."

@@ -1,0 +1,215 @@
+"""A whole experiment: the run, its controls, their evaluation and the report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.errors import UserError
+from trainer.evaluation.table import Measurements, Subject, evaluate
+from trainer.interchange.pretrained import read_pretrained
+from trainer.model.decoder import Decoder
+from trainer.report.figures import write_figures
+from trainer.report.html import write_html
+from trainer.report.observations import ROLES, observe
+from trainer.report.results import Arm, Drop, Report
+from trainer.runs.checkpoints import BEFORE_DROP
+from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import (
+    describe_task,
+    environment,
+    label,
+    reference_first,
+    role,
+    without_home,
+)
+from trainer.runs.directory import (
+    RunLock,
+    log_to_file,
+    open_run_directory,
+    plain,
+    writable_problem,
+)
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.parsing import control_config
+from trainer.runs.ranks import Ranks, first_does, join, leave
+from trainer.training.callbacks.preemption import stopping_between_files
+from trainer.training.loggers import log_table
+from trainer.training.run import TrainedRun, device_problems, set_threads, train
+from trainer.training.strategy import strategy_problems
+
+log = logging.getLogger(__name__)
+
+
+def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
+    """Train the run and its controls, evaluate all of them, and write the report.
+
+    A run that was interrupted goes on where it was. One that is finished is not touched. All ranks
+    train; the first one evaluates.
+
+    Returns:
+        The report, and whether it had been there before; None on other ranks.
+
+    Raises:
+        UserError: something given is wrong; found before anything heavy starts where possible.
+        PreemptedError: the run was asked to stop.
+    """
+    configs = {"main": config} | {
+        name: control_config(plain(config), name) for name in config.controls
+    }
+    ranks, lock = join(config), RunLock()
+    try:
+        set_threads(config)
+        found = first_does(lambda: _open(config, configs, ranks, lock))
+        if found is not None:
+            return (found, True) if ranks.is_first else None
+        # The first rank has prepared the text; the others open it.
+        corpus = open_corpus(config)
+        runs = {name: _train_arm(config, arm, name, corpus) for name, arm in configs.items()}
+    finally:
+        leave()
+    if not ranks.is_first:
+        return None
+    directory = Path(config.run_dir)
+    with stopping_between_files():
+        report = make_report(config, configs, runs, corpus)
+        figures = write_figures(report, directory / "figures")
+        write_html(report, figures, directory / "report.html")
+        images = {k: path.with_suffix(".png") for k, path in figures.items() if "reach" in k}
+        log_table(config, report.table, report.reach, images)
+        report.write(directory / "report.json")
+    return report, False
+
+
+def _open(
+    config: RunConfig, configs: dict[str, RunConfig], ranks: Ranks, lock: RunLock
+) -> Report | None:
+    """Check everything, prepare text and directories; the report of a finished run.
+
+    Raises:
+        UserError: with all that is wrong.
+    """
+    problems = device_problems(config) + label_problems(configs) + strategy_problems(config, ranks)
+    if problem := writable_problem(config.run_dir):
+        problems.append(problem)
+    if problems:
+        raise UserError(*problems)
+    finished = Path(config.run_dir) / "report.json"
+    if finished.exists() and not config.overwrite:
+        open_run_directory(config, finished=True)
+        return Report.read(finished)
+    log.info("Preparing the text (%s)", config.data.source)
+    open_corpus(config)
+    directory = Path(config.run_dir)
+    if (directory / "config.yaml").exists():
+        lock.hold(directory)
+    for arm in configs.values():
+        open_run_directory(arm)
+    lock.hold(directory)  # new, or made anew by overwrite=true
+    log_to_file(Path(config.run_dir))
+    return None
+
+
+def open_corpus(config: RunConfig) -> Corpus:
+    """The run's text, with the tokenizer of its pretrained model where it has one.
+
+    Raises:
+        UserError: text or tokenizer cannot be read.
+    """
+    tokenizer, given = None, config.model.from_pretrained
+    if given and not config.tokenizer.path:
+        tokenizer = read_pretrained(given).require_tokenizer()
+    return prepare_corpus(config.data, config.tokenizer, tokenizer)
+
+
+def _train_arm(config: RunConfig, arm: RunConfig, name: str, corpus: Corpus) -> TrainedRun:
+    branch = None
+    if config.controls.get(name, {}).get("branch"):
+        branch = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
+    return train(arm, corpus, branch)
+
+
+def label_problems(configs: dict[str, RunConfig]) -> list[str]:
+    """Runs that tables could not tell apart, one sentence each."""
+    seen: dict[str, str] = {}
+    return [
+        f"controls.{name}.label: {text!r} is what {seen[text]} is called too; give it another."
+        for name, arm in configs.items()
+        if seen.setdefault(text := label(arm), name) != name
+    ]
+
+
+def make_report(
+    config: RunConfig, configs: dict[str, RunConfig], runs: dict[str, TrainedRun], corpus: Corpus
+) -> Report:
+    """Evaluate all arms, as they were saved, and put everything into a report."""
+    models = {name: run.model() for name, run in runs.items()}
+    subjects = [Subject(role(arm), label(arm), models[name]) for name, arm in configs.items()]
+    began = time.perf_counter()
+    measured = (
+        evaluate(reference_first(subjects), corpus, config.data.needles, config.evaluation)
+        if config.evaluation.enabled
+        else Measurements()
+    )
+    drop = Drop(**runs["main"].effect) if runs["main"].effect else None
+    arms = tuple(
+        _arm(arm, models[name], measured, config.data.sequence_length)
+        for name, arm in configs.items()
+    )
+    return Report(
+        name=config.name,
+        config=without_home(plain(config)),
+        environment=environment(corpus),
+        arms=arms,
+        drop=drop,
+        table=tuple(measured.table),
+        loss_by_position=tuple(measured.loss_by_position),
+        reach={label(arm): runs[name].reach() for name, arm in configs.items()},
+        observations=observe(
+            measured.table,
+            {key: name for key, name in measured.roles.items() if key in ROLES},
+            drop=drop,
+            arms={
+                role(c): arm
+                for c, arm in zip(configs.values(), arms, strict=True)
+                if role(c) in ROLES
+            },
+            temperature=measured.temperature,
+        ),
+        task=describe_task(config),
+        temperature=measured.temperature,
+        timing={
+            "tokens_per_second": {
+                label(arm): _median_rate(Path(arm.run_dir)) for arm in configs.values()
+            },
+            "evaluation_seconds": round(time.perf_counter() - began, 1),
+            "training_seconds": {
+                label(arm): round(runs[name].seconds, 1) for name, arm in configs.items()
+            },
+        },
+    )
+
+
+def _arm(config: RunConfig, model: Decoder, measured: Measurements, length: int) -> Arm:
+    name = label(config)
+    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
+    loss = next((c.loss for c in measured.table if (c.method, c.length) == (name, length)), None)
+    encoding = " + ".join(dict.fromkeys(config.positional.layers))
+    if config.drop_step is not None:
+        encoding += f", dropped at step {config.drop_step}"
+    return Arm(
+        name=name,
+        encoding=encoding,
+        parameters=sum(p.numel() for p in model.parameters()),
+        steps=config.trainer.max_steps,
+        tokens=config.trainer.max_steps * config.tokens_per_step,
+        final_loss=loss,
+        curve=tuple((row["step"], row["loss"]) for row in rows),
+    )
+
+
+def _median_rate(run_dir: Path) -> float:
+    rates = [row["tokens_per_second"] for row in read_metrics(run_dir / "metrics.csv")]
+    return round(sorted(rates)[len(rates) // 2], 0)

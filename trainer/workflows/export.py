@@ -1,0 +1,48 @@
+"""A checkpoint as a directory that transformers loads."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from trainer.data.tokenizer import end_of_text
+from trainer.errors import UserError
+from trainer.interchange.export.directory import Exported, destination_problem, export_model
+from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
+from trainer.runs.directory import writable_problem
+from trainer.workflows.export_request import ExportRequest
+from trainer.workflows.model_card import model_card
+
+log = logging.getLogger(__name__)
+
+
+def export_checkpoint(request: ExportRequest) -> Exported:
+    """Write ``request.to``, compare what transformers loads from it, or leave nothing.
+
+    Raises:
+        UserError: the checkpoint cannot be read, the directory not be written, or logits differ.
+    """
+    assert request.checkpoint is not None
+    assert request.to is not None
+    torch.set_num_threads(request.threads or os.cpu_count() or 1)
+    to = Path(request.to)
+    if problem := destination_problem(to) or writable_problem(str(to), "to"):
+        raise UserError(problem)
+    path = find_checkpoint(request.checkpoint)
+    state = read_state(path)
+    log.info("Exporting %s, step %d", path, state["step"])
+    tokenizer = Tokenizer.from_str(state["tokenizer"])
+    model = load_decoder(path, state)
+    return export_model(
+        model,
+        tokenizer,
+        end_of_text(tokenizer),
+        to,
+        card=lambda plan, difference: model_card(path, state, model, plan, difference),
+        tolerance=request.tolerance,
+        dtype=request.dtype,
+    )

@@ -1,0 +1,48 @@
+"""What requests about finished models have in common: the models, and held-out text to read."""
+
+from __future__ import annotations
+
+from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.errors import UserError
+from trainer.runs.models import Candidate
+
+
+def request_problems(
+    checkpoint: str | None, threads: int | None, text: DataConfig | None = None
+) -> list[str]:
+    """What is impossible of these keys of a request, one sentence each."""
+    found = [] if text is None else [f"text: {problem}" for problem in text.problems()]
+    if not checkpoint:
+        found.append("checkpoint: give checkpoint=runs/NAME, or a checkpoint in it.")
+    if threads is not None and threads < 1:
+        found.append(f"threads: expected 1 or more, got {threads}.")
+    return found
+
+
+def text_source(text: DataConfig | None, candidate: Candidate) -> DataConfig:
+    """``text=``, or where the model's own run had its text, or what is on every machine."""
+    return text or (candidate.run.data if candidate.run is not None else DataConfig())
+
+
+def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
+    """The prepared splits of that source in the model's tokens.
+
+    Raises:
+        UserError: the text cannot be read, is too short, or is not what the run had.
+    """
+    source, run = text_source(text, candidate), candidate.run
+    if text is None and run is not None and run.model.from_pretrained is None:
+        corpus = prepare_corpus(source, run.tokenizer)
+        if corpus.tokenizer.to_str() != candidate.tokenizer.to_str():
+            raise UserError(
+                "checkpoint: it was trained with another tokenizer than its text source gives "
+                "here (another version of Python, or changed files); name a source with text=."
+            )
+        return corpus
+    try:
+        return prepare_corpus(source, TokenizerConfig(), candidate.tokenizer)
+    except UserError as error:
+        if text is None:
+            raise
+        raise UserError(*(p.replace("data.", "text.") for p in error.problems)) from error

@@ -1,0 +1,160 @@
+"""The README.md of an exported model: what it is, how it was made, how far it reaches."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from trainer.interchange.export.plan import Plan
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum
+from trainer.report.results import Report
+from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import label
+from trainer.runs.parsing import validated
+
+
+def model_card(
+    path: Path, state: dict[str, Any], model: Decoder, plan: Plan, difference: float | None
+) -> str:
+    """Markdown with the metadata that the hub reads.
+
+    Args:
+        path: the checkpoint; figures come from the report of its run, where there is one.
+        state: what the checkpoint says of itself.
+        model: its decoder.
+        plan: how it is written.
+        difference: of logits, None where nothing was compared.
+    """
+    config = validated(RunConfig, state["config"])[0]
+    report = _report(path)
+    facts = _facts(config, state, model, report)
+    compared = (
+        "Its logits were not compared with those of the run."
+        if difference is None
+        else f"Its logits were compared with those of the run: they differ by {difference:.1e} of "
+        "the largest at most, in float32."
+    )
+    parts = [
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---",
+        f"# {config.name}",
+        "| | |\n| --- | --- |\n"
+        + "\n".join(f"| {key} | {value} |" for key, value in facts.items()),
+        *_figures(config, state["step"], report),
+        "## Loading",
+        f"```python\n{_usage(plan)}```",
+        f"{_reason(plan)} {compared} Every sequence of the training began with the end-of-text "
+        "token; the tokenizer puts it before a prompt.",
+        "## Licence",
+        "To be chosen by whoever publishes the weights.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _facts(
+    config: RunConfig, state: dict[str, Any], model: Decoder, report: Report | None
+) -> dict[str, str]:
+    facts = {
+        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+        "positional encoding": describe(model.layout),
+        "dropped": f"after step {config.drop_step}" if _dropped(config, state["step"]) else "never",
+        "steps": f"{state['step']:,}",
+        "tokens": f"{state['tokens']:,}",
+        "training length": f"{model.layout.training_length:,} tokens",
+        "program": f"unrope {state['versions']['unrope']}, torch {state['versions']['torch']}",
+    }
+    if config.model.from_pretrained is not None:
+        facts["began with"] = Path(config.model.from_pretrained).name
+    if report is not None and "corpus" in report.environment:
+        facts["hash of the text"] = str(report.environment["corpus"])
+    return facts
+
+
+def _dropped(config: RunConfig, step: int) -> bool:
+    return config.drop_step is not None and step > config.drop_step
+
+
+def describe(layout: Layout) -> str:
+    """The encodings in words, layers counted from 0."""
+    parts, first = [], 0
+    for layer, alike in groupby(layout.layers):
+        last = first + len(list(alike)) - 1
+        where = f"layer {first}" if first == last else f"layers {first} to {last}"
+        parts.append(f"{where}: {_layer(layer)}")
+        first = last + 1
+    return "; ".join(parts)
+
+
+def _layer(layer: LayerEncoding) -> str:
+    kinds = [
+        _spectrum(spectrum) + (f" ({heads} key-value heads)" if len(layer.groups) > 1 else "")
+        for spectrum, heads in layer.groups
+    ]
+    window = [f"a window of {layer.window} tokens"] if layer.window else []
+    norm = ["QK-norm"] if layer.qk_norm else []
+    return ", ".join([*kinds, *window, *norm])
+
+
+def _spectrum(spectrum: Spectrum) -> str:
+    said = "none (NoPE)"
+    if spectrum.alibi:
+        said = "ALiBi"
+    elif spectrum.rotates:
+        waves = [w for w in spectrum.wavelengths if w < float("inf")]
+        said = (
+            f"rotation of {2 * len(waves)} channels, wavelengths {min(waves):.1f} to "
+            f"{max(waves):,.0f} tokens"
+        )
+    if not spectrum.temperature.is_constant:
+        said += ", temperature that grows with the length"
+    return said
+
+
+def _report(path: Path) -> Report | None:
+    file = path.parent.parent / "report.json"
+    return Report.read(file) if file.is_file() else None
+
+
+def _figures(config: RunConfig, step: int, report: Report | None) -> list[str]:
+    """The table of the run's report, for the checkpoint that was evaluated there: its last."""
+    name = label(config, _dropped(config, step))
+    if report is None or step != config.trainer.max_steps:
+        return []
+    cells = [c for c in report.table if c.method == name or c.method.startswith(f"{name} + ")]
+    rows = [
+        f"| {cell.method} | {cell.length:,} | {_number(cell.retrieval)} | {_number(cell.loss)} |"
+        for cell in cells
+    ]
+    head = "| method | length | retrieval | loss |\n| --- | --- | --- | --- |\n"
+    explained = (
+        "Retrieval: share of needles found; loss: nats per token on the last tokens of held-out "
+        "windows. `+`: context extension at no cost."
+    )
+    return ["## Evaluation", head + "\n".join(rows), explained] if rows else []
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _usage(plan: Plan) -> str:
+    trust = "" if plan.is_native else ", trust_remote_code=True"
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'tokenizer = AutoTokenizer.from_pretrained("PATH")\n'
+        f'model = AutoModelForCausalLM.from_pretrained("PATH"{trust})\n'
+        'prompt = tokenizer("The", return_tensors="pt")\n'
+        "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))\n"
+    )
+
+
+def _reason(plan: Plan) -> str:
+    if plan.is_native:
+        return f"The model is a `{plan.architecture}` and needs no code of its own."
+    reasons = ", ".join(dict.fromkeys(plan.refusals.values()))
+    return (
+        f"The model comes with its code, `modeling_unrope.py`: no architecture of transformers has "
+        f"a place for {reasons}."
+    )
