@@ -34,7 +34,7 @@ from rich.table import Table
 
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
-from trainer.model.linear import product
+from trainer.model.linear import onednn_product
 from trainer.positional.config import PositionalConfig, build_layout
 
 BATCH, LENGTH, WIDTH, MLP, LAYERS, HEADS = 4, 512, 512, 1376, 4, 8
@@ -129,7 +129,7 @@ def ceiling(precision: str) -> float:
             torch.randn(size, size, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
             for _ in range(2)
         )
-        for multiply in (torch.matmul, product):
+        for multiply in (torch.matmul, onednn_product):
             best = max(best, *(2 * size**3 / seconds(partial(multiply, a, b)) for _ in range(8)))
     return best
 

@@ -10,7 +10,6 @@ import torch
 from trainer.analysis.attenuation import Gate, attenuated, sweep
 from trainer.analysis.frequency_entropy import frequency_entropies
 from trainer.evaluation.weighted_rope import WeightedRopeSettings, apply, select
-from trainer.positional.layout import Layout
 
 IDS = torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(3))
 
@@ -60,7 +59,7 @@ def test_the_sweep_is_the_perplexity_of_these_layouts(tiny_decoder):
 def test_pairs_that_stand_still_keep_their_size(tiny_decoder):
     model = tiny_decoder()
     still = replace(model.layout.layers[0].spectra[0], inv_freq=(1.0, 0.0, 0.1, 0.0))
-    model.layout = Layout(tuple(e.map(lambda _: still) for e in model.layout.layers))
+    model.layout = model.layout.map(lambda _: still)
     entropies = frequency_entropies(model, IDS, ["sequence"])
     changed, pairs = attenuated(model.layout, entropies, Gate("sequence", "below", 1.1), 0.0, 8)
     assert pairs == 2 * (4 + 2) * 2

@@ -63,7 +63,9 @@ def test_singular_values_are_those_of_the_svd():
 
 def test_a_temperature_does_not_change_the_ratio_of_first_singular_values():
     plain = layer_of_heads()
-    warm = module.Heads(0, plain.encoding, plain.q, plain.k, plain.rotated_q * 1.7, plain.rotated_k)
+    warm = module.Heads(
+        0, plain.encoding, plain.q, plain.k, plain.rotated_q * 1.7, plain.rotated_k, 64
+    )
     np.testing.assert_allclose(result_of(plain).query_fsv_ratio, result_of(warm).query_fsv_ratio)
 
 
@@ -100,7 +102,7 @@ def test_layers_and_texts_are_collected():
     h = layers[1]
     tensors = (h.q, h.k, h.rotated_q, h.rotated_k)
     for text in range(2):
-        one.update(module.Heads(1, h.encoding, *(x[text : text + 1] for x in tensors)))
+        one.update(module.Heads(1, h.encoding, *(x[text : text + 1] for x in tensors), 64))
     np.testing.assert_allclose(one.result().rotated.cross_dot[0], result.rotated.cross_dot[1])
 
 

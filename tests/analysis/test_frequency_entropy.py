@@ -19,7 +19,6 @@ from trainer.analysis.frequency_entropy import (
 )
 from trainer.analysis.pairs import pair_norms
 from trainer.errors import UserError
-from trainer.positional.layout import Layout
 
 IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))
 seeds = st.integers(0, 2**32 - 1)
@@ -175,8 +174,8 @@ def test_a_head_with_fewer_pairs_than_its_neighbour_has_no_number_for_the_rest(t
     layers = list(model.layout.layers)
     whole = layers[0].spectra[0]
     half = replace(whole, inv_freq=whole.inv_freq[::2])
-    layers[0] = replace(layers[0], spectra=(half, whole))
-    model.layout = Layout(tuple(layers))
+    layers[0] = replace(layers[0], groups=((half, 1), (whole, 1)))
+    model.layout = replace(model.layout, layers=tuple(layers))
     found = frequency_entropies(model, IDS[:, :64], ["sequence"])[0]
     assert (
         found.query["sequence"].isnan().tolist()

@@ -153,7 +153,7 @@ def test_stages_differ_in_the_rotation_alone(tiny_decoder):
     """Of a rescaled model: none, the rescaled frequencies, those as trained."""
     model = tiny_decoder()
     trained = model.layout
-    model.layout = trained.map(lambda spectrum: position_interpolation(spectrum, 4.0))
+    model.layout = trained.rescaled(position_interpolation, 4.0)
     inv_freq = trained.layers[0].spectra[0].inv_freq
     slower = tuple(f / 4 for f in inv_freq)
     for side in ("query", "key"):

@@ -23,7 +23,7 @@ IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
 
 def test_figure_6_all_methods_compress_the_low_frequencies():
     """Fast pairs stay but for PI's, slow ones are divided by s."""
-    factors = scaling_factors(make_spectrum("rope", 64, 2048, {}), 2.0)
+    factors = scaling_factors(make_spectrum("rope", 64, 2048, {}), 2048, 2.0)
     np.testing.assert_allclose(factors["pi"], 0.5)
     np.testing.assert_allclose(factors["ntk"], 2 ** (-np.arange(32) / 31))  # Eq. 3, m from 0
     assert factors["yarn"][0] == 1
@@ -33,7 +33,7 @@ def test_figure_6_all_methods_compress_the_low_frequencies():
 
 
 def test_a_pair_that_stands_still_has_factor_one():
-    factors = scaling_factors(make_spectrum("p_rope", 16, 64, {"p": 0.5}), 4.0)
+    factors = scaling_factors(make_spectrum("p_rope", 16, 64, {"p": 0.5}), 64, 4.0)
     assert all((gamma[4:] == 1).all() for gamma in factors.values())
 
 
@@ -57,7 +57,7 @@ def test_last_token():
 def test_heads_are_read_with_the_layout_that_is_given(tiny_decoder):
     model = tiny_decoder(layers=["rope"])
     trained = model.layout
-    layout = trained.map(lambda spectrum: yarn(spectrum, 2.0))
+    layout = trained.rescaled(yarn, 2.0)
     heads = heads_of_layer(model, IDS, 1, layout)
     assert (heads.layer, heads.encoding) == (1, layout.layers[1])
     assert model.layout is trained

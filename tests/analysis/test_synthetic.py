@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.analysis.attention_examples import turned
 from trainer.analysis.synthetic import synthetic_decay
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.rescaling import dynamic_ntk
+from trainer.positional.rescaling import dynamic, ntk_aware
 
 NAMES = ["rope", "half_rope", "high_frequency", "rope_id", "p_rope", "nope"]
 
@@ -23,7 +23,9 @@ def test_both_curves_are_those_of_rotated_copies(name, given_vector):
     spectrum = make_spectrum(name, D, 512, {})
     vector = np.random.default_rng(1).normal(size=D) if given_vector else np.ones(D)
     found = synthetic_decay(
-        spectrum, D, lengths, [0, 3, 600], vector=vector if given_vector else None
+        *(spectrum, D, lengths, [0, 3, 600]),
+        training_length=512,
+        vector=vector if given_vector else None,
     )
     copies = turned(torch.tensor(vector).expand(1, 1, 700, D), spectrum)[0, 0].numpy()
     for n, ratio in zip(lengths, found.fsv_ratio, strict=True):
@@ -40,7 +42,9 @@ def test_figure_7_what_each_encoding_keeps_and_when_it_gets_there():
 
     def ratios(name):
         spectrum = make_spectrum(name, 128, 4096, {})
-        return synthetic_decay(spectrum, 128, [4096, 65_536, 10**6], []).fsv_ratio
+        return synthetic_decay(
+            spectrum, 128, [4096, 65_536, 10**6], [], training_length=4096
+        ).fsv_ratio
 
     rope, half, fast, ours = (ratios(name) for name in NAMES[:4])
     kept, least = np.sqrt(1 / 2), np.sqrt(1 / 128)
@@ -55,14 +59,16 @@ def test_figure_7_what_each_encoding_keeps_and_when_it_gets_there():
 @given(st.integers(1, 10**7))
 def test_ratios_lie_between_the_limit_and_one_at_any_length(length):
     spectrum = make_spectrum("rope", 16, 64, {})
-    (ratio,) = synthetic_decay(spectrum, 16, [length], []).fsv_ratio
+    (ratio,) = synthetic_decay(spectrum, 16, [length], [], training_length=64).fsv_ratio
     assert np.sqrt(1 / 16) - 1e-9 <= ratio <= 1 + 1e-9
 
 
 def test_a_spectrum_that_depends_on_the_length_is_taken_at_that_length():
     spectrum = make_spectrum("rope", 16, 64, {})
-    growing = dynamic_ntk(spectrum, 1.0)
-    same, other = (synthetic_decay(s, 16, [64, 640], [600]) for s in (spectrum, growing))
+    growing = dynamic(spectrum, ntk_aware, 64)
+    same, other = (
+        synthetic_decay(s, 16, [64, 640], [600], training_length=64) for s in (spectrum, growing)
+    )
     assert same.fsv_ratio[0] == other.fsv_ratio[0]
     assert other.fsv_ratio[1] > same.fsv_ratio[1] + 0.01
     assert other.dot[0] != pytest.approx(same.dot[0], abs=1e-3)

@@ -29,7 +29,7 @@ def geometry(x, spectrum):
     x = x[None, None]
     clusters = Clusters(points=8)
     rotated = turned(x, spectrum)
-    clusters.update(Heads(0, LayerEncoding((spectrum,)), x, x, rotated, rotated))
+    clusters.update(Heads(0, LayerEncoding(((spectrum, 1),)), x, x, rotated, rotated, 64))
     return clusters.result()
 
 
@@ -75,7 +75,9 @@ def test_lemma_1_and_theorem_1_limits_of_a_rank_one_cluster(energies):
 def test_lemma_1_for_any_vector_at_a_length_no_memory_holds(energies):
     spectrum = make_spectrum("rope", 8, 64, {"base": 100.0})
     x, alpha = rank_one(1, energies, 4)
-    (ratio,) = synthetic_decay(spectrum, 8, [10**8], [], vector=x[0].numpy()).fsv_ratio
+    (ratio,) = synthetic_decay(
+        spectrum, 8, [10**8], [], training_length=64, vector=x[0].numpy()
+    ).fsv_ratio
     assert ratio == pytest.approx(alpha.max() / math.sqrt(2), abs=1e-4)
 
 

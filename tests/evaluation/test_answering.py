@@ -117,13 +117,9 @@ def test_sharing_and_batching_change_nothing(
     model = build(**positional)
     of_a_token = forward_flops(model.config, model.layout, 1)
     monkeypatch.setitem(answering.ENOUGH, "cpu", enough * of_a_token)
-    model.layout = model.layout.map(changing(change))
+    model.layout = changing(change)(model.layout)
     prompts = [*groups(2), *singles()]
-    by_length = any(
-        s.beyond or (s.temperature.per == "sequence" and not s.temperature.is_constant)
-        for s in model.layout.spectra
-    )
-    alone = generated_alone if by_length else one_at_a_time
+    alone = generated_alone if model.layout.follows_length else one_at_a_time
     expected = alone(model, tokenizer, prompts)
     assert len(set(expected)) > 5
     assert answers(model, tokenizer, prompts, 1000) == expected

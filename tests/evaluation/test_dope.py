@@ -11,7 +11,6 @@ from trainer.analysis.capture import capture
 from trainer.analysis.matrix_entropy import matrix_entropies
 from trainer.errors import UserError
 from trainer.evaluation.dope import (
-    PAIR_BY_PAIR,
     Chosen,
     DopeSettings,
     Selection,
@@ -20,7 +19,7 @@ from trainer.evaluation.dope import (
 )
 from trainer.generation.generate import generate
 from trainer.positional.layout import Layout
-from trainer.positional.rescaling import RESCALINGS, at_length, dynamic
+from trainer.positional.rescaling import RESCALINGS
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(7))
 SHAPE = {"num_hidden_layers": 3}
@@ -97,7 +96,7 @@ def test_with_r_1_the_head_of_the_largest_eigenvalue_is_the_first(model):
 
 
 def test_stages_see_the_rescaled_and_the_trained_frequencies(model):
-    rescaled = model.layout.map(lambda s: RESCALINGS["pi"](s, 8.0))
+    rescaled = model.layout.rescaled(RESCALINGS["pi"], 8.0)
 
     def found(stage, layout):
         settings = DopeSettings(stage=stage, heads=6, entropy="vanilla")
@@ -119,7 +118,7 @@ def test_no_head_is_the_very_same_model(model, settings):
 def test_heads_change_the_model_and_leave_its_own_layout(model, settings):
     trained = model.layout
     before = model(IDS)
-    selection = select(model, IDS, settings, trained.map(lambda s: RESCALINGS["yarn"](s, 4.0)))
+    selection = select(model, IDS, settings, trained.rescaled(RESCALINGS["yarn"], 4.0))
     assert model.layout is trained
     model.layout = apply(trained, selection)
     assert not torch.equal(model(IDS), before)
@@ -145,22 +144,24 @@ def chosen_by_hand(model, settings, layer, head):
 
 
 CHANGES = (
-    {"none": lambda s: s}
-    | {name: lambda s, name=name: RESCALINGS[name](s, 4.0) for name in RESCALINGS}
-    | {f"dynamic {name}": lambda s, name=name: dynamic(s, name, 3.0) for name in PAIR_BY_PAIR}
+    {"none": lambda layout: layout}
+    | {name: lambda layout, by=by: layout.rescaled(by, 4.0) for name, by in RESCALINGS.items()}
+    | {
+        f"dynamic {name}": lambda layout, by=by: layout.dynamically_rescaled(by)
+        for name, by in RESCALINGS.items()
+    }
 )
-"""What can have been done to a spectrum before; at 40 tokens the dynamic ones have an effect."""
+"""What can have been done to a layout before; at 40 tokens the dynamic ones have an effect."""
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("variant", ["by_parts", "by_all"])
 def test_unrotated_bands_pass_and_the_others_turn(model, variant, change):
     """With the temperature and the attention factor that they had."""
-    layout = model.layout.map(change)
-    layout = layout.map(lambda s: s.with_temperature(scale=1.7))
+    layout = change(model.layout).map(lambda s: s.with_temperature(scale=1.7))
     selection = chosen_by_hand(model, DopeSettings(variant), 0, 1)
     before, after = captured(model, layout)[0], captured(model, apply(layout, selection))[0]
-    scale = at_length(layout.layers[0].spectra[0], 40).rotary_scale
+    scale = layout.at(40).spectra[0].rotary_scale
     still = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
     turning = [c for c in range(8) if c not in still]
     for name, heads, factor in (("q", [2, 3], 1.7 * scale), ("k", [1], scale)):
@@ -192,21 +193,11 @@ def test_bands_that_turned_in_training_stay_by_any_rescaling(model):
     settings = DopeSettings("by_parts", heads=6)
     theta = model.layout.layers[0].spectra[0].inv_freq
     expected = tuple(m for m, f in enumerate(theta) if f < 2 * math.pi / 32)
-    rescaled = model.layout.map(lambda s: RESCALINGS["pi"](s, 1000.0))
+    rescaled = model.layout.rescaled(RESCALINGS["pi"], 1000.0)
     for layout in (None, rescaled):
         assert {c.bands for c in select(model, IDS, settings, layout).heads} == {expected}
     spectra = apply(rescaled, select(model, IDS, settings, rescaled)).spectra
     assert [f == 0 for f in spectra[0].inv_freq] == [m in expected for m in range(4)]
-
-
-@pytest.mark.parametrize("name", sorted(set(RESCALINGS) - set(PAIR_BY_PAIR)))
-def test_a_dynamic_method_that_looks_at_all_pairs_is_a_clear_error(model, name):
-    selection = chosen_by_hand(model, DopeSettings("by_all"), 0, 0)
-    grown = model.layout.map(lambda s: dynamic(s, name))
-    with pytest.raises(UserError, match=f"unrotate does not go with dynamic {name},"):
-        apply(grown, selection)
-    zero = chosen_by_hand(model, DopeSettings("by_all", removal="zero"), 0, 0)
-    assert not captured(model, apply(grown, zero))[0].rotated_q[:, 0].any()
 
 
 @pytest.mark.parametrize("by", ["query", "key"])

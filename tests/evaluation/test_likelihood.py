@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.evaluation import likelihood
 from trainer.evaluation.likelihood import log_likelihoods
 from trainer.evaluation.requests import Encoder, Request
-from trainer.positional.spectrum import Beyond
+from trainer.positional.rescaling import dynamic, ntk_aware
 
 TEXTS = [f"The answer to question {i} is either {i * i} or {i + 7}, they say. " for i in range(50)]
 
@@ -83,7 +83,7 @@ def test_batching_and_shared_contexts_change_nothing(tiny_decoder, positional, b
     "change",
     [
         lambda s: s.with_temperature(coefficient=0.4),
-        lambda s: type(s)(s.training_length, s.inv_freq, beyond=Beyond(10, s.inv_freq, 4.0)),
+        lambda s: dynamic(s, ntk_aware, 10, 4.0),
     ],
     ids=["temperature", "frequencies"],
 )
@@ -122,13 +122,11 @@ def test_contexts_are_read_once_and_only_continuations_go_through_the_head(
     model = tiny_decoder()
     context, choices = tuple(range(20)), ((1,), (2, 3, 4), (5, 6, 7))
     read, predicted = [], []
-    states, product = model.hidden_states, likelihood.product
+    states, logits = model.hidden_states, model.logits
     monkeypatch.setattr(
         model, "hidden_states", lambda ids, **kw: (read.append(ids.shape), states(ids, **kw))[1]
     )
-    monkeypatch.setattr(
-        likelihood, "product", lambda x, head: (predicted.append(len(x)), product(x, head))[1]
-    )
+    monkeypatch.setattr(model, "logits", lambda x: (predicted.append(len(x)), logits(x))[1])
     log_likelihoods(model, [Request(context, choice) for choice in choices], 4096)
     assert read == [(1, 20), (2, 2)]
     assert sum(predicted) == sum(map(len, choices))

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.positional.examples import one_layer, slowed
 from trainer.errors import UserError
 from trainer.evaluation import longrope
 from trainer.evaluation.longrope import search_longrope, starting_points
 from trainer.evaluation.loss import losses_by_position
 from trainer.evaluation.methods import with_factors
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rescaling import RESCALINGS, at_length
+from trainer.positional.rescaling import RESCALINGS
 
 C, S = 8, 4.0
 WINDOWS = np.random.default_rng(0).integers(0, 50, (3, 32))
@@ -68,18 +68,18 @@ def test_no_more_is_read_than_the_budget_allows(model, budget):
 @given(st.sampled_from([16, 64, 128]), st.floats(1e3, 1e6), st.floats(1.5, 64))
 def test_the_start_has_the_frequencies_of_known_methods(head_dim, base, factor):
     spectrum = make_spectrum("rope", head_dim, 512, {"base": base})
-    layout = Layout((LayerEncoding((spectrum,)),))
+    layout = one_layer(512, spectrum)
     start = [with_factors(layout, f).spectra[0] for f in starting_points(layout, factor)]
     for name in ("pi", "ntk", "ntk_by_parts"):
-        known = RESCALINGS[name](spectrum, factor).inv_freq
-        assert any(at_length(s, 513).inv_freq == pytest.approx(known, rel=1e-9) for s in start)
-    assert any(at_length(s, 513).inv_freq == spectrum.inv_freq for s in start)
+        known = slowed(RESCALINGS[name], spectrum, factor, 512).inv_freq
+        assert any(s.at(513, 512).inv_freq == pytest.approx(known, rel=1e-9) for s in start)
+    assert any(s.at(513, 512).inv_freq == spectrum.inv_freq for s in start)
 
 
 def test_from_the_critical_pair_on_the_factor_is_the_whole_extension():
     """The first pair that does not turn once within C (LongRoPE2)."""
     spectrum = make_spectrum("rope", 64, 512, {"base": 1e4})
-    layout = Layout((LayerEncoding((spectrum,)),))
+    layout = one_layer(512, spectrum)
     critical = math.ceil(32 * math.log(512 / (2 * math.pi)) / math.log(1e4))
     (factors,) = starting_points(layout, S)[4]
     assert factors[critical:] == pytest.approx([S] * (32 - critical))
@@ -91,7 +91,7 @@ def test_the_best_are_kept_as_parents(monkeypatch, model):
     """With a loss that is least where the slowest pair is divided by 2.7, the search goes there."""
 
     def slowest(layout):
-        return at_length(next(s for s in layout.spectra if s.rotates), C + 1).inv_freq[-1]
+        return next(s for s in layout.at(C + 1).spectra if s.rotates).inv_freq[-1]
 
     wanted = slowest(model.layout) / 2.7
     monkeypatch.setattr(

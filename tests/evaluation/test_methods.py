@@ -18,7 +18,7 @@ from trainer.evaluation.methods import (
     with_temperature,
 )
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.positional.rescaling import RESCALINGS, at_length
+from trainer.positional.rescaling import RESCALINGS
 
 
 def layout(**positional):
@@ -46,8 +46,8 @@ def test_rescalings_are_the_identity_at_the_training_length(rescaling, layers):
 
 def test_temperature_is_one_at_the_training_length_and_grows_with_the_logarithm():
     spectrum = tempered(layout(layers=["nope"]), 0.4).layers[0].spectra[0]
-    assert spectrum.temperature.at(64, 64) == 1
-    assert spectrum.temperature.at(512, 64) == pytest.approx(1 + 0.4 * math.log(8))
+    assert spectrum.temperature.at(64, 64).scale == 1
+    assert spectrum.temperature.at(512, 64).scale == pytest.approx(1 + 0.4 * math.log(8))
     assert with_temperature("drope", "DroPE", layout(layers=["nope"]), 0.4).role == (
         "drope_temperature"
     )
@@ -75,8 +75,11 @@ def test_a_window_is_no_wider_than_the_training_length():
 def test_temperatures_of_the_papers(coefficient, exponent, per):
     (spectrum,) = tempered(layout(), coefficient, per, exponent).spectra
     assert spectrum.temperature.per == per
-    expected = (1 + coefficient * math.log(4)) ** exponent
-    assert spectrum.temperature.at(256, 64) == pytest.approx(expected)
+    temperature = spectrum.temperature
+    assert (temperature.coefficient, temperature.exponent) == (coefficient, exponent)
+    if per == "sequence":
+        expected = (1 + coefficient * math.log(4)) ** exponent
+        assert temperature.at(256, 64).scale == pytest.approx(expected)
     assert spectrum.inv_freq == layout().spectra[0].inv_freq
 
 
@@ -85,9 +88,9 @@ def test_factors_divide_the_frequencies_beyond_the_training_length():
     changed = with_factors(original, ((1.0, 2.0, 4.0, 8.0), ()))
     assert changed.layers[1] == original.layers[1]
     before, after = original.layers[0].spectra[0], changed.layers[0].spectra[0]
-    assert at_length(after, 64).inv_freq == before.inv_freq
+    assert after.at(64, 64).inv_freq == before.inv_freq
     slow = [f / by for f, by in zip(before.inv_freq, (1.0, 2.0, 4.0, 8.0), strict=True)]
-    assert at_length(after, 65).inv_freq == pytest.approx(slow)
+    assert after.at(65, 64).inv_freq == pytest.approx(slow)
 
 
 def test_every_rescaling_has_a_title_of_its_own():

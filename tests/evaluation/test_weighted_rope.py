@@ -61,7 +61,7 @@ def test_nothing_chosen_is_the_very_same_model(tiny_decoder):
 @torch.no_grad()
 def test_it_goes_with_any_rescaling(tiny_decoder, rescaling):
     model = tiny_decoder()
-    rescaled = model.layout.map(lambda s: RESCALINGS[rescaling](s, 4.0))
+    rescaled = model.layout.rescaled(RESCALINGS[rescaling], 4.0)
     weights = select(model, SHORT, [EVERYTHING], rescaled)
     assert model.layout is not rescaled
     before, after = captured(model, rescaled)[0], captured(model, apply(rescaled, weights))[0]

@@ -11,6 +11,8 @@ from tests.model.test_cache import MODELS
 from tests.model.test_decoder import published
 from trainer.generation.generate import generate
 from trainer.generation.sampling import Sampling
+from trainer.model.linear import HAS_ONEDNN, Linear
+from trainer.positional.rescaling import ntk_aware
 from trainer.positional.spectrum import Beyond
 
 PROMPT = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(2))
@@ -19,16 +21,15 @@ RAGGED = [PROMPTS[0], PROMPTS[1][:3], PROMPTS[0][2:9], PROMPTS[1][5:8], PROMPTS[
 
 
 def changing(name):
-    """What turns a layout into one that depends on the length, beyond 8 tokens."""
+    """What turns a layout into one that follows the length, beyond 8 tokens."""
 
     def change(spectrum):
-        spectrum = replace(spectrum, training_length=8)
         if name == "beyond":
             slow = tuple(f / 3 for f in spectrum.inv_freq)
-            return replace(spectrum, beyond=Beyond(8, slow, growth=2.0))
+            return replace(spectrum, beyond=Beyond(8, slow, ntk_aware(slow, 8), growth=2.0))
         return spectrum.with_temperature(coefficient=1.5, per=name) if name else spectrum
 
-    return change
+    return lambda layout: replace(layout.map(change), training_length=8)
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def test_prompts_of_any_lengths_are_continued_as_if_alone(
     tiny_decoder, positional, change, sampling
 ):
     model = tiny_decoder(**positional)
-    model.layout = model.layout.map(changing(change))
+    model.layout = changing(change)(model.layout)
     together = generate(model, RAGGED, 20, sampling=sampling)
     for row, prompt in enumerate(RAGGED):
         seeded = replace(sampling, seed=row)
@@ -107,13 +108,20 @@ def test_an_empty_prompt_is_an_error(tiny_decoder):
 
 
 def test_weights_keep_no_copies_after_generation(tiny_decoder):
-    from trainer.model import linear
-
+    """Not even when it fails."""
     model = tiny_decoder()
 
-    def fail(row, token):
-        raise RuntimeError(f"{len(linear._PACKED)} copies")
+    def products():
+        return [module.product for module in model.modules() if isinstance(module, Linear)]
 
-    with pytest.raises(RuntimeError, match="15 copies" if linear.HAS_ONEDNN else "0 copies"):
+    usual, during = products(), []
+
+    def fail(row, token):
+        during.extend(products())
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
         generate(model, PROMPTS, 40, on_token=fail)
-    assert not linear._PACKED
+    assert len(usual) == 14
+    assert (during != usual) == HAS_ONEDNN
+    assert products() == usual

@@ -8,7 +8,6 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
-from trainer.errors import UserError
 from trainer.generation.generate import generate
 from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM
 from trainer.interchange.export.directory import write_files
@@ -17,7 +16,7 @@ from trainer.interchange.export.weights import write_weights
 from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.tensor_files import read_headers
 from trainer.model.config import QKNormConfig
-from trainer.positional.rescaling import dynamic, dynamic_ntk, llama3, longrope, yarn
+from trainer.positional.rescaling import dynamic, llama3, longrope, ntk_aware, yarn
 from trainer.recalibration.drop import drop
 
 IDS = torch.randint(50, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -28,6 +27,13 @@ PER_HEAD, FULL = QKNormConfig("always"), QKNormConfig("always", "full")
 def layout_changed(change):
     def apply(model):
         model.layout = model.layout.map(change)
+
+    return apply
+
+
+def by_method(rescaling, factor):
+    def apply(model):
+        model.layout = model.layout.rescaled(rescaling, factor)
 
     return apply
 
@@ -46,7 +52,7 @@ def tempered(**changes):
 def long_factors(spectrum):
     if not spectrum.rotates:
         return spectrum
-    return longrope(spectrum, (1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0))
+    return longrope(spectrum, (1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0), 32)
 
 
 AFTER = {"qk_norm": QKNormConfig("after_drop")}
@@ -99,14 +105,19 @@ NATIVE = {
         {"layers": ["rope", "nope"]},
         tempered(scale=0.7),
     ),
-    "YaRN": ("Llama", "yarn", {"model": {"head_dim": 16}}, layout_changed(lambda s: yarn(s, 4.0))),
+    "YaRN": ("Llama", "yarn", {"model": {"head_dim": 16}}, by_method(yarn, 4.0)),
     "Llama 3": (
         "Llama",
         "llama3",
         {"model": {"head_dim": 32}},
-        layout_changed(lambda s: llama3(s, 8.0)),
+        by_method(llama3, 8.0),
     ),
-    "dynamic NTK": ("Llama", "dynamic", {}, layout_changed(lambda s: dynamic_ntk(s, 2.0))),
+    "dynamic NTK": (
+        "Llama",
+        "dynamic",
+        {},
+        layout_changed(lambda s: dynamic(s, ntk_aware, 32, 2.0)),
+    ),
     "LongRoPE": ("Llama", "longrope", {}, layout_changed(long_factors)),
     "windows": ("Mistral", "default", {"windows": [7]}, None),
     "windows in some layers": ("SmolLM3", "default", {"windows": [7, None]}, None),
@@ -189,7 +200,12 @@ def test_the_code_that_goes_with_a_model_computes_the_same(tiny_decoder, tmp_pat
 
 @pytest.mark.parametrize(
     "change",
-    [tempered(coefficient=0.4, per="query"), layout_changed(long_factors), tempered(scale=1.4)],
+    [
+        tempered(coefficient=0.4, per="query"),
+        layout_changed(long_factors),
+        tempered(scale=1.4),
+        layout_changed(lambda s: dynamic(s, yarn, 32)),
+    ],
 )
 def test_the_code_follows_the_length(tiny_decoder, tmp_path, change):
     model = tiny_decoder(heads={"nope": 0.5})
@@ -254,10 +270,3 @@ def test_large_models_are_written_in_shards(tiny_decoder, tmp_path):
     assert set(index["weight_map"]) == set(weights) == set(read_headers(tmp_path))
     for name, value in model.named_parameters():
         assert torch.equal(weights[f"model.{name}"], value)
-
-
-def test_a_schedule_that_nothing_there_follows_is_refused(tiny_decoder):
-    model = tiny_decoder()
-    layout_changed(lambda s: dynamic(s, "yarn"))(model)
-    with pytest.raises(UserError, match="follow the length as 'yarn' says"):
-        make_plan(model.config, model.layout)

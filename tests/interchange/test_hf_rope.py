@@ -10,12 +10,13 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from tests.positional.examples import encode, one_layer, slowed
 from tests.reference import turned
 from trainer.errors import UserError
 from trainer.interchange.hf_rope import ROPE_TYPES, spectrum_from_rope_parameters
-from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rescaling import RESCALINGS, at_length, position_interpolation
-from trainer.positional.rotation import encode, head_groups
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import RESCALINGS, position_interpolation
+from trainer.positional.rotation import head_groups
 from trainer.positional.spectrum import Spectrum
 
 C, D = 4096, 64
@@ -48,13 +49,13 @@ def ours(values, head_dim=D, training_length=C):
 
 def assert_same(values, head_dim=D, training_length=C, seq_len=None):
     expected, scale = theirs(values, head_dim, training_length, seq_len)
-    spectrum = at_length(ours(values, head_dim, training_length), seq_len or 1)
+    spectrum = ours(values, head_dim, training_length).at(seq_len or 1, training_length)
     inv_freq = torch.tensor(spectrum.inv_freq)
     torch.testing.assert_close(inv_freq, expected, rtol=5e-6, atol=0)
     torch.testing.assert_close(inv_freq, expected, rtol=0, atol=1e-6)
     assert spectrum.rotary_scale == pytest.approx(scale, rel=1e-6)
-    assert spectrum.temperature.at(C, C) == 1
-    assert spectrum.training_length == training_length
+    assert spectrum.temperature.is_constant
+    assert spectrum.temperature.scale == 1
 
 
 @pytest.mark.parametrize(
@@ -144,14 +145,8 @@ def test_the_old_key_names_the_type_too_and_null_is_no_value():
 
 @pytest.mark.parametrize("values", [{"rope_type": "dynamic", "factor": 2.0}, LONG])
 def test_it_survives_a_checkpoint(values):
-    layout = Layout((LayerEncoding((ours(values),)),))
+    layout = one_layer(C, ours(values))
     assert Layout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
-
-
-def test_checkpoints_from_before_these_types_can_be_read():
-    spectrum = Spectrum(C, (0.5,))
-    old = {k: v for k, v in spectrum.to_dict().items() if k not in ("beyond", "rotary_scale")}
-    assert Spectrum.from_dict(old) == spectrum
 
 
 @pytest.mark.parametrize("length", [8, 12])
@@ -164,13 +159,13 @@ def test_the_forward_pass_takes_frequencies_of_its_length_and_scales_rotated_cha
     values = {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.5}
     spectrum = spectrum_from_rope_parameters(values | {"rope_theta": 16.0}, 16, 8)
     assert spectrum.inv_freq == pytest.approx(inv)
-    spectrum = Spectrum(8, spectrum.inv_freq, rotary_scale=1.25, beyond=spectrum.beyond)
+    spectrum = Spectrum(spectrum.inv_freq, rotary_scale=1.25, beyond=spectrum.beyond)
     s = 1 if length <= 8 else 2.0 * length / 8 - 1
     slowed = [f * s ** (-m / 3) for m, f in enumerate(inv)]
     q, k = torch.randn(2, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(length)
     positions = positions[None] if batched else positions
-    (groups,) = head_groups(Layout((LayerEncoding((spectrum,)),)), positions, length)
+    (groups,) = head_groups(one_layer(8, spectrum), positions, length)
     for before, after in zip((q, k), encode(q, k, groups), strict=True):
         for t in range(length):
             vector = before[0, 0, t].tolist()
@@ -179,8 +174,8 @@ def test_the_forward_pass_takes_frequencies_of_its_length_and_scales_rotated_cha
 
 
 def test_a_rotary_scale_has_the_right_gradient():
-    spectrum = Spectrum(8, (1.0, 0.1), rotary_scale=1.5)
-    (groups,) = head_groups(Layout((LayerEncoding((spectrum,)),)), torch.arange(3), 3)
+    spectrum = Spectrum((1.0, 0.1), rotary_scale=1.5)
+    (groups,) = head_groups(one_layer(8, spectrum), torch.arange(3), 3)
     groups = tuple(
         type(g)(g.kv_heads, g.cos.double(), g.sin.double(), g.temperature) for g in groups
     )
@@ -190,12 +185,12 @@ def test_a_rotary_scale_has_the_right_gradient():
 
 def test_a_rescaling_takes_the_place_of_growth_with_the_length():
     dynamic, long = ours({"rope_type": "dynamic", "factor": 2.0}), ours(LONG)
-    after = position_interpolation(dynamic, 4.0)
+    after = slowed(position_interpolation, dynamic, 4.0, C)
     for length in (1, C + 1, 9 * C):
-        assert at_length(after, length).inv_freq == tuple(f / 4 for f in dynamic.inv_freq)
+        assert after.at(length, C).inv_freq == tuple(f / 4 for f in dynamic.inv_freq)
     for name, change in RESCALINGS.items():
-        slowed = at_length(change(long, 4.0), C + 1).inv_freq[-1]
-        assert slowed == pytest.approx(long.beyond.inv_freq[-1] / 4), name
+        slow = slowed(change, long, 4.0, C).at(C + 1, C).inv_freq[-1]
+        assert slow == pytest.approx(long.beyond.inv_freq[-1] / 4), name
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 import pytest
 
+from tests.positional.examples import slowed
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.interchange.hf_rope_inverse import rope_parameters
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.rescaling import dynamic_ntk, position_interpolation, yarn
+from trainer.positional.rescaling import dynamic, ntk_aware, position_interpolation, yarn
 from trainer.positional.spectrum import Beyond, Spectrum
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -60,7 +61,7 @@ PUBLISHED = {
 def test_parameters_of_published_models_come_back(name):
     values, head_dim, length = PUBLISHED[name]
     spectrum = spectrum_from_rope_parameters(values, head_dim, length)
-    found = rope_parameters(spectrum, head_dim)
+    found = rope_parameters(spectrum, head_dim, length)
     assert found == values
     assert spectrum_from_rope_parameters(found, head_dim, length) == spectrum
 
@@ -68,7 +69,7 @@ def test_parameters_of_published_models_come_back(name):
 def test_longrope_comes_back_as_the_same_frequencies():
     values = LONG | {"rope_theta": 500.0, "original_max_position_embeddings": 4096}
     spectrum = spectrum_from_rope_parameters(values, 96, 131_072)
-    found = rope_parameters(spectrum, 96)
+    found = rope_parameters(spectrum, 96, 131_072)
     again = spectrum_from_rope_parameters(found, 96, 131_072)
     assert found["rope_type"] == "longrope"
     assert again.inv_freq == pytest.approx(spectrum.inv_freq, rel=1e-14)
@@ -80,31 +81,31 @@ def test_longrope_comes_back_as_the_same_frequencies():
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 def test_every_encoding_turns_alike(name, head_dim):
     spectrum = make_spectrum(name, head_dim, 4096, {})
-    held = spectrum_from_rope_parameters(rope_parameters(spectrum, head_dim), head_dim, 4096)
+    held = spectrum_from_rope_parameters(rope_parameters(spectrum, head_dim, 4096), head_dim, 4096)
     padded = [*spectrum.inv_freq, *[0.0] * (head_dim // 2 - len(spectrum.inv_freq))]
     assert held.inv_freq == pytest.approx(padded, rel=1e-8)
-    assert rope_parameters(spectrum, head_dim)["rope_type"] in ("default", "proportional")
+    assert rope_parameters(spectrum, head_dim, 4096)["rope_type"] in ("default", "proportional")
 
 
 def test_a_yarn_of_ours_carries_its_attention_factor():
-    spectrum = yarn(make_spectrum("rope", 128, 4096, {}), 8.0)
-    found = rope_parameters(spectrum, 128)
+    spectrum = slowed(yarn, make_spectrum("rope", 128, 4096, {}), 8.0, 4096)
+    found = rope_parameters(spectrum, 128, 4096)
     assert (found["rope_type"], found["factor"]) == ("yarn", 8.0)
     assert found["original_max_position_embeddings"] == 4096
     assert found["attention_factor"] == pytest.approx(spectrum.rotary_scale)
 
 
 def test_arbitrary_frequencies_are_a_factor_for_every_pair():
-    spectrum = Spectrum(100, (0.7, 0.9, 0.0, 0.1))
-    found = rope_parameters(spectrum, 8)
+    spectrum = Spectrum((0.7, 0.9, 0.0, 0.1))
+    found = rope_parameters(spectrum, 8, 100)
     held = spectrum_from_rope_parameters(found, 8, 100)
     assert found["rope_type"] == "longrope"
     assert held.inv_freq == pytest.approx(spectrum.inv_freq, rel=1e-12, abs=1e-25)
 
 
 def test_what_no_type_has():
-    plain = position_interpolation(make_spectrum("rope", 16, 100, {}), 2.0)
-    assert rope_parameters(dynamic_ntk(plain, 2.0), 16) is None
+    plain = slowed(position_interpolation, make_spectrum("rope", 16, 100, {}), 2.0, 100)
+    assert rope_parameters(dynamic(plain, ntk_aware, 100, 2.0), 16, 100) is None
     uneven = (0.5, 0.2, 0.1, 0.01)
-    grows = Beyond(100, uneven, growth=1.0)
-    assert rope_parameters(Spectrum(100, uneven, beyond=grows), 8) is None
+    grows = Beyond(100, uneven, ntk_aware(uneven, 100))
+    assert rope_parameters(Spectrum(uneven, beyond=grows), 8, 100) is None

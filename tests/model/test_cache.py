@@ -11,8 +11,7 @@ from tests.reference import softmax, turned
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
 from trainer.positional.gains import Gains
-from trainer.positional.layout import Layout
-from trainer.positional.rescaling import DYNAMIC, at_length, longrope
+from trainer.positional.rescaling import RESCALINGS, dynamic, longrope
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
 MODELS = {
@@ -107,7 +106,9 @@ def test_rows_that_begin_later_have_the_logits_they_have_alone(tiny_decoder, pos
 
 
 ONES, FACTORS = (1.0,) * 4, (1.0, 1.5, 3.0, 6.0)
-CHANGING = DYNAMIC | {"longrope": lambda spectrum: longrope(spectrum, ONES, FACTORS)}
+CHANGING = {
+    name: lambda spectrum, by=by: dynamic(spectrum, by, 8) for name, by in RESCALINGS.items()
+} | {"longrope": lambda spectrum: longrope(spectrum, ONES, FACTORS, 8)}
 changing = pytest.mark.parametrize("change", CHANGING.values(), ids=CHANGING)
 
 
@@ -151,7 +152,9 @@ def test_temperature_and_noise_go_with_frequencies_that_change(tiny_decoder, per
         heads={"nope": 0.5},
     )
     noisy = Gains(key=((1.0,) * 8, (0.5,) * 8), key_noise=(0.0, 0.3))
-    model.layout = Layout(tuple(replace(layer, gains=noisy) for layer in model.layout.layers))
+    model.layout = replace(
+        model.layout, layers=tuple(replace(layer, gains=noisy) for layer in model.layout.layers)
+    )
     expected = reading_every_prefix(model, IDS[:, :20], 3)
     torch.testing.assert_close(token_by_token(model, IDS[:, :20], 3), expected, rtol=0, atol=1e-5)
 
@@ -165,8 +168,9 @@ def with_states_as_they_were(model, ids):
     logits = []
     for n in range(1, len(ids) + 1):
         x = model.embed_tokens(ids[n - 1])
-        for block, encoding, past in zip(model.layers, model.layout.layers, seen, strict=True):
-            spectrum = at_length(encoding.spectra[0], n)
+        layers = model.layout.at(n).layers
+        for block, encoding, past in zip(model.layers, layers, seen, strict=True):
+            spectrum = encoding.spectra[0]
 
             def placed(vector, position, spectrum=spectrum):
                 turning = spectrum.rotary_dim

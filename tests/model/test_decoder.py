@@ -10,7 +10,6 @@ from torch.func import functional_call
 
 from trainer.model.config import QKNormConfig
 from trainer.model.decoder import Decoder
-from trainer.positional.layout import Layout
 from trainer.recalibration.drop import drop
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -223,11 +222,14 @@ def test_layout_of_another_shape_is_refused(tiny_decoder):
     layers = decoder.layout.layers
     for wrong, said in (
         (layers[:1], "1 layers, the model 2"),
-        (tuple(replace(layer, spectra=layer.spectra[:1]) for layer in layers), "key-value heads"),
+        (
+            tuple(replace(layer, groups=((layer.spectra[0], 1),)) for layer in layers),
+            "key-value heads",
+        ),
         (tuple(replace(layer, qk_norm=True) for layer in layers), "QK-norm"),
     ):
         with pytest.raises(ValueError, match=said):
-            decoder.layout = Layout(wrong)
+            decoder.layout = replace(decoder.layout, layers=wrong)
 
 
 @pytest.mark.parametrize("windows", [[None], [5]])

@@ -185,7 +185,7 @@ def test_a_plugin_adds_an_encoding(tmp_path):
         "    number: int = 1\n"
         "@encoding\n"
         "def constant(head_dim, training_length, *, frequency=0.5):\n"
-        "    return Spectrum(training_length, (frequency,) * (head_dim // 2))\n"
+        "    return Spectrum((frequency,) * (head_dim // 2))\n"
     )
     load_plugins([str(plugin)])
     assert spectrum("constant", 8, frequency=0.25).inv_freq == (0.25,) * 4

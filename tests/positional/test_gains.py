@@ -7,19 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.positional.examples import encoded, one_layer
 from tests.reference import attend, turned
 from trainer.generation.generate import generate
 from trainer.model.cache import KVCache
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.gain_tensors import PERIOD
+from trainer.positional.gain_tensors import PERIOD, ApplyGains
 from trainer.positional.gains import Gains
-from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rescaling import dynamic
-from trainer.positional.rotation import encode, head_groups
+from trainer.positional.rescaling import dynamic, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
 C, D = 64, 8
-ROPE, NOPE = make_spectrum("rope", D, C, {}), Spectrum(C)
+ROPE, NOPE = make_spectrum("rope", D, C, {}), Spectrum()
 HALF = make_spectrum("rope", D, C, {"rotary_fraction": 0.5})
 IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(3))
 RAGGED = [row[:length].tolist() for length in (12, 5, 1, 9) for row in IDS]
@@ -49,13 +48,13 @@ EVERYTHING = Gains(
 def with_gains(layout, gains, layer=0):
     layers = list(layout.layers)
     layers[layer] = replace(layers[layer], gains=gains)
-    return Layout(tuple(layers))
+    return replace(layout, layers=tuple(layers))
 
 
-def encoded(q, k, spectra, gains, positions=None):
+def with_seam(q, k, spectra, gains, positions=None):
     positions = torch.arange(q.shape[2]) if positions is None else positions
-    layout = Layout((LayerEncoding(spectra, gains=gains),))
-    return encode(q, k, head_groups(layout, positions, C)[0])
+    q, k = encoded(q, k, one_layer(C, *spectra), positions, C)
+    return (q, k) if gains is None else ApplyGains(gains)(q, k, positions, positions)
 
 
 def queries_and_keys(tokens=10, seed=0):
@@ -147,19 +146,19 @@ def test_a_factor_before_the_rotation_is_one_after_it(by_pair, start):
     factors = tuple(by_pair) * 2
     q, k = queries_and_keys()
     positions = start + torch.arange(q.shape[2])
-    after, _ = encoded(q, k, (ROPE, ROPE), Gains(query=(factors,) * 4), positions)
-    before, _ = encoded(q * torch.tensor(factors), k, (ROPE, ROPE), None, positions)
+    after, _ = with_seam(q, k, (ROPE, ROPE), Gains(query=(factors,) * 4), positions)
+    before, _ = with_seam(q * torch.tensor(factors), k, (ROPE, ROPE), None, positions)
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("spectra", [(ROPE, NOPE), (NOPE, ROPE), (HALF, ROPE)])
 def test_two_spectra_in_a_layer_keep_gains_with_their_heads(spectra):
     q, k = queries_and_keys()
-    out_q, out_k = encoded(q, k, spectra, EVERYTHING)
-    noise_q, noise_k = encoded(q * 0, k * 0, spectra, EVERYTHING)
+    out_q, out_k = with_seam(q, k, spectra, EVERYTHING)
+    noise_q, noise_k = with_seam(q * 0, k * 0, spectra, EVERYTHING)
     for kv, spectrum in enumerate(spectra):
         for h in (2 * kv, 2 * kv + 1):
-            alone, plain_k = encoded(q[:, h : h + 1], k[:, kv : kv + 1], (spectrum,), None)
+            alone, plain_k = with_seam(q[:, h : h + 1], k[:, kv : kv + 1], (spectrum,), None)
             expected = alone[:, 0] * torch.tensor(EVERYTHING.query[h]) + noise_q[:, h]
             torch.testing.assert_close(out_q[:, h], expected, rtol=1e-6, atol=1e-6)
         expected = plain_k[:, 0] * torch.tensor(EVERYTHING.key[kv]) + noise_k[:, kv]
@@ -170,7 +169,7 @@ def noise_at(positions, gains=EVERYTHING):
     """``[H, T, D]`` of queries and of keys; at positions ``[B, T]``, ``[B, H, T, D]``."""
     batch, tokens = positions.shape[0] if positions.dim() == 2 else 1, positions.shape[-1]
     zeros = [torch.zeros(batch, heads, tokens, D) for heads in (4, 2)]
-    q, k = encoded(*zeros, (ROPE, ROPE), gains, positions)
+    q, k = with_seam(*zeros, (ROPE, ROPE), gains, positions)
     return (q, k) if positions.dim() == 2 else (q[0], k[0])
 
 
@@ -223,7 +222,7 @@ def test_reading_in_parts_is_reading_in_one_go(tiny_decoder, positional):
 CHANGES = {
     "plain": lambda s: s,
     "tempered by length": lambda s: s.with_temperature(coefficient=1.5),
-    "slower with length": lambda s: dynamic(s, "ntk", 2.0),
+    "slower with length": lambda s: dynamic(s, ntk_aware, 8, 2.0),
 }
 
 
@@ -240,7 +239,7 @@ def test_prompts_of_any_lengths_are_continued_as_if_alone(tiny_decoder, position
 
 
 def test_gains_are_never_stored():
-    layout = Layout((LayerEncoding((ROPE, ROPE)),) * 2)
+    layout = replace(one_layer(C, ROPE, ROPE), layers=one_layer(C, ROPE, ROPE).layers * 2)
     layout.to_dict()
     with pytest.raises(ValueError, match="gains"):
         with_gains(layout, EVERYTHING, layer=1).to_dict()

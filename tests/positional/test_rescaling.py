@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tests.positional.examples import slowed
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.rescaling import (
-    DYNAMIC,
     RESCALINGS,
-    at_length,
     dynamic,
-    dynamic_ntk,
     llama3,
     longrope,
     ntk_aware,
@@ -56,19 +54,19 @@ def assert_frequencies(spectrum, expected):
 @cases
 def test_pi_is_linear_scaling_of_transformers(head_dim, base, factor):
     expected, _ = theirs("linear", head_dim, base, factor)
-    assert_frequencies(position_interpolation(rope(head_dim, base), factor), expected)
+    assert_frequencies(slowed(position_interpolation, rope(head_dim, base), factor, C), expected)
 
 
 @cases
 def test_ntk_aware_is_dynamic_scaling_of_transformers_at_that_length(head_dim, base, factor):
     expected, _ = theirs("dynamic", head_dim, base, 1.0, seq_len=round(C * factor))
-    assert_frequencies(ntk_aware(rope(head_dim, base), factor), expected)
+    assert_frequencies(slowed(ntk_aware, rope(head_dim, base), factor, C), expected)
 
 
 @cases
 def test_yarn_is_yarn_of_transformers(head_dim, base, factor):
     expected, attention = theirs("yarn", head_dim, base, factor, original_max_position_embeddings=C)
-    ours = yarn(rope(head_dim, base), factor)
+    ours = slowed(yarn, rope(head_dim, base), factor, C)
     assert_frequencies(ours, expected)
     assert ours.rotary_scale == pytest.approx(attention, rel=1e-6)
     assert ours.temperature == rope().temperature
@@ -84,7 +82,9 @@ def test_yarn_scales_the_rotated_part_of_a_head_alone_as_transformers_does(fract
         original_max_position_embeddings=C,
         partial_rotary_factor=fraction,
     )
-    ours = yarn(make_spectrum("rope", 64, C, {"base": 1e4, "rotary_fraction": fraction}), 4.0)
+    ours = slowed(
+        yarn, make_spectrum("rope", 64, C, {"base": 1e4, "rotary_fraction": fraction}), 4.0, C
+    )
     assert_frequencies(ours, expected)
     assert ours.rotary_scale == pytest.approx(attention, rel=1e-6)
 
@@ -92,7 +92,7 @@ def test_yarn_scales_the_rotated_part_of_a_head_alone_as_transformers_does(fract
 @cases
 def test_ntk_by_parts_is_yarn_without_its_attention_factor(head_dim, base, factor):
     expected, _ = theirs("yarn", head_dim, base, factor, original_max_position_embeddings=C)
-    ours = ntk_by_parts(rope(head_dim, base), factor)
+    ours = slowed(ntk_by_parts, rope(head_dim, base), factor, C)
     assert_frequencies(ours, expected)
     assert ours.rotary_scale == 1
 
@@ -101,15 +101,15 @@ def test_ntk_by_parts_is_yarn_without_its_attention_factor(head_dim, base, facto
 def test_llama3_is_llama3_of_transformers(head_dim, base, factor):
     more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": C}
     expected, _ = theirs("llama3", head_dim, base, factor, **more)
-    assert_frequencies(llama3(rope(head_dim, base), factor), expected)
+    assert_frequencies(slowed(llama3, rope(head_dim, base), factor, C), expected)
 
 
 @cases
 def test_dynamic_ntk_is_dynamic_scaling_of_transformers_at_every_length(head_dim, base, factor):
-    spectrum = dynamic_ntk(rope(head_dim, base), factor)
+    spectrum = dynamic(rope(head_dim, base), ntk_aware, C, factor)
     for length in (1, C, C + 1, 3 * C, 32 * C):
         expected, _ = theirs("dynamic", head_dim, base, factor, seq_len=length)
-        assert_frequencies(at_length(spectrum, length), expected)
+        assert_frequencies(spectrum.at(length, C), expected)
 
 
 @pytest.mark.parametrize("length", [1, C, C + 1, 4 * C])
@@ -125,14 +125,14 @@ def test_longrope_is_longrope_of_transformers(length):
         long_factor=long,
         original_max_position_embeddings=C,
     )
-    assert_frequencies(at_length(longrope(rope(), short, long), length), expected)
+    assert_frequencies(longrope(rope(), short, long, C).at(length, C), expected)
 
 
 @given(st.integers(2, 64), st.floats(1.1, 64))
 def test_yarn_over_the_full_range_goes_from_no_change_to_the_factor(pairs, s):
     """RoPE-ID, App. A.9; the share that is divided is m / (M - 1)."""
     before = make_spectrum("rope_id", 4 * pairs, C, {})
-    after = yarn_full_range(before, s)
+    after = slowed(yarn_full_range, before, s, C)
     shares = [g / f for f, g in zip(before.inv_freq, after.inv_freq, strict=True)]
     expected = [(1 - m / (pairs - 1)) + m / (pairs - 1) / s for m in range(pairs)]
     assert shares == pytest.approx(expected, rel=1e-12)
@@ -140,8 +140,10 @@ def test_yarn_over_the_full_range_goes_from_no_change_to_the_factor(pairs, s):
 
 
 def test_over_the_full_range_pairs_that_stand_still_are_not_the_slowest():
-    before = Spectrum(C, (1.0, 0.1, 0.01, 0.0))
-    assert yarn_full_range(before, 4.0).inv_freq == pytest.approx((1.0, 0.0625, 0.0025, 0.0))
+    before = Spectrum((1.0, 0.1, 0.01, 0.0))
+    assert slowed(yarn_full_range, before, 4.0, C).inv_freq == pytest.approx(
+        (1.0, 0.0625, 0.0025, 0.0)
+    )
 
 
 @given(
@@ -152,38 +154,37 @@ def test_over_the_full_range_pairs_that_stand_still_are_not_the_slowest():
 def test_the_dynamic_schedule_is_the_static_method_at_its_length(rescaling, name, length):
     """Frequencies and YaRN's attention factor; inside the training length nothing changes."""
     before = make_spectrum(name, 32, C, {})
-    now = at_length(DYNAMIC[rescaling](before), length)
-    then = RESCALINGS[rescaling](before, max(length / C, 1.0))
+    now = dynamic(before, RESCALINGS[rescaling], C).at(length, C)
+    then = slowed(RESCALINGS[rescaling], before, max(length / C, 1.0), C)
     assert now.inv_freq == pytest.approx(then.inv_freq, rel=1e-12)
     assert now.rotary_scale == pytest.approx(then.rotary_scale, rel=1e-12)
-    assert (now.temperature, now.training_length, now.beyond) == (then.temperature, C, None)
+    assert (now.temperature, now.beyond) == (then.temperature.at(length, C), None)
     if length <= C:
-        assert now == before
+        assert now == before.at(length, C)
 
 
 def test_the_attention_factor_of_dynamic_yarn_follows_the_length():
-    spectrum = dynamic(rope(), "yarn")
+    spectrum = dynamic(rope(), yarn, C)
     for s in (1, 2, 16):
-        scale = at_length(spectrum, s * C).rotary_scale
+        scale = spectrum.at(s * C, C).rotary_scale
         assert scale == pytest.approx(0.1 * math.log(s) + 1, rel=1e-12)
 
 
 def test_of_a_model_with_long_factors_the_schedule_begins_at_its_training_length():
     short, long = (1.0,) * 32, tuple(1 + m / 2 for m in range(32))
-    half = longrope(rope(length=C // 2), short, long)
-    spectrum = Spectrum(C, half.inv_freq, beyond=half.beyond)
-    changed = dynamic(spectrum, "pi")
+    spectrum = longrope(rope(), short, long, C // 2)
+    changed = dynamic(spectrum, position_interpolation, C)
     for length in (C // 2, C // 2 + 1, C):
-        assert at_length(changed, length) == at_length(spectrum, length)
+        assert changed.at(length, C) == spectrum.at(length, C)
     slow = [f / 4 for f in spectrum.beyond.inv_freq]
-    assert at_length(changed, 4 * C).inv_freq == pytest.approx(slow, rel=1e-12)
+    assert changed.at(4 * C, C).inv_freq == pytest.approx(slow, rel=1e-12)
 
 
 def test_yarn_takes_other_bounds_of_its_ramp():
     expected, _ = theirs(
         "yarn", 64, 1e4, 4.0, original_max_position_embeddings=C, beta_fast=16, beta_slow=2
     )
-    assert_frequencies(yarn(rope(), 4.0, beta_fast=16, beta_slow=2), expected)
+    assert_frequencies(slowed(yarn, rope(), 4.0, C, beta_fast=16, beta_slow=2), expected)
 
 
 @given(st.integers(2, 64), st.floats(2, 1e6), st.floats(1, 64))
@@ -195,7 +196,8 @@ def test_ntk_has_the_factors_of_drope_eq_3(pairs, base, s):
     """
     d, before = 2 * pairs, rope(2 * pairs, base)
     gammas = [
-        after / f for after, f in zip(ntk_aware(before, s).inv_freq, before.inv_freq, strict=True)
+        after / f
+        for after, f in zip(slowed(ntk_aware, before, s, C).inv_freq, before.inv_freq, strict=True)
     ]
     assert gammas == pytest.approx([(1 / s) ** (2 * m / (d - 2)) for m in range(pairs)], rel=1e-9)
     assert gammas[0] == 1
@@ -205,7 +207,7 @@ def test_ntk_has_the_factors_of_drope_eq_3(pairs, base, s):
 @given(st.sampled_from(sorted(RESCALINGS)), st.sampled_from(sorted(ENCODINGS)))
 def test_every_rescaling_is_the_identity_at_factor_1(rescaling, name):
     before = make_spectrum(name, 32, C, {})
-    after = RESCALINGS[rescaling](before, 1.0)
+    after = slowed(RESCALINGS[rescaling], before, 1.0, C)
     assert after.inv_freq == pytest.approx(before.inv_freq, rel=1e-15)
     assert (after.temperature, after.rotary_scale) == (before.temperature, before.rotary_scale)
 
@@ -213,8 +215,9 @@ def test_every_rescaling_is_the_identity_at_factor_1(rescaling, name):
 @given(st.sampled_from(sorted(RESCALINGS)), st.floats(1, 64))
 def test_without_rotation_there_is_nothing_to_rescale(rescaling, factor):
     nope = make_spectrum("nope", 32, C, {})
-    assert RESCALINGS[rescaling](nope, factor) == DYNAMIC[rescaling](nope) == nope
-    assert longrope(nope, (), ()) == nope
+    assert slowed(RESCALINGS[rescaling], nope, factor, C) == nope
+    assert dynamic(nope, RESCALINGS[rescaling], C) == nope
+    assert longrope(nope, (), (), C) == nope
 
 
 @given(
@@ -224,14 +227,14 @@ def test_without_rotation_there_is_nothing_to_rescale(rescaling, factor):
 )
 def test_every_pair_is_slowed_by_at_most_the_factor(rescaling, name, factor):
     before = make_spectrum(name, 32, C, {})
-    after = RESCALINGS[rescaling](before, factor)
+    after = slowed(RESCALINGS[rescaling], before, factor, C)
     for old, new in zip(before.inv_freq, after.inv_freq, strict=True):
         assert old / factor * (1 - 1e-9) <= new <= old * (1 + 1e-9)
 
 
 def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
     before, s = rope(128, 1e4), 4.0
-    after = yarn(before, s)
+    after = slowed(yarn, before, s, C)
     turns = [C * f / (2 * math.pi) for f in before.inv_freq]
     for f, g, n in zip(before.inv_freq, after.inv_freq, turns, strict=True):
         if n > 40:
@@ -243,10 +246,10 @@ def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones():
 def test_yarn_leaves_a_spectrum_of_one_speed_alone():
     """Its ramp goes from fast pairs to slow ones, and there are none."""
     for inv_freq in [(0.5,), (0.5, 0.5), (0.5, 0.0)]:
-        assert yarn(Spectrum(C, inv_freq), 4.0) == Spectrum(C, inv_freq)
+        assert slowed(yarn, Spectrum(inv_freq), 4.0, C) == Spectrum(inv_freq)
 
 
 def test_pi_at_a_longer_length_has_the_angles_of_the_training_length():
     before = rope()
-    after = position_interpolation(before, 4.0)
+    after = slowed(position_interpolation, before, 4.0, C)
     assert [f * 4 * C for f in after.inv_freq] == pytest.approx([f * C for f in before.inv_freq])

@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from tests.positional.examples import encode, one_layer
 from tests.reference import turned
 from trainer.positional import rotation
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rotation import encode, head_groups, rotary_table, rotate
+from trainer.positional.rotation import head_groups, rotary_table, rotate
 from trainer.positional.spectrum import Spectrum, Temperature
 
 C = 64
-ROPE, NOPE = make_spectrum("rope", 16, C, {}), Spectrum(C)
+ROPE, NOPE = make_spectrum("rope", 16, C, {}), Spectrum()
 seeds = st.integers(0, 2**32 - 1)
 
 
 def groups_of(*spectra, positions=8, length=None):
     at = torch.arange(positions) if isinstance(positions, int) else positions
-    (groups,) = head_groups(Layout((LayerEncoding(spectra),)), at, length or at.shape[-1])
+    (groups,) = head_groups(one_layer(C, *spectra), at, length or at.shape[-1])
     return groups
 
 
@@ -155,7 +155,7 @@ def test_every_sequence_may_have_positions_of_its_own(spectra):
 
 def test_temperature_of_the_sequence_multiplies_queries_alone():
     q, k = queries_and_keys()
-    tempered = Spectrum(C, temperature=Temperature(0.5))
+    tempered = Spectrum(temperature=Temperature(0.5))
     new_q, new_k = encode(q, k, groups_of(tempered, tempered, length=4 * C))
     torch.testing.assert_close(new_q, q * (1 + 0.5 * math.log(4)))
     assert torch.equal(new_k, k)
@@ -163,14 +163,14 @@ def test_temperature_of_the_sequence_multiplies_queries_alone():
 
 def test_temperature_inside_the_training_length_changes_nothing():
     q, k = queries_and_keys()
-    tempered = Spectrum(C, temperature=Temperature(0.5))
+    tempered = Spectrum(temperature=Temperature(0.5))
     assert encode(q, k, groups_of(tempered, tempered, length=C))[0] is q
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_temperature_per_query_is_that_of_the_keys_it_sees(batched):
     q, k = queries_and_keys(tokens=2 * C)
-    spectrum = Spectrum(C, temperature=Temperature(0.1, 2.0, 1.5, per="query"))
+    spectrum = Spectrum(temperature=Temperature(0.1, 2.0, 1.5, per="query"))
     positions = torch.arange(2 * C)
     if batched:
         positions = torch.stack([positions, positions + 100])

@@ -9,14 +9,15 @@ from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.recalibration.drop import drop
 
 C = 64
-ROPE, SLOW, NOPE = Spectrum(C, (1.0, 0.1)), Spectrum(C, (0.5, 0.01)), Spectrum(C)
+ROPE, SLOW, NOPE = Spectrum((1.0, 0.1)), Spectrum((0.5, 0.01)), Spectrum()
 MIXED = Layout(
+    C,
     (
-        LayerEncoding((ROPE, ROPE), window=16),
-        LayerEncoding((ROPE, NOPE)),
-        LayerEncoding((Spectrum(C, (1.0,), Temperature(0.1, 2.0)), SLOW), window=32, qk_norm=True),
-        LayerEncoding((Spectrum(C, alibi=True), ROPE)),
-    )
+        LayerEncoding.of((ROPE, ROPE), window=16),
+        LayerEncoding.of((ROPE, NOPE)),
+        LayerEncoding.of((Spectrum((1.0,), Temperature(0.1, 2.0)), SLOW), window=32, qk_norm=True),
+        LayerEncoding.of((Spectrum(alibi=True), ROPE)),
+    ),
 )
 subsets = st.none() | st.sets(st.integers(-4, 3))
 

@@ -14,7 +14,6 @@ from trainer.analysis.attention_rows import Rows
 from trainer.analysis.averages import Array, Averages
 from trainer.errors import UserError
 from trainer.model.decoder import Decoder
-from trainer.model.linear import product
 from trainer.model.loss import chunk_size
 
 
@@ -80,7 +79,7 @@ def divergence_by_position(model: Decoder, other: Decoder, ids: Tensor) -> Array
     ]
     size = chunk_size(model.head.shape[0])
     chunks = [
-        _divergence(product(p, model.head), product(q, other.head).to(p.device))
+        _divergence(model.logits(p), other.logits(q).to(p.device))
         for p, q in zip(*(x.split(size) for x in states), strict=True)
     ]
     return torch.cat(chunks).view(ids.shape).mean(dim=0).cpu().numpy()

@@ -105,7 +105,7 @@ def attenuated(
         )
         layers.append(replace(encoding, gains=Gains(query=query, key=key)))
         total += of_query + of_key
-    return Layout(tuple(layers)), total
+    return replace(layout, layers=tuple(layers)), total
 
 
 def channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> tuple[Factors, int]:

@@ -20,7 +20,8 @@ class Heads:
 
     ``q``, ``k``: before the encoding, after QK-norm where the layer has it; ``rotated_q``,
     ``rotated_k``: as they meet in the scores, temperature and gains included. ``encoding``: what
-    happened between. Query head h reads key-value head h // (Hq / Hkv).
+    happened between, in a model of ``training_length`` C. Query head h reads key-value head
+    h // (Hq / Hkv).
     """
 
     layer: int
@@ -29,6 +30,7 @@ class Heads:
     k: Tensor
     rotated_q: Tensor
     rotated_k: Tensor
+    training_length: int
 
     @property
     def queries_per_key(self) -> int:
@@ -46,7 +48,8 @@ def observing(model: Decoder, on_layer: Callable[[Heads], None]) -> Iterator[Non
 
     def observe(index: int, *tensors: Tensor) -> None:
         q, k, rotated_q, rotated_k = (x.detach().float() for x in tensors)
-        on_layer(Heads(index, model.layout.layers[index], q, k, rotated_q, rotated_k))
+        C, encoding = model.layout.training_length, model.layout.layers[index]
+        on_layer(Heads(index, encoding, q, k, rotated_q, rotated_k, C))
 
     blocks = [block.self_attn for block in model.layers]
     try:

@@ -94,9 +94,8 @@ def _measure(
     decoder = Decoder(config, drop(model.layout), seed).to(model.norm.weight.device)
     found = {}
     for version, layout in versions.items():
-        decoder.layout = Layout(
-            tuple(replace(layer, qk_norm=normed, gains=None) for layer in layout.layers)
-        )
+        layers = (replace(layer, qk_norm=normed, gains=None) for layer in layout.layers)
+        decoder.layout = replace(layout, layers=tuple(layers))
         norms = [
             np.hypot(one.query, one.key).mean(axis=1)
             for one in (bias_gradients(decoder, text, shift) for shift in (0, 1))

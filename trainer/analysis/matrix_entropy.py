@@ -15,7 +15,7 @@ rescaling the last two are the same.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -25,7 +25,7 @@ from trainer.analysis.capture import Heads, capture
 from trainer.analysis.pairs import Side, of_pairs, pair_counts
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.positional.rotation import encode, head_groups
+from trainer.positional.rotation import encode_keys, encode_queries, head_groups
 
 Stage = Literal["pre_ntk", "post_ntk", "post_rope"]
 CHUNK = 8192
@@ -109,8 +109,9 @@ def at_stage(heads: Heads, side: Side, stage: Stage, trained: Layout) -> Tensor:
     if stage == "post_rope":
         tokens = heads.q.shape[2]
         positions = torch.arange(tokens, device=heads.q.device)
-        layer = Layout((trained.layers[heads.layer],))
-        turned = encode(heads.q, heads.k, head_groups(layer, positions, tokens)[0])
+        layer = replace(trained, layers=(trained.layers[heads.layer],))
+        (groups,) = head_groups(layer, positions, tokens)
+        turned = encode_queries(heads.q, groups), encode_keys(heads.k, groups)
     return turned[side == "key"]
 
 

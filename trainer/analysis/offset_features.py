@@ -17,7 +17,6 @@ import torch
 
 from trainer.analysis.averages import Array, Averages
 from trainer.analysis.capture import Heads
-from trainer.positional.rescaling import at_length
 from trainer.positional.spectrum import Spectrum
 
 TURN = 2 * math.pi
@@ -41,11 +40,11 @@ class Bounds:
 
 
 def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
-    """What the frequencies and the context length C alone predict.
+    """What the frequencies at the context length C, and C, alone predict.
 
     A pair that stands still never falls below its value at distance 0, and is no offset feature.
     """
-    inv_freq = np.array(at_length(spectrum, context_length).inv_freq)
+    inv_freq = np.array(spectrum.inv_freq)
     possible = (inv_freq > 0) & (inv_freq < TURN / context_length)
     angle = math.pi + inv_freq * context_length / 2
     share = float(possible.mean()) if len(possible) else 0.0
@@ -109,10 +108,12 @@ class OffsetFeatureSearch:
         self.context_length = context_length
         self._averages = Averages()
         self._spectra: dict[int, tuple[Spectrum, ...]] = {}
+        self._training_length = 0
 
     def update(self, heads: Heads) -> None:
         """Take in one layer of one or more texts."""
         self._spectra[heads.layer] = heads.encoding.spectra
+        self._training_length = heads.training_length
         self._averages.add(
             heads.layer,
             q=heads.q.mean(dim=2, dtype=torch.float64),
@@ -124,11 +125,12 @@ class OffsetFeatureSearch:
         q, k = self._averages.stacked("q"), self._averages.stacked("k")
         group = q.shape[1] // k.shape[1]
         layers = self._averages.layers
-        C = self.context_length or self._spectra[layers[0]][0].training_length
+        trained = self._training_length
+        C = self.context_length or trained
         columns: dict[str, list[Array]] = {name: [] for name in _COLUMNS}
         for at, layer in enumerate(layers):
             for head in range(q.shape[1]):
-                known = bounds(self._spectra[layer][head // group], C)
+                known = bounds(self._spectra[layer][head // group].at(C, trained), C)
                 pairs = len(known.inv_freq)
                 of_q, of_k = (_complex(x, pairs) for x in (q[at, head], k[at, head // group]))
                 values = (

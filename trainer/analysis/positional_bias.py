@@ -92,7 +92,8 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
         attention = model.layers[layer].self_attn
         projections = [attention.q_proj.weight, attention.k_proj.weight]
         tensors = (x.detach().float() for x in (q, k, rotated_q, rotated_k))
-        heads = Heads(layer, model.layout.layers[layer], *tensors)
+        layout = model.layout
+        heads = Heads(layer, layout.layers[layer], *tensors, layout.training_length)
         norms = []
         for head in range(q.shape[1]):
             grad_q, grad_k = _score_gradients(heads, head, shift)

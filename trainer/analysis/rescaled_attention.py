@@ -20,7 +20,7 @@ METHODS = ("pi", "ntk", "yarn")
 """Keys of :data:`RESCALINGS` that Fig. 6 and 11 compare."""
 
 
-def scaling_factors(spectrum: Spectrum, factor: float) -> dict[str, Array]:
+def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
     """gamma ``[pairs]`` of Eq. 3 for each of :data:`METHODS`: a factor for every frequency.
 
     A pair that stands still stays as it is: 1.
@@ -31,7 +31,12 @@ def scaling_factors(spectrum: Spectrum, factor: float) -> dict[str, Array]:
         name: np.where(
             still,
             1.0,
-            np.array(RESCALINGS[name](spectrum, factor).inv_freq) / np.where(still, 1.0, before),
+            np.array(
+                RESCALINGS[name](spectrum.inv_freq, training_length).frequencies(
+                    spectrum.inv_freq, factor
+                )
+            )
+            / np.where(still, 1.0, before),
         )
         for name in METHODS
     }

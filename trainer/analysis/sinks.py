@@ -96,7 +96,8 @@ def attention_map(heads: Heads, head: int, *, size: int = 512, rotated: bool = T
     """
     T = heads.q.shape[2]
     cell = -(-T // size)
-    first = Heads(heads.layer, heads.encoding, *(x[:1] for x in _tensors(heads)))
+    tensors = (x[:1] for x in _tensors(heads))
+    first = Heads(heads.layer, heads.encoding, *tensors, heads.training_length)
     rows = []
     step = cell * max(1, 256 // cell)
     cells = -(-T // cell)

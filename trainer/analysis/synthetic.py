@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.analysis.averages import Array
-from trainer.positional.rescaling import at_length
 from trainer.positional.spectrum import Spectrum
 
 
@@ -32,6 +31,8 @@ def synthetic_decay(
     head_dim: int,
     lengths: Sequence[int],
     distances: Sequence[int],
+    *,
+    training_length: int,
     vector: Array | None = None,
 ) -> SyntheticDecay:
     """Both curves of Fig. 7 for one spectrum.
@@ -42,13 +43,14 @@ def synthetic_decay(
         head_dim: channels of the vector.
         lengths: n, at least 1.
         distances: in tokens, at least 0.
+        training_length: C, for encodings that follow the length.
         vector: ``[head_dim]``; the paper's is all ones.
     """
     v = np.ones(head_dim) if vector is None else np.asarray(vector, dtype=np.float64)
-    ratios = [_fsv_ratio(*_planes(at_length(spectrum, n), v), n) for n in lengths]
+    ratios = [_fsv_ratio(*_planes(spectrum.at(n, training_length), v), n) for n in lengths]
     dots = []
     for distance in distances:
-        size, frequency = _planes(at_length(spectrum, distance + 1), v)
+        size, frequency = _planes(spectrum.at(distance + 1, training_length), v)
         dots.append(float(size**2 @ np.cos(frequency * distance) / (size @ size)))
     return SyntheticDecay(list(lengths), np.array(ratios), list(distances), np.array(dots))
 

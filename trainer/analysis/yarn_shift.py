@@ -9,7 +9,7 @@ training length lies between, so that no position is beyond it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ def yarn_shift(model: Decoder, ids: Tensor, bias: Array) -> YarnShift | None:
         if heads.layer in (positional[0], semantic[0]):
             scaled[heads.layer] = _encoded(heads)
 
-    _capture_with(model, text, model.layout.map(lambda s: yarn(s, FACTOR)), compare)
+    _capture_with(model, text, model.layout.rescaled(yarn, FACTOR), compare)
     readings = {"trained": trained, "yarn": scaled}
     return YarnShift(
         half,
@@ -129,7 +129,7 @@ def _highest(values: Array, among: Array) -> tuple[int, int]:
 def _encoded(heads: Heads) -> Heads:
     """Without what stands before the encoding, which would be held as well."""
     q, k = heads.rotated_q, heads.rotated_k
-    return Heads(heads.layer, heads.encoding, q, k, q, k)
+    return replace(heads, q=q, k=k, rotated_q=q, rotated_k=k)
 
 
 def _capture_with(

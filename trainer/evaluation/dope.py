@@ -27,9 +27,6 @@ from trainer.positional.gains import Gains
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
-PAIR_BY_PAIR = ("pi", "ntk", "llama3")
-"""Rescalings that leave the other pairs the same where some stand still."""
-
 
 @dataclass(frozen=True)
 class DopeSettings:
@@ -159,7 +156,8 @@ def select(
     count = len(table[0])
     heads = []
     for layer, head in chosen:
-        bands = _lost_bands(_spectrum(trained.layers[layer], head, count), settings)
+        spectrum = _spectrum(trained.layers[layer], head, count)
+        bands = _lost_bands(spectrum, trained.training_length, settings)
         heads.append(Chosen(layer, head, table[layer][head], bands, noise[layer]))
     return Selection(settings, tuple(heads), count, model.config.head_size)
 
@@ -182,12 +180,14 @@ def _spectrum(encoding: LayerEncoding, head: int, count: int) -> Spectrum:
     return encoding.spectra[head // (count // len(encoding.spectra))]
 
 
-def _lost_bands(spectrum: Spectrum, settings: DopeSettings) -> tuple[int, ...]:
+def _lost_bands(
+    spectrum: Spectrum, training_length: int, settings: DopeSettings
+) -> tuple[int, ...]:
     """Pairs, by their frequencies as trained: by them a band is new beyond the training length,
     and a rescaling changes nothing about which."""
     slowest = math.inf
     if settings.variant == "by_parts":
-        slowest = 2 * math.pi / spectrum.training_length
+        slowest = 2 * math.pi / training_length
     return tuple(m for m, theta in enumerate(spectrum.inv_freq) if 0 < theta < slowest)
 
 
@@ -224,38 +224,28 @@ def apply(layout: Layout, selection: Selection) -> Layout:
     if not by_layer:
         return layout
     change = _unrotated if selection.settings.unrotates else _gained
-    return Layout(
-        tuple(
-            change(encoding, by_layer[index], selection) if index in by_layer else encoding
-            for index, encoding in enumerate(layout.layers)
-        )
+    changed = (
+        change(encoding, by_layer[index], selection) if index in by_layer else encoding
+        for index, encoding in enumerate(layout.layers)
     )
+    return replace(layout, layers=tuple(changed))
 
 
 def _unrotated(encoding: LayerEncoding, chosen: list[Chosen], _: Selection) -> LayerEncoding:
     spectra = list(encoding.spectra)
     for head in chosen:
         spectra[head.head] = _standing_still(spectra[head.head], head.bands)
-    return replace(encoding, spectra=tuple(spectra))
+    return replace(encoding, groups=tuple((spectrum, 1) for spectrum in spectra))
 
 
 def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
-    """With the temperature and the scale of the pairs as they were.
-
-    Raises:
-        UserError: its frequencies follow the length by a method that looks at which pairs rotate.
-    """
+    """With the temperature and the scale of the pairs as they were."""
 
     def still(inv_freq: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
 
     beyond = spectrum.beyond
     if beyond is not None:
-        if beyond.growth and beyond.rescaling not in PAIR_BY_PAIR:
-            raise UserError(
-                f"evaluation.dope.removal: unrotate does not go with dynamic {beyond.rescaling}, "
-                "whose scaling of a pair depends on the others; expected zero, or a given factor."
-            )
         beyond = replace(beyond, inv_freq=still(beyond.inv_freq))
     return replace(spectrum, inv_freq=still(spectrum.inv_freq), beyond=beyond)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from trainer.evaluation.requests import Request
 from trainer.model.cache import KVCache
 from trainer.model.decoder import Decoder
-from trainer.model.linear import product
 from trainer.model.loss import chunk_size
 from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
@@ -103,15 +102,7 @@ def _rows(requests: Sequence[Request]) -> list[_Row]:
 def _depends_on_length(layout: Layout, requests: Sequence[Request]) -> bool:
     """Whether a token's keys depend on how many follow, so that rows can share nothing."""
     longest = max(len(r.context) + len(r.continuation) - 1 for r in requests)
-    return any(
-        (spectrum.beyond is not None and longest > spectrum.beyond.length)
-        or (
-            longest > spectrum.training_length
-            and spectrum.temperature.per == "sequence"
-            and not spectrum.temperature.is_constant
-        )
-        for spectrum in layout.spectra
-    )
+    return layout.at(longest) != layout.at(1)
 
 
 def _batches(
@@ -217,7 +208,7 @@ class _Reader:
         for x, y in zip(
             states.split(size), targets.to(states.device)[:, None].split(size), strict=True
         ):
-            logits = product(x, self.model.head).float()
+            logits = self.model.logits(x).float()
             picked = logits.gather(-1, y)
             missed.append(logits.argmax(dim=-1, keepdim=True) != y)
             losses.append(logits.logsumexp(dim=-1, keepdim=True) - picked)

@@ -22,7 +22,7 @@ from trainer.evaluation.loss import losses_by_position
 from trainer.evaluation.methods import LongRopeFactors, rotates, with_factors
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.positional.rescaling import ntk_aware, ntk_by_parts, position_interpolation
+from trainer.positional.rescaling import Rescaling, ntk_aware, ntk_by_parts, position_interpolation
 from trainer.positional.spectrum import Spectrum
 
 Factors = tuple[float, ...]
@@ -109,13 +109,17 @@ def _check(layout: Layout, windows: Integers, factor: float, budget: int) -> Non
 def starting_points(layout: Layout, factor: float) -> list[LongRopeFactors]:
     """Where the search begins: the model as it is, and known rescalings as factors."""
 
-    def rescaled(change: Callable[[Spectrum, float], Spectrum]) -> Callable[[Spectrum], Factors]:
-        return lambda s: _ratios(s.inv_freq, change(s, factor).inv_freq)
+    C = layout.training_length
+
+    def by(rescaling: Rescaling) -> Callable[[Spectrum], Factors]:
+        return lambda s: _ratios(
+            s.inv_freq, rescaling(s.inv_freq, C).frequencies(s.inv_freq, factor)
+        )
 
     known = [
-        rescaled(lambda spectrum, _: spectrum),
-        *map(rescaled, (position_interpolation, ntk_aware, ntk_by_parts)),
-        *(lambda s, part=part: _critical(s, factor, part) for part in CRITICAL),
+        lambda s: _ratios(s.inv_freq, s.inv_freq),
+        *map(by, (position_interpolation, ntk_aware, ntk_by_parts)),
+        *(lambda s, part=part: _critical(s, C, factor, part) for part in CRITICAL),
     ]
     return list(dict.fromkeys(tuple(make(s) for s in layout.spectra) for make in known))
 
@@ -126,9 +130,9 @@ def _ratios(before: Factors, after: Factors) -> Factors:
     return _monotone(np.array(ratios))
 
 
-def _critical(spectrum: Spectrum, factor: float, part: float) -> Factors:
+def _critical(spectrum: Spectrum, training_length: int, factor: float, part: float) -> Factors:
     """NTK-aware scaling up to ``part`` of the theoretical critical pair, s from there on."""
-    turns = np.array(spectrum.inv_freq) * spectrum.training_length / (2 * math.pi)
+    turns = np.array(spectrum.inv_freq) * training_length / (2 * math.pi)
     critical = max(1, round(part * (turns >= 1).sum()))
     return _monotone(factor ** np.minimum(np.arange(len(turns)) / critical, 1))
 

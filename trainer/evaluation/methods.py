@@ -47,7 +47,9 @@ def as_is(role: str, name: str, layout: Layout) -> Method:
 def windowed(layout: Layout) -> Layout:
     """Every query sees no more keys than in training."""
     C = layout.training_length
-    return Layout(tuple(replace(x, window=min(x.window or C, C)) for x in layout.layers))
+    return replace(
+        layout, layers=tuple(replace(x, window=min(x.window or C, C)) for x in layout.layers)
+    )
 
 
 def rescaled(role: str, name: str, layout: Layout, rescaling: str) -> Method:
@@ -56,7 +58,7 @@ def rescaled(role: str, name: str, layout: Layout, rescaling: str) -> Method:
     return Method(
         f"{role}_{rescaling}",
         f"{name} + {TITLES[rescaling]}",
-        lambda factor: layout.map(lambda spectrum: change(spectrum, max(factor, 1.0))),
+        lambda factor: layout.rescaled(change, max(factor, 1.0)),
     )
 
 
@@ -67,7 +69,8 @@ def with_factors(layout: Layout, factors: LongRopeFactors) -> Layout:
         ValueError: there are not as many as spectra, or in one as pairs.
     """
     of = dict(zip(layout.spectra, factors, strict=True))
-    return layout.map(lambda s: longrope(s, (1.0,) * len(s.inv_freq), of[s]))
+    C = layout.training_length
+    return layout.map(lambda s: longrope(s, (1.0,) * len(s.inv_freq), of[s], C))
 
 
 def tempered(
@@ -90,7 +93,7 @@ def with_temperature(role: str, name: str, layout: Layout, coefficient: float) -
 
 def rotates(layout: Layout) -> bool:
     """Whether any head rotates, so that a rescaling does something."""
-    return any(spectrum.rotates for spectrum in layout.spectra)
+    return layout.rotates
 
 
 def is_free_of_positions(layout: Layout) -> bool:

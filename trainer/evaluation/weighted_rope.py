@@ -9,7 +9,7 @@ left alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -113,11 +113,10 @@ def apply(layout: Layout, weights: tuple[Weights, ...]) -> Layout:
     """
     if not any(of_layer.query or of_layer.key for of_layer in weights):
         return layout
-    return Layout(
-        tuple(
-            with_gains(encoding, Gains(query=of_layer.query, key=of_layer.key))
-            if of_layer.query or of_layer.key
-            else encoding
-            for encoding, of_layer in zip(layout.layers, weights, strict=True)
-        )
+    changed = (
+        with_gains(encoding, Gains(query=of_layer.query, key=of_layer.key))
+        if of_layer.query or of_layer.key
+        else encoding
+        for encoding, of_layer in zip(layout.layers, weights, strict=True)
     )
+    return replace(layout, layers=tuple(changed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from trainer.generation.sampling import Sampler, Sampling
 from trainer.model.cache import KVCache
 from trainer.model.decoder import Decoder
-from trainer.model.linear import packed
 
 GREEDY = Sampling()
 # Copying the weights in another order takes as long as it saves in about so many steps.
@@ -32,7 +32,7 @@ def generate(
 
     Prompts of one length are read together, none is padded; then all grow by a token a step, and
     those that have ended take no part any more. On a CPU a second copy of the weights is kept
-    meanwhile, see :func:`packed`.
+    meanwhile, see :meth:`Decoder.packed`.
 
     Args:
         model: a decoder.
@@ -90,7 +90,7 @@ def go_on(
     rows = list(range(len(logits)) if rows is None else rows)
     new: list[list[int]] = [[] for _ in rows]
     sampler = Sampler(sampling, len(rows))
-    with packed(_matrices(model) if max_new_tokens > WORTH_PACKING else ()):
+    with model.packed() if max_new_tokens > WORTH_PACKING else nullcontext():
         for step in range(1, max_new_tokens + 1):
             tokens = sampler(logits, rows).tolist()
             # From the last to the first: one that ended makes room for one that goes on.
@@ -107,12 +107,6 @@ def go_on(
             ids = torch.tensor([new[row][-1:] for row in rows], device=logits.device)
             logits = model(ids, cache=cache)[:, 0]
     return new
-
-
-def _matrices(model: Decoder) -> list[Tensor]:
-    """The weights that tokens are multiplied with."""
-    inputs = None if model.lm_head is None else model.embed_tokens.weight
-    return [p for p in model.parameters() if p.dim() == 2 and p is not inputs]
 
 
 def _read(

@@ -178,16 +178,12 @@ def _layout(values: Mapping[str, Any], architecture: Architecture, config: Model
     length = values["max_position_embeddings"]
     spectrum = spectrum_from_rope_parameters(_rope_parameters(values), config.head_size, length)
     rotates = _rotating(values, architecture, config.num_hidden_layers)
-    return Layout(
-        tuple(
-            LayerEncoding(
-                (spectrum if turns else Spectrum(length),) * config.num_key_value_heads,
-                window,
-                architecture.qk_norm,
-            )
-            for turns, window in zip(rotates, _windows(values, architecture, rotates), strict=True)
-        )
+    heads = config.num_key_value_heads
+    layers = (
+        LayerEncoding(((spectrum if turns else Spectrum(), heads),), window, architecture.qk_norm)
+        for turns, window in zip(rotates, _windows(values, architecture, rotates), strict=True)
     )
+    return Layout(length, tuple(layers))
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:

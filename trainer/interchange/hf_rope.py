@@ -6,17 +6,18 @@ Every rope type of transformers 5 (``modeling_rope_utils.py``) is a rescaling of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.errors import UserError, did_you_mean
 from trainer.positional.encodings import geometric
 from trainer.positional.rescaling import (
-    dynamic_ntk,
+    dynamic,
     llama3,
     longrope,
-    position_interpolation,
+    ntk_aware,
+    rescaled,
     yarn,
 )
 from trainer.positional.spectrum import Spectrum
@@ -61,10 +62,11 @@ class _Rope:
         """How many times longer the training length is, unless it is given otherwise."""
         return self.values.get("factor", self.training_length / self.original_length)
 
-    def plain(self, training_length: int) -> Spectrum:
+    @property
+    def plain(self) -> Spectrum:
         """RoPE on the first ``partial_rotary_factor`` of the channels."""
         rotary_dim = int(self.head_dim * self.values.get("partial_rotary_factor", 1.0))
-        return Spectrum(training_length, geometric(self.values["rope_theta"], rotary_dim // 2))
+        return Spectrum(geometric(self.values["rope_theta"], rotary_dim // 2))
 
 
 def spectrum_from_rope_parameters(
@@ -89,18 +91,7 @@ def spectrum_from_rope_parameters(
         raise UserError(f"rope_parameters.rope_type: unknown type {kind!r}.{hint}")
     if problems := _problems(given, kind, head_dim):
         raise UserError(*problems)
-    rope = _Rope(given, head_dim, training_length)
-    plain = rope.plain(training_length)
-    if kind == "linear":
-        return position_interpolation(plain, rope.factor)
-    if kind == "dynamic":
-        return dynamic_ntk(plain, rope.factor)
-    if kind == "proportional":
-        return _proportional(rope)
-    if kind == "default":
-        return plain
-    change = {"yarn": _yarn, "longrope": _longrope, "llama3": _llama3}[kind]
-    return replace(change(rope), training_length=training_length)
+    return _SPECTRA[kind](_Rope(given, head_dim, training_length))
 
 
 def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[str]:
@@ -153,33 +144,54 @@ def _is_list(value: Any, length: int) -> bool:
     return isinstance(value, list) and len(value) == length and all(_is_number(x, 0) for x in value)
 
 
+def _default(rope: _Rope) -> Spectrum:
+    return rope.plain
+
+
+def _linear(rope: _Rope) -> Spectrum:
+    return _interpolated(rope.plain, rope.factor)
+
+
+def _interpolated(spectrum: Spectrum, factor: float) -> Spectrum:
+    inv_freq = tuple(f / factor for f in spectrum.inv_freq)
+    return replace(spectrum, inv_freq=inv_freq)
+
+
+def _dynamic(rope: _Rope) -> Spectrum:
+    """Dynamic NTK."""
+    return dynamic(rope.plain, ntk_aware, rope.training_length, growth=rope.factor)
+
+
 def _proportional(rope: _Rope) -> Spectrum:
     """The fastest ``partial_rotary_factor`` of all pairs rotates, the others stand still."""
     pairs = rope.head_dim // 2
     kept = int(rope.values.get("partial_rotary_factor", 1.0) * pairs)
     inv_freq = geometric(rope.values["rope_theta"], pairs)[:kept] + (0.0,) * (pairs - kept)
-    factor = rope.values.get("factor", 1.0)
-    return position_interpolation(Spectrum(rope.training_length, inv_freq), factor)
+    return _interpolated(Spectrum(inv_freq), rope.values.get("factor", 1.0))
 
 
 def _yarn(rope: _Rope) -> Spectrum:
     """YaRN; its attention factor is 0.1 ln s + 1 unless it is given, or as a quotient."""
     known = {key: rope.values[key] for key in ("beta_fast", "beta_slow") if key in rope.values}
     truncate = rope.values.get("truncate", True)
-    scaled = yarn(rope.plain(rope.original_length), rope.factor, truncate=truncate, **known)
+    stretch = yarn(rope.plain.inv_freq, rope.original_length, truncate=truncate, **known)
 
     def scale(coefficient: float) -> float:
         return 0.1 * coefficient * math.log(max(rope.factor, 1.0)) + 1.0
 
     above, below = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
     inferred = scale(above) / scale(below) if above and below else scale(1.0)
-    return replace(scaled, rotary_scale=rope.values.get("attention_factor", inferred))
+    attention = rope.values.get("attention_factor", inferred)
+    return replace(rescaled(rope.plain, stretch, rope.factor), rotary_scale=attention)
 
 
 def _longrope(rope: _Rope) -> Spectrum:
     """LongRoPE; its attention factor is sqrt(1 + ln s / ln L), L the length before extension."""
     scaled = longrope(
-        rope.plain(rope.original_length), rope.values["short_factor"], rope.values["long_factor"]
+        rope.plain,
+        rope.values["short_factor"],
+        rope.values["long_factor"],
+        rope.original_length,
     )
     stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_length)
     scale = rope.values.get("attention_factor", math.sqrt(1 + stretch))
@@ -188,9 +200,21 @@ def _longrope(rope: _Rope) -> Spectrum:
 
 def _llama3(rope: _Rope) -> Spectrum:
     """The scaling of Llama 3.1."""
-    return llama3(
-        rope.plain(rope.original_length),
-        rope.factor,
+    stretch = llama3(
+        rope.plain.inv_freq,
+        rope.original_length,
         low_freq_factor=rope.values["low_freq_factor"],
         high_freq_factor=rope.values["high_freq_factor"],
     )
+    return rescaled(rope.plain, stretch, rope.factor)
+
+
+_SPECTRA: dict[str, Callable[[_Rope], Spectrum]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+    "proportional": _proportional,
+}

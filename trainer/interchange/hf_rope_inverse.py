@@ -12,7 +12,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.positional.encodings import geometric
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.spectrum import Beyond, Spectrum
 
 Parameters = dict[str, Any]
 Frequencies = tuple[float, ...]
@@ -23,7 +23,7 @@ STANDSTILL = 1e30
 """By which LongRoPE divides the frequency of a pair that does not turn."""
 
 
-def rope_parameters(spectrum: Spectrum, head_dim: int) -> Parameters | None:
+def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> Parameters | None:
     """Parameters with which transformers turns the pairs of a whole head like this spectrum's.
 
     The most telling type that fits: ``default``, ``linear``, ``dynamic``, ``proportional``,
@@ -34,13 +34,14 @@ def rope_parameters(spectrum: Spectrum, head_dim: int) -> Parameters | None:
     Args:
         spectrum: what to express. Pairs that it does not have stand still, at the end.
         head_dim: channels a head, even.
+        training_length: C in tokens.
 
     Returns:
         None where no type fits.
     """
-    for candidate in _candidates(spectrum, head_dim):
+    for candidate in _candidates(spectrum, head_dim, training_length):
         with suppress(UserError):  # a guess may be out of all bounds
-            held = spectrum_from_rope_parameters(candidate, head_dim, spectrum.training_length)
+            held = spectrum_from_rope_parameters(candidate, head_dim, training_length)
             if _turns_alike(held, spectrum, head_dim // 2):
                 return candidate
     return None
@@ -64,12 +65,17 @@ def _turns_alike(held: Spectrum, wanted: Spectrum, pairs: int) -> bool:
     return (
         close(theirs.inv_freq, ours.inv_freq)
         and theirs.length == ours.length
-        and math.isclose(theirs.growth, ours.growth)
-        and (theirs.rescaling == ours.rescaling or ours.growth == 0)
+        and _stretches_alike(theirs, ours)
     )
 
 
-def _candidates(spectrum: Spectrum, head_dim: int) -> Iterator[Parameters]:
+def _stretches_alike(held: Beyond, wanted: Beyond) -> bool:
+    if held.stretch is None or wanted.stretch is None:
+        return held.stretch is wanted.stretch
+    return held.stretch == wanted.stretch and math.isclose(held.growth, wanted.growth)
+
+
+def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iterator[Parameters]:
     """Every guess worth a comparison."""
     pairs = head_dim // 2
     moving = [f for f in spectrum.inv_freq if f > 0]
@@ -92,18 +98,17 @@ def _candidates(spectrum: Spectrum, head_dim: int) -> Iterator[Parameters]:
         steps = (_short((a / b) ** pairs) for a, b in pairwise(moving))
         for base in dict.fromkeys(steps):
             if base > 1:
-                yield from _ramps(spectrum, base)
-    yield _longrope(spectrum, pairs)
+                yield from _ramps(spectrum, base, training_length)
+    yield _longrope(spectrum, pairs, training_length)
 
 
-def _ramps(spectrum: Spectrum, theta: float) -> Iterator[Parameters]:
+def _ramps(spectrum: Spectrum, theta: float, length: int) -> Iterator[Parameters]:
     """Types that divide slow pairs by a factor, fast ones by none, and those between by less."""
     plain = geometric(theta, len(spectrum.inv_freq))
     shares = [f / g for f, g in zip(spectrum.inv_freq, plain, strict=True)]
     factor = _short(1 / shares[-1])
     if not factor > 1:
         return
-    length = spectrum.training_length
     common = {"rope_theta": theta, "factor": factor}
     kept = [(share - 1 / factor) / (1 - 1 / factor) for share in shares]
     between = [(f, k) for f, k in zip(plain, kept, strict=True) if 1e-6 < k < 1 - 1e-6]
@@ -129,9 +134,9 @@ def _ramps(spectrum: Spectrum, theta: float) -> Iterator[Parameters]:
             }
 
 
-def _longrope(spectrum: Spectrum, pairs: int) -> Parameters:
+def _longrope(spectrum: Spectrum, pairs: int, length: int) -> Parameters:
     """A factor for every pair."""
-    beyond, length = spectrum.beyond, spectrum.training_length
+    beyond = spectrum.beyond
     original = length if beyond is None else beyond.length
     theta = 10_000.0
 

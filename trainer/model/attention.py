@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +13,20 @@ from trainer.model.backends import BACKENDS, Mask
 from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.linear import Linear
-from trainer.model.ragged import ragged_head_groups
-from trainer.positional.layout import Layout
-from trainer.positional.rotation import HeadGroup, Late, encode, encode_keys, head_groups
+from trainer.positional.gain_tensors import ApplyGains
+from trainer.positional.rotation import Groups, encode_keys, encode_queries
 
 Observer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Told the queries and keys before their encoding and after it, ``[B, H, T, D]`` each."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a layer does in a forward pass to queries or keys at ``positions``, ``[T]`` or
+    ``[B, T]``."""
+
+    groups: Groups
+    positions: Tensor
 
 
 class RMSNorm(nn.Module):
@@ -44,8 +53,10 @@ class Attention(nn.Module):
 
     The query and key norms exist from the start where the configuration has them at any time, so
     that a drop adds no parameters to a run. While they are off they take part with weight zero:
-    every parameter then has a gradient, which sharded and replicated training need. ``observe``,
-    where it is set, reads the queries and keys of every forward pass.
+    every parameter then has a gradient, which sharded and replicated training need.
+
+    Encoded queries and keys pass one seam before they meet: ``gains``, where the layout has them,
+    return others, and ``observe``, where it is set, is shown them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -67,41 +78,44 @@ class Attention(nn.Module):
         self.q_norm = norm("q", q_size)
         self.k_norm = norm("k", kv_size)
         self.attend = BACKENDS["sdpa"]
+        self.gains: ApplyGains | None = None
         self.observe: Observer | None = None
 
     def forward(
         self,
         x: Tensor,
-        groups: tuple[HeadGroup, ...],
+        encoding: Encoding,
         mask: Mask,
         qk_norm: bool,
         cache: LayerCache | None = None,
+        of_all_keys: Encoding | None = None,
         last: int | None = None,
     ) -> Tensor:
         """Attend.
 
         Args:
             x: ``[B, T, hidden_size]``.
-            groups: rotation and temperature of the heads.
+            encoding: rotation and temperature of the heads for these tokens.
             mask: what a query may not see beyond causality.
             qk_norm: whether the query and key norms are on.
-            cache: keys and values of earlier tokens, extended in place. Where frequencies change
-                with the length, all keys are encoded with those of the length now, as tokens at the
-                cache's columns.
+            cache: keys and values of earlier tokens, extended in place.
+            of_all_keys: where frequencies follow the length of the sequence, the encoding of the
+                cache's tokens and these together; the cache then keeps keys that are not encoded.
             last: how many of the last positions to compute; None: all.
         """
-        q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
-        k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
+        plain_q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
+        plain_k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
         v = self._heads(self.v_proj(x), None)
-        plain_q, plain_k = q, k
-        q, k = encode(q, k, groups)
+        of_keys = encoding
+        if cache is not None and of_all_keys is not None:
+            plain_k, v = cache.append(plain_k, v)
+            of_keys = of_all_keys
+        q, k = encode_queries(plain_q, encoding.groups), encode_keys(plain_k, of_keys.groups)
+        if self.gains is not None:
+            q, k = self.gains(q, k, encoding.positions, of_keys.positions)
         if self.observe is not None:
             self.observe(plain_q, plain_k, q, k)
-        if cache is not None and (late := groups[0].late) is not None:
-            first = not cache.length
-            plain_k, v = cache.append(plain_k, v)
-            k = k if first else _encoded_again(plain_k, late, cache.begins)
-        elif cache is not None:
+        if cache is not None and of_all_keys is None:
             k, v = cache.append(k, v)
         if last is not None:
             q = q[:, :, -last:]
@@ -120,17 +134,3 @@ class Attention(nn.Module):
         if norm is not None and self.per_head_norm:
             x = norm(x)
         return x.transpose(1, 2)
-
-
-def _encoded_again(k: Tensor, late: Late, begins: tuple[int, ...]) -> Tensor:
-    """Keys ``[B, Hkv, T, D]`` of all tokens so far, in rows that begin in these columns."""
-    if not late.groups:
-        layout = Layout((late.layer,))
-        columns = torch.arange(k.shape[2], device=k.device)
-        if begins:
-            positions = columns - torch.tensor(begins, device=k.device)[:, None]
-            lengths = [late.length + begins[0] - begin for begin in begins]
-            (late.groups,) = ragged_head_groups(layout, positions, lengths)
-        else:
-            (late.groups,) = head_groups(layout, columns, late.length)
-    return encode_keys(k, late.groups)

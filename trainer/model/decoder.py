@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.attention import Attention, RMSNorm
+from trainer.model.attention import Attention, Encoding, RMSNorm
 from trainer.model.backends import BACKENDS, Mask, choose_backend
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
-from trainer.model.linear import Linear, product
+from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
-from trainer.model.ragged import ragged_head_groups
 from trainer.positional.alibi import alibi_slopes
+from trainer.positional.gain_tensors import ApplyGains
 from trainer.positional.layout import Layout
-from trainer.positional.rotation import HeadGroup, head_groups
+from trainer.positional.rotation import head_groups
 
 
 class MLP(nn.Module):
@@ -54,14 +57,17 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        groups: tuple[HeadGroup, ...],
+        encoding: Encoding,
         mask: Mask,
         qk_norm: bool,
         cache: LayerCache | None = None,
+        of_all_keys: Encoding | None = None,
         last: int | None = None,
     ) -> Tensor:
         """See :meth:`Attention.forward`."""
-        mixed = self.self_attn(self.input_layernorm(x), groups, mask, qk_norm, cache, last)
+        mixed = self.self_attn(
+            self.input_layernorm(x), encoding, mask, qk_norm, cache, of_all_keys, last
+        )
         x = (x if last is None else x[:, -last:]) + mixed
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -79,15 +85,48 @@ class Decoder(nn.Module):
         if config.vocab_size is None:
             raise ValueError("config.vocab_size must be known when a decoder is built")
         self.config = config
-        self.layout = layout
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layout = layout
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.choose_products(self.norm.weight.device.type)
         if not self.norm.weight.is_meta:
             self.reset_parameters(seed)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
+        """What torch calls to put a module on a device or into another type."""
+        super()._apply(*args, **kwargs)
+        self.choose_products(self.norm.weight.device.type)
+        return self
+
+    def choose_products(self, device: str) -> None:
+        """Choose how matrices are multiplied on a device ("cpu", "cuda"), which is that of the
+        weights unless they are offloaded."""
+        self._product = product_for(device, self.norm.weight.dtype)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.product = self._product
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Within it, a CPU reads copies of the weights in the order of its kernels.
+
+        Products of few rows are faster then. Weights must not change meanwhile.
+        """
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        usual = self._product
+        try:
+            for linear in linears:
+                linear.product = packed_product(linear.weight)
+            self._product = packed_product(self.head)
+            yield
+        finally:
+            for linear in linears:
+                linear.product = usual
+            self._product = usual
 
     @property
     def layout(self) -> Layout:
@@ -112,6 +151,8 @@ class Decoder(nn.Module):
             if layer.qk_norm and self.config.qk_norm.when == "never":
                 raise ValueError("the layout turns QK-norm on, but the model has none")
         self._layout = layout
+        for block, layer in zip(self.layers, layout.layers, strict=True):
+            block.self_attn.gains = None if layer.gains is None else ApplyGains(layer.gains)
 
     @property
     def head(self) -> Tensor:
@@ -196,30 +237,43 @@ class Decoder(nn.Module):
             ``[B, T, hidden_size]``, or of the ``last`` positions only.
         """
         past = cache.length if cache else 0
-        end = past + ids.shape[1]
-        begins = None
+        end, device = past + ids.shape[1], ids.device
         if positions is None:
-            positions = torch.arange(past, end, device=ids.device)
+            positions = torch.arange(past, end, device=device)
+        lengths: int | list[int] = length or end
+        begins = None
         if cache and cache.begins:
-            begins = torch.tensor(cache.begins, device=ids.device)
+            begins = torch.tensor(cache.begins, device=device)
             lengths = [(length or end) - begin for begin in cache.begins]
-            groups = ragged_head_groups(self.layout, positions - begins[:, None], lengths)
-        else:
-            groups = head_groups(self.layout, positions, length or end)
+            positions = positions - begins[:, None]
+        layers = self.layout.layers
+        encodings = self._encodings(positions, lengths)
+        of_all_keys: list[Encoding | None] = [None] * len(layers)
+        if cache and self.layout.frequencies_follow_length:
+            columns = torch.arange(end, device=device)
+            places = columns if begins is None else columns - begins[:, None]
+            of_all = self._encodings(places, lengths) if past else encodings
+            for index, layer in enumerate(layers):
+                of_all_keys[index] = of_all[index] if layer.frequencies_follow_length else None
+        slopes = self._slopes(device)
         x = self.embed_tokens(ids)
-        for index, (block, encoding) in enumerate(
-            zip(self.layers, self.layout.layers, strict=True)
-        ):
-            mask = Mask(
-                encoding.window if encoding.window and encoding.window < end else None,
-                documents,
-                self._slopes(index, ids.device),
-                begins,
+        for index, (block, layer) in enumerate(zip(self.layers, layers, strict=True)):
+            window = layer.window if layer.window and layer.window < end else None
+            x = block(
+                x,
+                encodings[index],
+                Mask(window, documents, slopes[index], begins),
+                layer.qk_norm,
+                cache.layers[index] if cache else None,
+                of_all_keys[index],
+                last if block is self.layers[-1] else None,
             )
-            layer_cache = cache.layers[index] if cache else None
-            of_block = last if block is self.layers[-1] else None
-            x = block(x, groups[index], mask, encoding.qk_norm, layer_cache, of_block)
         return self.norm(x)
+
+    def _encodings(self, positions: Tensor, lengths: int | list[int]) -> list[Encoding]:
+        """Of every layer, for tokens at ``positions``."""
+        groups = head_groups(self.layout, positions, lengths)
+        return [Encoding(of_layer, positions) for of_layer in groups]
 
     def forward(
         self,
@@ -235,7 +289,11 @@ class Decoder(nn.Module):
         x = self.hidden_states(
             ids, documents=documents, positions=positions, cache=cache, length=length, last=last
         )
-        return product(x, self.head)
+        return self.logits(x)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """``[..., vocab]`` of normalised states ``[..., hidden_size]``."""
+        return self._product(states, self.head, None)
 
     def loss(
         self,
@@ -249,18 +307,24 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Weighted mean cross-entropy, nats per token; see :func:`linear_cross_entropy`."""
         x = self.hidden_states(ids, documents=documents)
-        return linear_cross_entropy(x, self.head, targets, weights, z_loss=z_loss, losses=losses)
+        return linear_cross_entropy(
+            x, self.head, targets, weights, z_loss=z_loss, losses=losses, product=self._product
+        )
 
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of every token ``[B, T]``, without gradient."""
         with torch.no_grad():
-            return token_losses(self.hidden_states(ids), self.head, targets)
+            return token_losses(self.hidden_states(ids), self.head, targets, self._product)
 
-    def _slopes(self, index: int, device: torch.device) -> Tensor | None:
-        biased = tuple(spectrum.alibi for spectrum in self.layout.layers[index].spectra)
-        if not any(biased):
-            return None
-        return _biased_slopes(self.config.num_attention_heads, biased, device)
+    def _slopes(self, device: torch.device) -> list[Tensor | None]:
+        """ALiBi's of every layer."""
+        found: dict[int, Tensor | None] = {}
+        for layer in self.layout.layers:
+            if id(layer) not in found:
+                biased = tuple(spectrum.alibi for spectrum in layer.spectra)
+                heads = self.config.num_attention_heads
+                found[id(layer)] = _biased_slopes(heads, biased, device) if any(biased) else None
+        return [found[id(layer)] for layer in self.layout.layers]
 
 
 @lru_cache

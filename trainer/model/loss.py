@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.model.linear import product
+from trainer.model.linear import Product
 
 # A C allocator hands blocks of more than 32 MiB back to the system, and the page faults of getting
 # them again cost more than the softmax.
@@ -44,6 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights: Tensor,
         z_loss: float,
         losses: Tensor | None,
+        product: Product,
     ) -> Tensor:
         dtype = _compute_dtype(hidden)
         head = weight.to(dtype)
@@ -55,7 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], size):
             part = slice(start, start + size)
             x, y, w = hidden[part].to(dtype), targets[part], weights[part]
-            logits = product(x, head).float()
+            logits = product(x, head, None).float()
             top = logits.amax(dim=-1, keepdim=True)
             picked = logits.gather(-1, y[:, None])
             # One pass in the logits' memory; the likeliest token's probability gives log_z back.
@@ -70,9 +71,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad *= w[:, None] * (1 + 2 * z_loss * log_z) if z_loss else w[:, None]
             grad.scatter_add_(-1, y[:, None], -w[:, None])
             grad = grad.to(dtype)
-            grad_hidden[part] = product(grad, head.T)
+            grad_hidden[part] = product(grad, head.T, None)
             for rows in range(0, weight.shape[0], ROWS):
-                grad_weight[rows : rows + ROWS] += product(grad.T[rows : rows + ROWS], x.T)
+                grad_weight[rows : rows + ROWS] += product(grad.T[rows : rows + ROWS], x.T, None)
         ctx.gradients = grad_hidden, grad_weight
         ctx.weight_dtype = weight.dtype
         return total
@@ -87,10 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden.mul_(scale),
             grad_weight.mul_(scale).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
@@ -102,6 +100,7 @@ def linear_cross_entropy(
     *,
     z_loss: float = 0.0,
     losses: Tensor | None = None,
+    product: Product = F.linear,
 ) -> Tensor:
     """Weighted mean cross-entropy of ``softmax(hidden @ weight.T)`` in nats per token.
 
@@ -112,6 +111,7 @@ def linear_cross_entropy(
         weights: ``[...]`` non-negative weights of the tokens, default 1; 0 leaves a token out.
         z_loss: coefficient of the mean squared log-partition (PaLM, Sec. 5).
         losses: ``[...]`` float32 to be filled with every token's cross-entropy, without gradient.
+        product: how matrices are multiplied on this device.
 
     Returns:
         A float32 scalar: sum(w * loss) / sum(w), and 0 where all weights are 0.
@@ -120,16 +120,18 @@ def linear_cross_entropy(
     w = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights.flatten()
     w = w / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
     flat = None if losses is None else losses.view(-1)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, w, z_loss, flat)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, w, z_loss, flat, product)
 
 
 @torch.no_grad()
-def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def token_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, product: Product = F.linear
+) -> Tensor:
     """Cross-entropy of every token, ``[...]`` float32, for evaluation; logits in chunks."""
     flat, y = hidden.flatten(0, -2), targets.flatten()
     head = weight.to(_compute_dtype(hidden))
     losses = [
-        F.cross_entropy(product(x.to(head.dtype), head).float(), t, reduction="none")
+        F.cross_entropy(product(x.to(head.dtype), head, None).float(), t, reduction="none")
         for x, t in zip(
             flat.split(chunk_size(weight.shape[0])),
             y.split(chunk_size(weight.shape[0])),

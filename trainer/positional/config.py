@@ -103,10 +103,10 @@ def build_layout(
     def layer(index: int) -> LayerEncoding:
         main = config.layers[index % len(config.layers)]
         names = [main] * (num_key_value_heads - len(others)) + others
-        return LayerEncoding(
-            tuple(s for name in names if (s := spectra[name]) is not None),
+        return LayerEncoding.of(
+            (s for name in names if (s := spectra[name]) is not None),
             config.windows[index % len(config.windows)],
             qk_norm,
         )
 
-    return Layout(tuple(layer(index) for index in range(num_layers)))
+    return Layout(training_length, tuple(layer(index) for index in range(num_layers)))

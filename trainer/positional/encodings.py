@@ -144,7 +144,7 @@ def rope(
     head_dim: int, training_length: int, *, base: float = 10_000.0, rotary_fraction: float = 1.0
 ) -> Spectrum:
     """RoPE (Su et al. 2021), on all channels or on the first ``rotary_fraction`` of them."""
-    return Spectrum(training_length, geometric(base, rotated_pairs(head_dim, rotary_fraction)))
+    return Spectrum(geometric(base, rotated_pairs(head_dim, rotary_fraction)))
 
 
 @encoding
@@ -184,7 +184,6 @@ def rope_id(
     if slowest_wavelength is None:
         slowest_wavelength = training_length / 2
     return Spectrum(
-        training_length,
         between_wavelengths(
             fastest_wavelength,
             slowest_wavelength,
@@ -206,7 +205,7 @@ def p_rope(
         raise ValueError(f"p must be in (0, 1], got {p}.")
     pairs = rotated_pairs(head_dim, 1.0)
     kept = int(p * pairs)
-    return Spectrum(training_length, geometric(base, pairs)[:kept] + (0.0,) * (pairs - kept))
+    return Spectrum(geometric(base, pairs)[:kept] + (0.0,) * (pairs - kept))
 
 
 @encoding
@@ -214,17 +213,17 @@ def hope(head_dim: int, training_length: int, *, rotary_fraction: float = 0.5) -
     """HoPE (Chen et al. 2024, as characterised in RoPE-ID App. A.6): wavelengths 2 pi .. C on half
     of the channels."""
     pairs = rotated_pairs(head_dim, rotary_fraction)
-    return Spectrum(training_length, between_wavelengths(2 * math.pi, training_length, pairs))
+    return Spectrum(between_wavelengths(2 * math.pi, training_length, pairs))
 
 
 @encoding
 def nope(head_dim: int, training_length: int, *, temperature: float = 0.0) -> Spectrum:
     """No positional encoding (Kazemnejad et al. 2023), optionally with temperature
     1 + c ln s."""
-    return Spectrum(training_length, temperature=Temperature(coefficient=temperature))
+    return Spectrum(temperature=Temperature(coefficient=temperature))
 
 
 @encoding
 def alibi(head_dim: int, training_length: int) -> Spectrum:
     """ALiBi (Press et al. 2021): a bias linear in the distance; the slopes are in ``alibi.py``."""
-    return Spectrum(training_length, alibi=True)
+    return Spectrum(alibi=True)

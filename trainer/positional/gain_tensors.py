@@ -1,22 +1,42 @@
-"""Gains as tensors of a forward pass."""
+"""The gains of a layer, done to its queries and keys."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from trainer.positional.gains import Factors
+from trainer.positional.gains import Factors, Gains
 
 PERIOD = 4096
 """Positions after which the noise repeats."""
 
 
-@lru_cache
-def factors(rows: Factors, device: torch.device) -> Tensor:
-    """``[H, 1, D]`` float32."""
-    return torch.tensor(rows, dtype=torch.float32, device=device)[:, None]
+@dataclass(frozen=True)
+class ApplyGains:
+    """Changes encoded queries and keys as :class:`Gains` say."""
+
+    gains: Gains
+
+    def __call__(
+        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``[B, H, T, D]`` each, at positions ``[T]`` or ``[B, T]``."""
+        gains, seed = self.gains, 2 * self.gains.seed
+        return (
+            _changed(q, gains.query, gains.query_noise, seed, q_positions),
+            _changed(k, gains.key, gains.key_noise, seed + 1, k_positions),
+        )
+
+
+def _changed(
+    x: Tensor, rows: Factors, std: tuple[float, ...], seed: int, positions: Tensor
+) -> Tensor:
+    if rows:
+        x = x * _factors(rows, x.device).to(x.dtype)
+    return x + noise(std, x.shape[-1], seed, positions).to(x.dtype) if std else x
 
 
 def noise(std: tuple[float, ...], size: int, seed: int, positions: Tensor) -> Tensor:
@@ -24,7 +44,13 @@ def noise(std: tuple[float, ...], size: int, seed: int, positions: Tensor) -> Te
     table = _table(len(std), size, seed, positions.device)[:, positions % PERIOD]
     if positions.dim() == 2:
         table = table.transpose(0, 1)
-    return table * factors(tuple((s,) for s in std), positions.device)
+    return table * _factors(tuple((s,) for s in std), positions.device)
+
+
+@lru_cache
+def _factors(rows: Factors, device: torch.device) -> Tensor:
+    """``[H, 1, D]`` float32."""
+    return torch.tensor(rows, dtype=torch.float32, device=device)[:, None]
 
 
 @lru_cache(maxsize=64)

@@ -6,59 +6,120 @@ It travels with every checkpoint, as it is at that moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from trainer.positional.first_format import from_first_format
 from trainer.positional.gains import Gains
+from trainer.positional.rescaling import Rescaling, dynamic, rescaled
 from trainer.positional.spectrum import Spectrum
+
+Group = tuple[Spectrum, int]
+"""A spectrum, and how many neighbouring key-value heads have it."""
 
 
 @dataclass(frozen=True)
 class LayerEncoding:
     """What happens to queries and keys of one layer between projection and scores.
 
-    ``spectra``: one for every key-value head. ``window``: how many keys a query sees, itself
-    included (None: all before it). ``qk_norm``: whether the layer's query and key norms are on.
-    ``gains``: an intervention on its heads, for an evaluation.
+    ``groups``: the key-value heads from the first to the last; neighbours with equal spectra become
+    one group. ``window``: how many keys a query sees, itself included (None: all before it).
+    ``qk_norm``: whether the layer's query and key norms are on. ``gains``: an intervention on its
+    heads, for an evaluation.
     """
 
-    spectra: tuple[Spectrum, ...]
+    groups: tuple[Group, ...]
     window: int | None = None
     qk_norm: bool = False
     gains: Gains | None = None
 
+    def __post_init__(self) -> None:
+        together = groupby(self.groups, key=lambda group: group[0])
+        merged = tuple((s, sum(heads for _, heads in groups)) for s, groups in together)
+        object.__setattr__(self, "groups", merged)
+
+    @classmethod
+    def of(cls, spectra: Iterable[Spectrum], *others: Any, **named: Any) -> LayerEncoding:
+        """From a spectrum for every key-value head; the other fields follow."""
+        return cls(tuple((spectrum, 1) for spectrum in spectra), *others, **named)
+
     @cached_property
-    def groups(self) -> tuple[tuple[Spectrum, int], ...]:
-        """Neighbouring heads with the same spectrum: (spectrum, number of key-value heads)."""
-        return tuple((spectrum, len(list(heads))) for spectrum, heads in groupby(self.spectra))
+    def spectra(self) -> tuple[Spectrum, ...]:
+        """One for every key-value head."""
+        return tuple(spectrum for spectrum, heads in self.groups for _ in range(heads))
+
+    @property
+    def frequencies_follow_length(self) -> bool:
+        """Whether a key is rotated otherwise once the sequence has grown."""
+        return any(spectrum.beyond is not None for spectrum, _ in self.groups)
 
     def map(self, change: Callable[[Spectrum], Spectrum]) -> LayerEncoding:
         """The layer with every spectrum replaced by ``change(spectrum)``."""
-        return replace(self, spectra=tuple(change(spectrum) for spectrum in self.spectra))
+        return replace(self, groups=tuple((change(s), heads) for s, heads in self.groups))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The encodings of all layers, from the first to the last."""
+    """The encodings of all layers, from the first to the last.
 
+    ``training_length``: C, the length in tokens that the model was trained at, at which every
+    rescaling is the identity. Equal layers are one object, so that what is computed for a layer can
+    be looked up by its identity.
+    """
+
+    training_length: int
     layers: tuple[LayerEncoding, ...]
 
-    @property
-    def training_length(self) -> int:
-        """C, the length in tokens that the model was trained at."""
-        return self.layers[0].spectra[0].training_length
+    def __post_init__(self) -> None:
+        by_value: dict[LayerEncoding, LayerEncoding] = {}
+        objects = {id(layer): layer for layer in self.layers}
+        one = {key: by_value.setdefault(layer, layer) for key, layer in objects.items()}
+        object.__setattr__(self, "layers", tuple(one[id(layer)] for layer in self.layers))
 
-    @property
+    @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
         """The distinct spectra, in order of first appearance."""
-        return tuple(dict.fromkeys(s for layer in self.layers for s in layer.spectra))
+        distinct = {id(layer): layer for layer in self.layers}.values()
+        return tuple(dict.fromkeys(s for layer in distinct for s, _ in layer.groups))
+
+    @cached_property
+    def follows_length(self) -> bool:
+        """Whether :meth:`at` ever gives something else."""
+        return any(spectrum.follows_length for spectrum in self.spectra)
+
+    @cached_property
+    def frequencies_follow_length(self) -> bool:
+        """Whether keys are rotated otherwise once the sequence has grown."""
+        return any(spectrum.beyond is not None for spectrum in self.spectra)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether any head rotates."""
+        return any(spectrum.rotates for spectrum in self.spectra)
+
+    def at(self, length: int) -> Layout:
+        """The layout for a sequence of ``length`` tokens, which follows no length."""
+        if not self.follows_length:
+            return self
+        return self.map(lambda spectrum: spectrum.at(length, self.training_length))
 
     def map(self, change: Callable[[Spectrum], Spectrum]) -> Layout:
         """The layout with every spectrum replaced by ``change(spectrum)``."""
-        return Layout(tuple(layer.map(change) for layer in self.layers))
+        distinct = {id(layer): layer for layer in self.layers}
+        changed = {key: layer.map(change) for key, layer in distinct.items()}
+        return replace(self, layers=tuple(changed[id(layer)] for layer in self.layers))
+
+    def rescaled(self, rescaling: Rescaling, factor: float) -> Layout:
+        """Every rotation slowed for sequences ``factor`` times as long as the training length."""
+        C = self.training_length
+        return self.map(lambda s: rescaled(s, rescaling(s.inv_freq, C), factor))
+
+    def dynamically_rescaled(self, rescaling: Rescaling) -> Layout:
+        """Every rotation slowed with the length of the sequence at hand."""
+        return self.map(lambda s: dynamic(s, rescaling, self.training_length))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and checkpoints; each distinct spectrum is written once.
@@ -70,10 +131,11 @@ class Layout:
             raise ValueError("a layout with gains on its heads is for an evaluation, not to store")
         index = {spectrum: i for i, spectrum in enumerate(self.spectra)}
         return {
+            "training_length": self.training_length,
             "spectra": [spectrum.to_dict() for spectrum in self.spectra],
             "layers": [
                 {
-                    "heads": [index[spectrum] for spectrum in layer.spectra],
+                    "groups": [[index[spectrum], heads] for spectrum, heads in layer.groups],
                     "window": layer.window,
                     "qk_norm": layer.qk_norm,
                 }
@@ -83,13 +145,17 @@ class Layout:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Layout:
-        """The inverse of :meth:`to_dict`."""
+        """The inverse of :meth:`to_dict`; what the first version wrote is read as well."""
+        values = from_first_format(values)
         spectra = [Spectrum.from_dict(spectrum) for spectrum in values["spectra"]]
         return cls(
+            values["training_length"],
             tuple(
                 LayerEncoding(
-                    tuple(spectra[i] for i in layer["heads"]), layer["window"], layer["qk_norm"]
+                    tuple((spectra[i], heads) for i, heads in layer["groups"]),
+                    layer["window"],
+                    layer["qk_norm"],
                 )
                 for layer in values["layers"]
-            )
+            ),
         )

@@ -1,9 +1,9 @@
 """Context extension as rescalings of a spectrum: PI, NTK-aware, NTK-by-parts, YaRN (DroPE Eq. 3 and
 App. A), Llama 3's, LongRoPE, RoPE-ID's (App. A.9), and each with a factor that follows the length.
 
-Those in :data:`RESCALINGS` need nothing but the extension factor s = length / C and are the
-identity at s = 1; :func:`dynamic` applies them with the s of the sequence at hand. A spectrum
-without rotation comes back unchanged.
+A method of :data:`RESCALINGS` looks at frequencies and the length they were trained at, and says
+how an extension by any factor s = length / C slows them: a :class:`Stretch`. :func:`rescaled` does
+that for a given s, :func:`dynamic` for the s of the sequence at hand.
 """
 
 from __future__ import annotations
@@ -11,103 +11,97 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Protocol
 
 import numpy as np
 
-from trainer.positional.spectrum import Beyond, Spectrum
-
-Rescaling = Callable[[Spectrum, float], Spectrum]
-Frequencies = tuple[float, ...]
+from trainer.positional.spectrum import Beyond, Frequencies, Spectrum, Stretch
 
 
-def _changed(spectrum: Spectrum, change: Callable[[Frequencies], Frequencies]) -> Spectrum:
-    """``change`` made to the frequencies at every length; they grow no further with it."""
-    beyond = spectrum.beyond
-    if beyond is not None:
-        beyond = Beyond(beyond.length, change(beyond.inv_freq))
-    return replace(spectrum, inv_freq=change(spectrum.inv_freq), beyond=beyond)
+class Rescaling(Protocol):
+    """A method of context extension."""
+
+    def __call__(self, inv_freq: Frequencies, training_length: int, /) -> Stretch:
+        """How it slows these frequencies, trained at this many tokens."""
+        ...
 
 
-def _mixed(inv_freq: Frequencies, factor: float, kept: np.ndarray) -> Frequencies:
-    """Every frequency divided by ``factor``, but for a share ``kept`` ``[pairs]`` of it."""
-    return tuple(
-        float(f / factor * (1 - share) + f * share) for f, share in zip(inv_freq, kept, strict=True)
-    )
+def _by_share(kept: np.ndarray, attention: float = 0.0) -> Stretch:
+    """Every frequency divided by s, but for a share ``kept`` ``[pairs]`` of it."""
+    return Stretch(tuple(kept.tolist()), (1.0,) * len(kept), attention)
 
 
-def position_interpolation(spectrum: Spectrum, factor: float) -> Spectrum:
+def _has_order(inv_freq: Frequencies) -> bool:
+    """Whether some pair is slower than another, as the ramps of YaRN's family need it."""
+    return len({f for f in inv_freq if f > 0}) > 1
+
+
+def position_interpolation(inv_freq: Frequencies, training_length: int) -> Stretch:
     """PI (Chen et al. 2023): every frequency divided by s."""
-    return _changed(spectrum, lambda inv_freq: tuple(f / factor for f in inv_freq))
+    return Stretch((0.0,) * len(inv_freq), (1.0,) * len(inv_freq))
 
 
-def ntk_aware(spectrum: Spectrum, factor: float) -> Spectrum:
+def ntk_aware(inv_freq: Frequencies, training_length: int) -> Stretch:
     """NTK-aware scaling (bloc97 2023): pair m of M is divided by s^(m / (M - 1)).
 
     For RoPE this is the base times s^(d / (d - 2)), d = 2 M: the fastest pair stays, the slowest is
-    interpolated.
+    interpolated. DroPE's Eq. 10, read literally, would slow the fastest pair as well.
     """
-    last = max(len(spectrum.inv_freq) - 1, 1)
-    return _changed(
-        spectrum,
-        lambda inv_freq: tuple(f * factor ** (-m / last) for m, f in enumerate(inv_freq)),
-    )
+    last = max(len(inv_freq) - 1, 1)
+    return Stretch((0.0,) * len(inv_freq), tuple(m / last for m in range(len(inv_freq))))
 
 
 def ntk_by_parts(
-    spectrum: Spectrum,
-    factor: float,
+    inv_freq: Frequencies,
+    training_length: int,
     *,
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     truncate: bool = True,
-) -> Spectrum:
+) -> Stretch:
     """NTK-by-parts scaling (bloc97 2023): the frequencies of YaRN, as transformers computes them.
 
     Pairs that turn more than ``beta_fast`` times in C keep their frequency, those that turn less
     than ``beta_slow`` times are divided by s, with a linear ramp over the pair's index between,
     from and to a whole index with ``truncate``.
     """
-    moving = [f for f in spectrum.inv_freq if f > 0]
-    if factor == 1 or len(set(moving)) < 2:
-        return spectrum
+    if not _has_order(inv_freq):
+        return _by_share(np.ones(len(inv_freq)))
+    moving = [f for f in inv_freq if f > 0]
     # Where on the (fractional) index axis a pair turns `turns` times within C.
     step = math.log(moving[0] / moving[-1]) / (len(moving) - 1)
 
     def index(turns: float) -> float:
-        return math.log(moving[0] * spectrum.training_length / (2 * math.pi * turns)) / step
+        return math.log(moving[0] * training_length / (2 * math.pi * turns)) / step
 
     low, high = index(beta_fast), index(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spectrum.rotary_dim - 1)
-    ramp = np.clip((np.arange(len(spectrum.inv_freq)) - low) / max(high - low, 1e-3), 0, 1)
-    return _changed(spectrum, lambda inv_freq: _mixed(inv_freq, factor, 1 - ramp))
+    low, high = max(low, 0), min(high, 2 * len(inv_freq) - 1)
+    ramp = np.clip((np.arange(len(inv_freq)) - low) / max(high - low, 1e-3), 0, 1)
+    return _by_share(1 - ramp)
 
 
 def yarn(
-    spectrum: Spectrum,
-    factor: float,
+    inv_freq: Frequencies,
+    training_length: int,
     *,
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     truncate: bool = True,
-) -> Spectrum:
+) -> Stretch:
     """YaRN (Peng et al. 2023) as transformers computes it.
 
     NTK-by-parts scaling, and an attention factor of 0.1 ln s + 1 on the rotated channels of queries
     and keys both. Where the whole head rotates, logits are so multiplied by its square.
     """
-    slowed = ntk_by_parts(
-        spectrum, factor, beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate
+    parts = ntk_by_parts(
+        inv_freq, training_length, beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate
     )
-    if slowed is spectrum:
-        return spectrum
-    attention_factor = 0.1 * math.log(factor) + 1
-    return replace(slowed, rotary_scale=spectrum.rotary_scale * attention_factor)
+    return replace(parts, attention=0.1) if _has_order(inv_freq) else parts
 
 
-def yarn_full_range(spectrum: Spectrum, factor: float) -> Spectrum:
+def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
     """YaRN-style scaling for encodings that are fast throughout (RoPE-ID, App. A.9).
 
     The thresholds are the fastest and the slowest pair: the one stays as it is, the other is
@@ -116,33 +110,68 @@ def yarn_full_range(spectrum: Spectrum, factor: float) -> Spectrum:
     which RoPE-ID's code is built, and for its log-spaced pairs the logarithm of the frequency.
     There is no attention factor, since RoPE-ID has the same as a temperature of its own.
     """
-    moving = sum(f > 0 for f in spectrum.inv_freq)
-    if factor == 1 or moving < 2:
-        return spectrum
-    kept = np.clip(1 - np.arange(len(spectrum.inv_freq)) / (moving - 1), 0, 1)
-    return _changed(spectrum, lambda inv_freq: _mixed(inv_freq, factor, kept))
+    moving = sum(f > 0 for f in inv_freq)
+    if moving < 2:
+        return _by_share(np.ones(len(inv_freq)))
+    return _by_share(np.clip(1 - np.arange(len(inv_freq)) / (moving - 1), 0, 1))
 
 
 def llama3(
-    spectrum: Spectrum,
-    factor: float,
+    inv_freq: Frequencies,
+    training_length: int,
     *,
     low_freq_factor: float = 1.0,
     high_freq_factor: float = 4.0,
-) -> Spectrum:
+) -> Stretch:
     """The scaling of Llama 3.1, as transformers computes it.
 
     Pairs that turn more than ``high_freq_factor`` times in C keep their frequency, those that turn
     less than ``low_freq_factor`` times are divided by s, with a linear ramp over the turns between.
     """
+    turns = np.array(inv_freq) * training_length / (2 * math.pi)
+    return _by_share(
+        np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+    )
+
+
+def rescaled(spectrum: Spectrum, stretch: Stretch, factor: float) -> Spectrum:
+    """The spectrum slowed for an extension by ``factor`` in sequences of every length.
+
+    Other frequencies of long sequences are slowed alike, and follow the length no further.
+    """
     if factor == 1:
         return spectrum
-    turns = np.array(spectrum.inv_freq) * spectrum.training_length / (2 * math.pi)
-    kept = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
-    return _changed(spectrum, lambda inv_freq: _mixed(inv_freq, factor, kept))
+    beyond = spectrum.beyond
+    if beyond is not None:
+        beyond = Beyond(beyond.length, stretch.frequencies(beyond.inv_freq, factor))
+    return replace(
+        spectrum,
+        inv_freq=stretch.frequencies(spectrum.inv_freq, factor),
+        rotary_scale=spectrum.rotary_scale * stretch.scale(factor),
+        beyond=beyond,
+    )
 
 
-def longrope(spectrum: Spectrum, short: Sequence[float], long: Sequence[float]) -> Spectrum:
+def dynamic(
+    spectrum: Spectrum, rescaling: Rescaling, training_length: int, growth: float = 1.0
+) -> Spectrum:
+    """The spectrum slowed with the s of the sequence at hand (DroPE, App. C.2).
+
+    In a sequence of n > C tokens s = 1 + ``growth`` (n / C - 1), which by default is n / C; in a
+    shorter one nothing changes. A spectrum that has other frequencies in long sequences already
+    keeps them, rescaled beyond C; of two schedules the later one counts. With :func:`ntk_aware`
+    and transformers' ``factor`` as ``growth`` this is dynamic NTK (emozilla 2023).
+    """
+    if not spectrum.rotates:
+        return spectrum
+    beyond = spectrum.beyond or Beyond(training_length, spectrum.inv_freq)
+    stretch = rescaling(beyond.inv_freq, training_length)
+    return replace(spectrum, beyond=replace(beyond, stretch=stretch, growth=growth))
+
+
+def longrope(
+    spectrum: Spectrum, short: Sequence[float], long: Sequence[float], training_length: int
+) -> Spectrum:
     """LongRoPE (Ding et al. 2024): every pair divided by a factor of its own, out of ``short`` in
     sequences of up to C tokens and out of ``long`` in longer ones.
 
@@ -152,51 +181,13 @@ def longrope(spectrum: Spectrum, short: Sequence[float], long: Sequence[float]) 
     if not spectrum.rotates:
         return spectrum
 
-    def divided(factors: Sequence[float]) -> tuple[float, ...]:
+    def divided(factors: Sequence[float]) -> Frequencies:
         return tuple(f / factor for f, factor in zip(spectrum.inv_freq, factors, strict=True))
 
-    beyond = Beyond(spectrum.training_length, divided(long))
-    return replace(spectrum, inv_freq=divided(short), beyond=beyond)
+    return replace(spectrum, inv_freq=divided(short), beyond=Beyond(training_length, divided(long)))
 
 
-def dynamic(spectrum: Spectrum, rescaling: str, growth: float = 1.0) -> Spectrum:
-    """A method of :data:`RESCALINGS` with the s of the sequence at hand (DroPE, App. C.2).
-
-    In a sequence of n > C tokens s = 1 + ``growth`` (n / C - 1), which by default is n / C; in a
-    shorter one nothing changes. A spectrum that has other frequencies in long sequences already
-    keeps them, rescaled beyond C; of two schedules the later one counts.
-
-    Args:
-        spectrum: what to rescale.
-        rescaling: a key of :data:`RESCALINGS`.
-        growth: how fast s grows with the length.
-    """
-    if not spectrum.rotates:
-        return spectrum
-    beyond = spectrum.beyond or Beyond(spectrum.training_length, spectrum.inv_freq)
-    return replace(spectrum, beyond=replace(beyond, growth=growth, rescaling=rescaling))
-
-
-def dynamic_ntk(spectrum: Spectrum, factor: float) -> Spectrum:
-    """Dynamic NTK (emozilla 2023) as transformers has it: NTK-aware scaling with
-    s = 1 + ``factor`` (n / C - 1)."""
-    return dynamic(spectrum, "ntk", factor)
-
-
-def at_length(spectrum: Spectrum, length: int) -> Spectrum:
-    """The spectrum for a sequence of ``length`` tokens, the same at any length but for those of
-    :func:`longrope` and :func:`dynamic`."""
-    beyond = spectrum.beyond
-    if beyond is None:
-        return spectrum
-    if length <= beyond.length:
-        return replace(spectrum, beyond=None)
-    s = 1 + beyond.growth * (max(length / spectrum.training_length, 1) - 1)
-    slow = replace(spectrum, inv_freq=beyond.inv_freq, beyond=None)
-    return RESCALINGS[beyond.rescaling](slow, s)
-
-
-RESCALINGS: dict[str, Rescaling] = {
+RESCALINGS: dict[str, Callable[[Frequencies, int], Stretch]] = {
     "pi": position_interpolation,
     "ntk": ntk_aware,
     "ntk_by_parts": ntk_by_parts,
@@ -204,9 +195,4 @@ RESCALINGS: dict[str, Rescaling] = {
     "llama3": llama3,
     "yarn_full_range": yarn_full_range,
 }
-"""By name, with the factor given."""
-
-DYNAMIC: dict[str, Callable[[Spectrum], Spectrum]] = {
-    name: partial(dynamic, rescaling=name) for name in RESCALINGS
-}
-"""By name, with the factor of the sequence at hand."""
+"""By name."""

@@ -6,32 +6,16 @@ The channel layout is Hugging Face's rotate-half: pair m of M is channels (m, m 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.positional.gain_tensors import factors, noise
-from trainer.positional.gains import Gains
-from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rescaling import at_length
-from trainer.positional.spectrum import Spectrum
-
-
-@dataclass(eq=False)
-class Late:
-    """What it takes to encode earlier keys of a layer again, when its frequencies have changed.
-
-    ``length``: tokens in the whole sequence, in the first row where rows differ. ``groups``: those
-    of all keys, once one of the layers that share this object has computed them.
-    """
-
-    layer: LayerEncoding
-    length: int
-    groups: tuple[HeadGroup, ...] = ()
+from trainer.positional.layout import Layout
+from trainer.positional.spectrum import Frequencies, Spectrum
 
 
 @dataclass(frozen=True)
@@ -40,25 +24,16 @@ class HeadGroup:
 
     ``cos``, ``sin``: ``[T, pairs]`` or ``[B, 1, T, pairs]``, float32; None where nothing rotates.
     ``temperature``: factor on the queries, a number or ``[T, 1]``/``[B, 1, T, 1]``; None for 1.
-    ``q_gain``, ``k_gain``: ``[H, 1, D]``, factors on the rotated queries and keys, and ``q_noise``,
-    ``k_noise``: ``[H, T, D]`` or ``[B, H, T, D]``, added to them (see :class:`Gains`).
-    ``late``: set where the frequencies of the layer change with the length.
     """
 
     kv_heads: int
     cos: Tensor | None = None
     sin: Tensor | None = None
     temperature: float | Tensor | None = None
-    q_gain: Tensor | None = None
-    k_gain: Tensor | None = None
-    q_noise: Tensor | None = None
-    k_noise: Tensor | None = None
-    late: Late | None = None
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether queries and keys pass unchanged."""
-        return all(getattr(self, field.name) is None for field in fields(self)[1:])
+
+Groups = tuple[HeadGroup, ...]
+"""Of all key-value heads of a layer."""
 
 
 def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +59,7 @@ def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]
 
 
 @lru_cache
-def _frequencies(inv_freq: tuple[float, ...], device: torch.device) -> Tensor:
+def _frequencies(inv_freq: Frequencies, device: torch.device) -> Tensor:
     """Kept, since copying to a GPU waits for it."""
     return torch.tensor(inv_freq, dtype=torch.float64, device=device)
 
@@ -132,34 +107,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def _temperature(spectrum: Spectrum, positions: Tensor, length: int) -> float | Tensor | None:
-    temperature = spectrum.temperature
-    if temperature.per == "query" and not temperature.is_constant:
-        stretch = (positions + 1).clamp(min=spectrum.training_length) / spectrum.training_length
-        factor = temperature.scale * (1 + temperature.coefficient * stretch.log()) ** (
-            temperature.exponent
-        )
-        return factor[..., None]
-    value = temperature.at(length, spectrum.training_length)
-    return None if value == 1.0 else value
-
-
-def head_groups(layout: Layout, positions: Tensor, length: int) -> list[tuple[HeadGroup, ...]]:
+def head_groups(layout: Layout, positions: Tensor, lengths: int | Sequence[int]) -> list[Groups]:
     """What every layer needs in this forward pass; tables are computed once a distinct spectrum.
 
     Args:
         layout: the encodings of all layers.
-        positions: ``[T]`` or ``[B, T]``, the positions of the queries (and of the new keys).
-        length: tokens in the whole sequence, for temperatures per sequence and for frequencies
-            that change with the length.
+        positions: ``[T]`` or ``[B, T]``, of the tokens to encode.
+        lengths: tokens in the whole sequence, a number for all rows or one for each.
     """
-    tables: dict[tuple[tuple[float, ...], float], tuple[Tensor, Tensor]] = {}
+    if isinstance(lengths, int):
+        return _groups_at(layout.at(lengths), positions)
+    if not layout.follows_length:
+        return _groups_at(layout, positions)
+    rows = [_groups_at(layout.at(n), p) for p, n in zip(positions, lengths, strict=True)]
+    found: dict[int, Groups] = {}
+    for layer, of_rows in zip(layout.layers, zip(*rows, strict=True), strict=True):
+        if id(layer) not in found:
+            found[id(layer)] = tuple(
+                _stacked(groups, positions.device) for groups in zip(*of_rows, strict=True)
+            )
+    return [found[id(layer)] for layer in layout.layers]
+
+
+def _groups_at(layout: Layout, positions: Tensor) -> list[Groups]:
+    """For a layout that follows no length."""
+    tables: dict[tuple[Frequencies, float], tuple[Tensor, Tensor]] = {}
 
     def group(spectrum: Spectrum, kv_heads: int) -> HeadGroup:
-        spectrum = at_length(spectrum, length)
-        temperature = _temperature(spectrum, positions, length)
-        if isinstance(temperature, Tensor) and positions.dim() == 2:
-            temperature = temperature[:, None]
+        temperature = _temperature(spectrum, positions, layout.training_length)
         if not spectrum.rotates and spectrum.rotary_scale == 1:
             return HeadGroup(kv_heads, temperature=temperature)
         key = spectrum.inv_freq, spectrum.rotary_scale
@@ -170,70 +145,53 @@ def head_groups(layout: Layout, positions: Tensor, length: int) -> list[tuple[He
             tables[key] = cos, sin
         return HeadGroup(kv_heads, *tables[key], temperature)
 
-    layers: dict[LayerEncoding, tuple[HeadGroup, ...]] = {}
+    found: dict[int, Groups] = {}
     for layer in layout.layers:
-        if layer not in layers:
-            groups = tuple(group(spectrum, n) for spectrum, n in layer.groups)
-            if layer.gains is not None:
-                groups = _gained(groups, layer, positions)
-            if any(spectrum.beyond is not None for spectrum, _ in layer.groups):
-                late = Late(layer, length)
-                groups = tuple(replace(group, late=late) for group in groups)
-            layers[layer] = groups
-    return [layers[layer] for layer in layout.layers]
+        if id(layer) not in found:
+            found[id(layer)] = tuple(group(spectrum, heads) for spectrum, heads in layer.groups)
+    return [found[id(layer)] for layer in layout.layers]
 
 
-def _gained(
-    groups: tuple[HeadGroup, ...], layer: LayerEncoding, positions: Tensor
-) -> tuple[HeadGroup, ...]:
-    """The groups with each its part of the layer's gains."""
-    assert layer.gains is not None
-    whole = _gain_tensors(layer.gains, positions)
-    found, first, heads = [], 0, len(layer.spectra)
-    for group in groups:
-        part = {}
-        for name, tensor in whole.items():
-            per_key = tensor.shape[-3] // heads  # query heads a key-value head, or 1
-            begin, count = first * per_key, group.kv_heads * per_key
-            part[name] = tensor.narrow(-3, begin, count)
-        found.append(replace(group, **part))
-        first += group.kv_heads
-    return tuple(found)
+def _temperature(
+    spectrum: Spectrum, positions: Tensor, training_length: int
+) -> float | Tensor | None:
+    temperature = spectrum.temperature
+    if temperature.is_constant:
+        return None if temperature.scale == 1.0 else temperature.scale
+    stretch = (positions + 1).clamp(min=training_length) / training_length
+    tempered = 1 + temperature.coefficient * stretch.log()
+    factor = (temperature.scale * tempered**temperature.exponent)[..., None]
+    return factor[:, None] if positions.dim() == 2 else factor
 
 
-def _gain_tensors(gains: Gains, positions: Tensor) -> dict[str, Tensor]:
-    found = {}
-    for side, rows, std in (
-        ("q", gains.query, gains.query_noise),
-        ("k", gains.key, gains.key_noise),
-    ):
-        if rows:
-            found[f"{side}_gain"] = factors(rows, positions.device)
-        if std:
-            seed = 2 * gains.seed + (side == "k")
-            found[f"{side}_noise"] = noise(std, len(rows[0]), seed, positions)
-    return found
+def _stacked(rows: Sequence[HeadGroup], device: torch.device) -> HeadGroup:
+    """One group for a batch from those of its rows."""
+    first = rows[0]
+    cos = sin = temperature = None
+    if first.cos is not None and first.sin is not None:
+        cos, sin = (torch.stack([getattr(row, name) for row in rows]) for name in ("cos", "sin"))
+        cos, sin = cos[:, None], sin[:, None]
+    if any(row.temperature is not None for row in rows):
+        # A number for all of a row's queries, or [T, 1].
+        factors = [1.0 if row.temperature is None else row.temperature for row in rows]
+        of_rows = [torch.as_tensor(factor, device=device).view(1, -1, 1) for factor in factors]
+        temperature = torch.stack(of_rows)
+    return HeadGroup(first.kv_heads, cos, sin, temperature)
 
 
-def encode(q: Tensor, k: Tensor, groups: tuple[HeadGroup, ...]) -> tuple[Tensor, Tensor]:
-    """Rotate and temper queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, T, D]``, then their gains.
-
-    The one seam between projections and scores. Returns the inputs themselves where there is
-    nothing to do.
-    """
-    if all(group.is_identity for group in groups):
-        return q, k
-    return _by_group(q, groups, _encode_queries), encode_keys(k, groups)
+def encode_queries(q: Tensor, groups: Groups) -> Tensor:
+    """Rotate and temper queries ``[B, Hq, T, D]``; themselves where there is nothing to do."""
+    if all(group.cos is None and group.temperature is None for group in groups):
+        return q
+    return _by_group(q, groups, _encode_queries)
 
 
-def encode_keys(k: Tensor, groups: tuple[HeadGroup, ...]) -> Tensor:
-    """The keys of :func:`encode` alone."""
-    return _by_group(k, groups, _encode_keys)
+def encode_keys(k: Tensor, groups: Groups) -> Tensor:
+    """Rotate keys ``[B, Hkv, T, D]``; themselves where there is nothing to do."""
+    return k if all(group.cos is None for group in groups) else _by_group(k, groups, _rotated)
 
 
-def _by_group(
-    x: Tensor, groups: tuple[HeadGroup, ...], change: Callable[[Tensor, HeadGroup], Tensor]
-) -> Tensor:
+def _by_group(x: Tensor, groups: Groups, change: Callable[[Tensor, HeadGroup], Tensor]) -> Tensor:
     """``change`` made to the heads ``[B, H, T, D]`` of every group."""
     if len(groups) == 1:
         return change(x, groups[0])
@@ -243,22 +201,11 @@ def _by_group(
 
 
 def _encode_queries(q: Tensor, group: HeadGroup) -> Tensor:
-    q = _turned(q, group)
-    if group.temperature is not None:
-        factor = group.temperature
-        q = q * (factor.to(q.dtype) if isinstance(factor, Tensor) else factor)
-    return _with_gain(q, group.q_gain, group.q_noise)
+    q, factor = _rotated(q, group), group.temperature
+    if factor is None:
+        return q
+    return q * (factor.to(q.dtype) if isinstance(factor, Tensor) else factor)
 
 
-def _encode_keys(k: Tensor, group: HeadGroup) -> Tensor:
-    return _with_gain(_turned(k, group), group.k_gain, group.k_noise)
-
-
-def _turned(x: Tensor, group: HeadGroup) -> Tensor:
+def _rotated(x: Tensor, group: HeadGroup) -> Tensor:
     return x if group.cos is None or group.sin is None else rotate(x, group.cos, group.sin)
-
-
-def _with_gain(x: Tensor, gain: Tensor | None, added: Tensor | None) -> Tensor:
-    if gain is not None:
-        x = x * gain.to(x.dtype)
-    return x if added is None else x + added.to(x.dtype)

@@ -2,7 +2,9 @@
 softmax is tempered with length.
 
 Everything a method does to a head is a value here. Training encodings write a spectrum, context
-extension rescales one, a drop replaces it with the empty one; the decoder only reads it.
+extension rescales one, a drop replaces it with the empty one; the decoder only reads it. C, the
+training length in tokens, belongs to the whole model: :class:`~trainer.positional.layout.Layout`
+holds it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+
+Frequencies = tuple[float, ...]
+"""Radians per token, a number for every pair."""
 
 
 @dataclass(frozen=True)
@@ -27,29 +32,62 @@ class Temperature:
     scale: float = 1.0
     per: Literal["sequence", "query"] = "sequence"
 
-    def at(self, length: int, training_length: int) -> float:
-        """The factor for a sequence of ``length`` tokens."""
-        stretch = max(length, training_length) / training_length
-        return self.scale * (1 + self.coefficient * math.log(stretch)) ** self.exponent
-
     @property
     def is_constant(self) -> bool:
-        """Whether the factor does not depend on the length."""
+        """Whether the factor does not depend on any length."""
         return self.coefficient == 0.0
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the factor depends on the length of the sequence."""
+        return self.per == "sequence" and not self.is_constant
+
+    def at(self, length: int, training_length: int) -> Temperature:
+        """The temperature for a sequence of ``length`` tokens: a constant one, but for ``query``,
+        which is the same in all sequences."""
+        if not self.follows_length:
+            return self
+        stretch = max(length, training_length) / training_length
+        factor = self.scale * (1 + self.coefficient * math.log(stretch)) ** self.exponent
+        return Temperature(scale=factor)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """How an extension by a factor s slows the pairs of a head.
+
+    Frequency f_m becomes f_m (``kept[m]`` + (1 - ``kept[m]``) s^-``power[m]``), and the rotated
+    channels are multiplied by 1 + ``attention`` ln s. All are the identity at s = 1.
+    """
+
+    kept: Frequencies
+    power: Frequencies
+    attention: float = 0.0
+
+    def frequencies(self, inv_freq: Frequencies, factor: float) -> Frequencies:
+        """``inv_freq`` slowed for an extension by ``factor``."""
+        return tuple(
+            f * (kept + (1 - kept) * factor**-power)
+            for f, kept, power in zip(inv_freq, self.kept, self.power, strict=True)
+        )
+
+    def scale(self, factor: float) -> float:
+        """The factor on rotated channels."""
+        return 1 + self.attention * math.log(factor)
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """Frequencies in sequences of n > ``length`` tokens, where they differ (LongRoPE, dynamic NTK).
+    """Frequencies in sequences of n > ``length`` tokens, where they differ.
 
-    They are ``inv_freq``, changed by the method ``rescaling``, a key of
-    :data:`trainer.positional.rescaling.RESCALINGS`, with s = 1 + ``growth`` (max(n, C) / C - 1).
+    They are ``inv_freq`` (LongRoPE), slowed by ``stretch`` with s = 1 + ``growth`` (n / C - 1)
+    where n > C (dynamic NTK and its like); None: the same in all sequences of more than ``length``.
     """
 
     length: int
-    inv_freq: tuple[float, ...]
-    growth: float = 0.0
-    rescaling: str = "ntk"
+    inv_freq: Frequencies
+    stretch: Stretch | None = None
+    growth: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,11 +101,9 @@ class Spectrum:
     ``rotary_scale``: factor on the rotated channels of queries and keys (YaRN's and LongRoPE's
     attention factor in Hugging Face models); the other channels keep their size.
     ``beyond``: other frequencies for long sequences; None, the usual case: the same at any length.
-    ``training_length``: C, in tokens, the length at which every rescaling is the identity.
     """
 
-    training_length: int
-    inv_freq: tuple[float, ...] = ()
+    inv_freq: Frequencies = ()
     temperature: Temperature = Temperature()
     alibi: bool = False
     rotary_scale: float = 1.0
@@ -88,23 +124,49 @@ class Spectrum:
         """Tokens per full turn of every pair (infinite for a pair that stands still)."""
         return tuple(2 * math.pi / f if f else math.inf for f in self.inv_freq)
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether anything depends on the length of the sequence."""
+        return self.beyond is not None or self.temperature.follows_length
+
+    def at(self, length: int, training_length: int) -> Spectrum:
+        """The spectrum for a sequence of ``length`` tokens, which follows no length."""
+        if not self.follows_length:
+            return self
+        temperature = self.temperature.at(length, training_length)
+        plain = replace(self, temperature=temperature, beyond=None)
+        beyond = self.beyond
+        if beyond is None or length <= beyond.length:
+            return plain
+        if beyond.stretch is None:
+            return replace(plain, inv_freq=beyond.inv_freq)
+        s = 1 + beyond.growth * (max(length / training_length, 1) - 1)
+        return replace(
+            plain,
+            inv_freq=beyond.stretch.frequencies(beyond.inv_freq, s),
+            rotary_scale=self.rotary_scale * beyond.stretch.scale(s),
+        )
+
     def with_temperature(self, **changes: Any) -> Spectrum:
         """This spectrum with some fields of its temperature replaced."""
         return replace(self, temperature=replace(self.temperature, **changes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and checkpoints."""
-        return asdict(self) | {"inv_freq": list(self.inv_freq)}
+        """Plain values as JSON has them."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Spectrum:
-        """The inverse of :meth:`to_dict`."""
-        beyond = values.get("beyond")
-        return cls(
-            **values
-            | {
-                "inv_freq": tuple(values["inv_freq"]),
-                "temperature": Temperature(**values["temperature"]),
-                "beyond": beyond and Beyond(**beyond | {"inv_freq": tuple(beyond["inv_freq"])}),
-            }
-        )
+        """The inverse of :meth:`to_dict`, also of what JSON made of it."""
+        beyond = values["beyond"]
+        if beyond is not None:
+            stretch = beyond["stretch"]
+            if stretch is not None:
+                kept, power = tuple(stretch["kept"]), tuple(stretch["power"])
+                stretch = Stretch(kept, power, stretch["attention"])
+            inv_freq = tuple(beyond["inv_freq"])
+            beyond = Beyond(**beyond | {"inv_freq": inv_freq, "stretch": stretch})
+        temperature = Temperature(**values["temperature"])
+        inv_freq = tuple(values["inv_freq"])
+        changed = {"inv_freq": inv_freq, "temperature": temperature, "beyond": beyond}
+        return cls(**values | changed)

@@ -33,14 +33,13 @@ def drop(
     """
     depth = len(layout.layers)
     chosen = set(range(depth)) if layers is None else {_index(i, depth) for i in layers}
-    target = to or Spectrum(layout.training_length)
+    target = to or Spectrum()
 
     def changed(layer: LayerEncoding) -> LayerEncoding:
         return replace(layer.map(lambda _: target), qk_norm=layer.qk_norm or qk_norm)
 
-    return Layout(
-        tuple(changed(layer) if i in chosen else layer for i, layer in enumerate(layout.layers))
-    )
+    layers_now = (changed(x) if i in chosen else x for i, x in enumerate(layout.layers))
+    return replace(layout, layers=tuple(layers_now))
 
 
 def _index(index: int, depth: int) -> int:

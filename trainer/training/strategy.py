@@ -100,6 +100,7 @@ def parallelize(
         shard(model, config, device_mesh(config.strategy, ranks, device))
         home = torch.device("cpu") if config.strategy.cpu_offload else device
     model.to_empty(device=home)
+    model.choose_products(device.type)
     draw_weights(model, config.seed, pretrained)
 
 

@@ -168,7 +168,7 @@ def test_chosen_heads_are_those_of_the_maps(tiny_decoder):
 def test_a_rescaled_model_has_a_third_stage(tiny_decoder):
     model = tiny_decoder()
     trained = model.layout
-    model.layout = trained.map(lambda spectrum: position_interpolation(spectrum, 4.0))
+    model.layout = trained.rescaled(position_interpolation, 4.0)
     plain = section_of(target_of(model))
     assert "query post_rope" not in plain.numbers["heads"]
     heads = section_of(target_of(model), trained=trained).numbers["heads"]

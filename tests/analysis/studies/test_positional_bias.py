@@ -173,7 +173,7 @@ def test_yarn_moves_attention_by_so_much(rope):
     half = 15
     assert (found.half, found.positional) == (half, (1, 2))
     text = torch.cat([IDS[:, : half + 1], IDS[:, 1 : half + 1]], dim=1)
-    scaled = rope.layout.map(lambda spectrum: yarn(spectrum, 2.0))
+    scaled = rope.layout.rescaled(yarn, 2.0)
     recall = np.zeros((2, 4))
     for layer in range(2):
         readings = [heads_of_layer(rope, text, layer, layout) for layout in (rope.layout, scaled)]
@@ -234,7 +234,7 @@ def test_a_model_without_rotation_has_the_other_parts(tiny_decoder):
 
 def test_factors_of_pairs_that_turn_slowly():
     """Base 10^4, 4 pairs, C = 64: wavelengths 6.3, 63, 628 and 6283 tokens."""
-    slow, fast = factors_part(make_spectrum("rope", 8, 64, {})).findings
+    slow, fast = factors_part(make_spectrum("rope", 8, 64, {}), 64).findings
     assert slow.startswith("2 of 4 pairs make less than one turn")
     ntk = [2 ** (-m / 3) for m in range(4)]
     assert f"PI 0.50, NTK-aware {np.mean(ntk[2:]):.2f}" in slow
@@ -243,7 +243,7 @@ def test_factors_of_pairs_that_turn_slowly():
 
 
 def test_pairs_that_stand_still_are_not_counted():
-    (finding,) = factors_part(Spectrum(64, (1.0, 0.5, 0.0))).findings
+    (finding,) = factors_part(Spectrum((1.0, 0.5, 0.0)), 64).findings
     assert finding.startswith("2 of 2 pairs make a turn or more")
 
 

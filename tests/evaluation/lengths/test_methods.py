@@ -22,7 +22,7 @@ from trainer.evaluation.lengths.fitting import FitText, Fitting
 from trainer.evaluation.lengths.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.lengths.store import Store
 from trainer.evaluation.weighted_rope import WeightedRopeSettings
-from trainer.positional.rescaling import RESCALINGS, at_length
+from trainer.positional.rescaling import RESCALINGS
 
 CONFIG = LengthConfig(
     dope=DopeSettings(heads=1),
@@ -77,8 +77,8 @@ def test_at_the_training_length_nothing_changes(fitting, name):
 @pytest.mark.parametrize("name", sorted(RESCALINGS))
 def test_the_dynamic_part_is_the_static_one_at_its_length(fitting, name):
     have = fitting()
-    static = layout_of(name, have, 2.0).map(lambda s: at_length(s, 64))
-    dynamic = layout_of(f"dynamic_{name}", have, 2.0).map(lambda s: at_length(s, 64))
+    static = layout_of(name, have, 2.0).at(64)
+    dynamic = layout_of(f"dynamic_{name}", have, 2.0).at(64)
     for a, b in zip(static.spectra, dynamic.spectra, strict=True):
         np.testing.assert_allclose(a.inv_freq, b.inv_freq, rtol=1e-12)
 

@@ -15,7 +15,7 @@ from trainer.analysis.offset_features import (
     bounds,
 )
 from trainer.analysis.studies.study import Target
-from trainer.positional.rescaling import RESCALINGS, Rescaling
+from trainer.positional.rescaling import RESCALINGS, Rescaling, rescaled
 from trainer.positional.spectrum import Spectrum
 from trainer.report.geometry.offset_figures import Method, extended_bounds
 from trainer.report.geometry.section import Grid, Picture
@@ -43,7 +43,7 @@ class ExtendedBounds:
         self._searches = {name: OffsetFeatureSearch(self._at(name)) for name in self.rescalings}
 
     def _rescaling(self, change: Rescaling) -> Callable[[Spectrum], Spectrum]:
-        return lambda spectrum: change(spectrum, self.length / self.C)
+        return lambda s: rescaled(s, change(s.inv_freq, self.C), self.length / self.C)
 
     def _at(self, name: str) -> int:
         return self.C if name == AS_TRAINED else self.length
@@ -96,7 +96,7 @@ class ExtendedBounds:
         assert self.spectrum is not None
         methods = []
         for name, rescale in self.rescalings.items():
-            known = bounds(rescale(self.spectrum), self._at(name))
+            known = bounds(rescale(self.spectrum).at(self._at(name), self.C), self._at(name))
             methods.append(Method(name, known.inv_freq * self._at(name) / TURN, known.angle))
         large = found.key_radius >= RADII[0]
         return Picture(

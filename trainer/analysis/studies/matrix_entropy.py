@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +19,6 @@ from trainer.analysis.studies.arrays import mean_over_heads, plain, stacked
 from trainer.analysis.studies.extreme_heads import ExtremeHeads, ranked
 from trainer.analysis.studies.study import Study, Target
 from trainer.positional.layout import Layout
-from trainer.positional.rescaling import at_length
 from trainer.report.geometry.entropy_figures import Scale, curves, heat_maps
 from trainer.report.geometry.section import Grid, Picture, Section
 
@@ -50,9 +48,8 @@ class MatrixEntropyStudy(Study):
         super().__init__(target)
         layout = target.model.layout
         self.trained = trained or layout
-        here = partial(at_length, length=target.length)
-        rescaled = [e.map(here).spectra for e in self.trained.layers] != [
-            e.map(here).spectra for e in layout.layers
+        rescaled = [layer.groups for layer in self.trained.at(target.length).layers] != [
+            layer.groups for layer in layout.at(target.length).layers
         ]
         self.stages = [stage for stage in STAGES if stage != "post_rope" or rescaled]
         self._found: dict[At, list[MatrixEntropy]] = {
@@ -157,10 +154,11 @@ class MatrixEntropyStudy(Study):
         """How often every pair turns in the training length, ``[layers, heads, pairs]``; NaN where
         there is no rotation."""
         turns = np.full(shape, np.nan)
-        for layer, encoding in enumerate(self.target.model.layout.layers):
+        layout = self.target.model.layout.at(self.target.length)
+        for layer, encoding in enumerate(layout.layers):
             for head in range(shape[1]):
                 spectrum = encoding.spectra[head * len(encoding.spectra) // shape[1]]
-                inv_freq = np.array(at_length(spectrum, self.target.length).inv_freq)
+                inv_freq = np.array(spectrum.inv_freq)
                 turns[layer, head, : len(inv_freq)] = inv_freq
         return turns * self.target.training_length / (2 * math.pi)
 

@@ -99,7 +99,7 @@ class OffsetFeaturesStudy(Study):
     def _strongest(self, means: Heads, head: int) -> tuple[float, float, int, int] | None:
         """Strength, turn, head and index of the pair of longest means under the upper bound."""
         C, kv = self.target.training_length, head // means.queries_per_key
-        known = bounds(means.encoding.spectra[kv], C)
+        known = bounds(means.encoding.spectra[kv].at(C, C), C)
         if not known.possible.any():
             return None
         pairs = len(known.possible)

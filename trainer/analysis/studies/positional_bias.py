@@ -60,7 +60,7 @@ class PositionalBiasStudy(Study):
         if rotating:
             parts += [
                 yarn_part(yarn_shift(model, self.target.ids, strongest), strongest),
-                factors_part(rotating[0]),
+                factors_part(rotating[0], self.target.training_length),
             ]
         else:
             parts.append(
@@ -213,4 +213,4 @@ def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
 def _prefix(heads: Heads, length: int) -> Heads:
     """The first tokens of a layer's texts, whose attention the later ones do not touch."""
     tensors = (x[:, :, :length] for x in (heads.q, heads.k, heads.rotated_q, heads.rotated_k))
-    return Heads(heads.layer, heads.encoding, *tensors)
+    return Heads(heads.layer, heads.encoding, *tensors, heads.training_length)

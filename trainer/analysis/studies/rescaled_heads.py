@@ -106,10 +106,10 @@ def yarn_part(found: YarnShift | None, bias: Array) -> Part:
     )
 
 
-def factors_part(spectrum: Spectrum) -> Part:
+def factors_part(spectrum: Spectrum, training_length: int) -> Part:
     """What every frequency is multiplied by (Fig. 6 and 11)."""
-    factors = {s: scaling_factors(spectrum, s) for s in FACTORS}
-    turns = np.array(spectrum.inv_freq) * spectrum.training_length / (2 * math.pi)
+    factors = {s: scaling_factors(spectrum, training_length, s) for s in FACTORS}
+    turns = np.array(spectrum.inv_freq) * training_length / (2 * math.pi)
     moving = turns > 0
     slow = moving & (turns < 1)
 

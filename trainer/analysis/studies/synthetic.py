@@ -44,7 +44,10 @@ def synthetic_section(layout: Layout, head_dim: int) -> Section:
     lengths = sorted({round(2 ** (i / 4)) for i in range(4 * round(np.log2(FURTHEST * C)) + 1)})
     lengths = sorted({*lengths, C, FURTHEST * C})
     distances = _between(lengths)
-    found = {n: synthetic_decay(s, head_dim, lengths, distances) for n, s in spectra.items()}
+    found = {
+        name: synthetic_decay(one, head_dim, lengths, distances, training_length=C)
+        for name, one in spectra.items()
+    }
     here = lengths.index(C)
     return Section(
         SyntheticStudy.key,

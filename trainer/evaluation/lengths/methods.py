@@ -19,7 +19,7 @@ from trainer.evaluation.longrope import search_longrope
 from trainer.evaluation.methods import TITLES, Method, rotates, tempered, windowed, with_factors
 from trainer.evaluation.temperature import fit_coefficient
 from trainer.positional.layout import Layout
-from trainer.positional.rescaling import DYNAMIC, RESCALINGS
+from trainer.positional.rescaling import RESCALINGS, Rescaling
 from trainer.positional.spectrum import Spectrum
 
 LayoutAt = Callable[[float], Layout]
@@ -81,11 +81,20 @@ def _unchanged(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> Layo
     return before
 
 
-def _each(change: Callable[[Spectrum, float], Spectrum]) -> Callable[..., LayoutAt]:
-    """Every spectrum changed for the factor, which is at least 1."""
+def _rescaled(rescaling: Rescaling) -> Callable[..., LayoutAt]:
+    """Every rotation slowed for the factor, which is at least 1."""
 
     def make(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
-        return lambda factor: before(factor).map(lambda s: change(s, max(factor, 1.0)))
+        return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0))
+
+    return make
+
+
+def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
+    """Every rotation slowed with the length of each sequence."""
+
+    def make(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
+        return lambda factor: before(factor).dynamically_rescaled(rescaling)
 
     return make
 
@@ -96,7 +105,7 @@ def _windowed(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> Layou
 
 def _dropped(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
     """No encoding at all, without recalibration."""
-    return lambda factor: before(factor).map(lambda s: Spectrum(s.training_length))
+    return lambda factor: before(factor).map(lambda _: Spectrum())
 
 
 def _longrope(before: LayoutAt, fitting: Fitting, config: LengthConfig) -> LayoutAt:
@@ -214,16 +223,12 @@ MAKERS: dict[str, Part] = {
     "crop": Part("cropped", _unchanged),
     "window": Part("sliding window", _windowed),
     **{
-        name: Part(TITLES[name], _each(change), rotation=True)
-        for name, change in RESCALINGS.items()
+        name: Part(TITLES[name], _rescaled(rescaling), rotation=True)
+        for name, rescaling in RESCALINGS.items()
     },
     **{
-        f"dynamic_{name}": Part(
-            f"dynamic {TITLES[name]}",
-            _each(lambda spectrum, _, change=change: change(spectrum)),
-            rotation=True,
-        )
-        for name, change in DYNAMIC.items()
+        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), rotation=True)
+        for name, rescaling in RESCALINGS.items()
     },
     "longrope": Part("LongRoPE", _longrope, True, ("longrope",), _longrope_fits),
     "temperature": Part("temperature", _temperature, False, ("temperature",), _temperature_fits),

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.errors import UserError
 from trainer.interchange.hf_config import ARCHITECTURES, Architecture
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.interchange.hf_rope_inverse import Parameters, rope_parameters
@@ -64,12 +63,6 @@ def make_plan(config: ModelConfig, layout: Layout) -> Plan:
             values = _native_values(config, layout, architecture, rope)
             return Plan(name, values, _changes(config, layout, rope), refusals)
         refusals[name] = str(reason)
-    for beyond in (spectrum.beyond for spectrum in layout.spectra):
-        if beyond is not None and beyond.growth and beyond.rescaling != "ntk":
-            raise UserError(
-                f"checkpoint: its frequencies follow the length as {beyond.rescaling!r} says, and "
-                "what is exported can follow it as 'ntk' does only."
-            )
     return Plan(CUSTOM, _custom_values(config, layout), (), refusals)
 
 
@@ -115,8 +108,8 @@ def _rotations(layout: Layout) -> list[Spectrum]:
 
 
 def _rope_parameters(config: ModelConfig, layout: Layout) -> Parameters | None:
-    turning = [s for s in layout.spectra if s.rotates] or [Spectrum(layout.training_length)]
-    return rope_parameters(turning[0], config.head_size)
+    turning = [s for s in layout.spectra if s.rotates] or [Spectrum()]
+    return rope_parameters(turning[0], config.head_size, layout.training_length)
 
 
 def _changes(config: ModelConfig, layout: Layout, rope: Parameters) -> tuple[HeadChange, ...]:

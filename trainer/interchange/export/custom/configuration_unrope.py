@@ -10,11 +10,11 @@ from transformers import PreTrainedConfig
 class UnropeConfig(PreTrainedConfig):
     """A Llama-style decoder in which every layer and head has a positional encoding of its own.
 
-    ``layout``: ``spectra``, a list of encodings, and ``layers``: for each layer ``heads`` (the
-    number of an encoding for every key-value head), ``window`` (keys that a query sees, itself
-    included, or null) and ``qk_norm``. An encoding has ``inv_freq`` (radians per token of its
-    rotated pairs), ``rotary_scale``, ``temperature``, ``alibi``, ``beyond`` and
-    ``training_length``; ``modeling_unrope.py`` says what they do.
+    ``layout``: ``training_length`` in tokens, ``spectra``, a list of encodings, and ``layers``: for
+    each layer ``groups`` (the number of an encoding, and how many neighbouring key-value heads have
+    it), ``window`` (keys that a query sees, itself included, or null) and ``qk_norm``. An encoding
+    has ``inv_freq`` (radians per token of its rotated pairs), ``rotary_scale``, ``temperature``,
+    ``alibi`` and ``beyond``; ``modeling_unrope.py`` says what they do.
     ``alibi_slopes``: one for every query head, where an encoding has ``alibi``.
     ``qk_norm_kind``: ``per_head`` or ``full``; ``qk_norm_targets``: ``both``, ``q`` or ``k``.
     """

@@ -7,7 +7,6 @@ heads, Hkv key-value heads, D channels a head.
 from __future__ import annotations
 
 import math
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,26 +21,31 @@ from .configuration_unrope import UnropeConfig
 Table = tuple[Tensor, Tensor, Tensor]
 
 
-def table(spectrum: dict[str, Any], positions: Tensor) -> Table:
+def table(spectrum: dict[str, Any], trained: int, positions: Tensor) -> Table:
     """Cosines and sines ``[B, 1, T, pairs]`` and the factor on the queries ``[B, 1, T or 1, 1]``.
 
     With n the length of the sequence, or for ``per`` = ``query`` the number of keys a query sees,
-    and C the training length, the factor is scale * (1 + coefficient * ln s) ** exponent,
-    s = max(n, C) / C. In sequences longer than ``beyond.length`` the frequencies are those of
-    ``beyond``, pair m of M slower by (1 + growth * (n / length - 1)) ** (m / (M - 1)).
+    and C the training length ``trained``, the factor is scale * (1 + coefficient * ln s) **
+    exponent, s = max(n, C) / C. In sequences longer than ``beyond.length`` the frequencies are
+    those of ``beyond``, each times kept + (1 - kept) * s ** -power of its ``stretch``, and rotated
+    channels are multiplied by 1 + attention * ln s, both with s = 1 + growth * (n / C - 1).
     """
     positions = positions.double()[:, None, :, None]
     length = positions[:, :, -1:] + 1
     inv_freq = torch.tensor(spectrum["inv_freq"], dtype=torch.float64, device=positions.device)
+    scale = torch.full_like(length, spectrum["rotary_scale"])
     if (beyond := spectrum["beyond"]) is not None:
-        ramp = torch.arange(len(inv_freq), device=positions.device) / max(len(inv_freq) - 1, 1)
-        s = 1 + beyond["growth"] * (length / beyond["length"] - 1)
-        slow = inv_freq.new_tensor(beyond["inv_freq"]) * s.clamp(min=1) ** -ramp
+        slow, larger = inv_freq.new_tensor(beyond["inv_freq"]), scale
+        if (stretch := beyond["stretch"]) is not None:
+            s = 1 + beyond["growth"] * ((length / trained).clamp(min=1) - 1)
+            kept, power = (inv_freq.new_tensor(stretch[key]) for key in ("kept", "power"))
+            slow = slow * (kept + (1 - kept) * s**-power)
+            larger = scale * (1 + stretch["attention"] * s.log())
         inv_freq = torch.where(length > beyond["length"], slow, inv_freq)
+        scale = torch.where(length > beyond["length"], larger, scale)
     # Whole turns are taken away before rounding: far out a float32 phase would be off.
     phase = torch.remainder(positions * inv_freq, 2 * math.pi).float()
-    scale = spectrum["rotary_scale"]
-    temperature, trained = spectrum["temperature"], spectrum["training_length"]
+    scale, temperature = scale.float(), spectrum["temperature"]
     seen = positions + 1 if temperature["per"] == "query" else length
     stretch = seen.clamp(min=trained) / trained
     tempered = 1 + temperature["coefficient"] * stretch.log()
@@ -65,8 +69,9 @@ class UnropeAttention(nn.Module):
         layer = config.layout["layers"][index]
         H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.index, self.head_dim, self.window = index, D, layer["window"]
-        self.groups = [(number, len(list(heads))) for number, heads in groupby(layer["heads"])]
-        biased = [config.layout["spectra"][number]["alibi"] for number in layer["heads"]]
+        self.groups = layer["groups"]
+        spectra = config.layout["spectra"]
+        biased = [spectra[number]["alibi"] for number, heads in self.groups for _ in range(heads)]
         self.slopes = [
             slope * biased[head * Hkv // H] for head, slope in enumerate(config.alibi_slopes or [])
         ]
@@ -218,7 +223,9 @@ class UnropeModel(UnropePreTrainedModel):
         padding = None if attention_mask is None else attention_mask.bool()
         if padding is not None and padding.all():
             padding = None
-        tables = [table(spectrum, position_ids) for spectrum in self.config.layout["spectra"]]
+        layout = self.config.layout
+        trained = layout["training_length"]
+        tables = [table(spectrum, trained, position_ids) for spectrum in layout["spectra"]]
         for block in self.layers:
             x = block(x, tables, padding, past_key_values)
         return BaseModelOutputWithPast(self.norm(x), past_key_values)

@@ -1,0 +1,25 @@
+"""What several tests do with spectra and layouts."""
+
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.rescaling import rescaled
+from trainer.positional.rotation import encode_keys, encode_queries, head_groups
+
+
+def slowed(method, spectrum, factor, training_length, **options):
+    """The spectrum rescaled by a method of trainer.positional.rescaling."""
+    return rescaled(spectrum, method(spectrum.inv_freq, training_length, **options), factor)
+
+
+def one_layer(training_length, *spectra, **others):
+    """A layout of one layer with a spectrum for every key-value head."""
+    return Layout(training_length, (LayerEncoding.of(spectra, **others),))
+
+
+def encode(q, k, groups):
+    return encode_queries(q, groups), encode_keys(k, groups)
+
+
+def encoded(q, k, layout, positions, lengths):
+    """Queries and keys of the only layer of a layout, as they meet."""
+    (groups,) = head_groups(layout, positions, lengths)
+    return encode(q, k, groups)
