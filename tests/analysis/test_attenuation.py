@@ -31,8 +31,8 @@ def test_the_pairs_beyond_the_threshold_are_multiplied(tiny_decoder):
         expected = apply(model.layout, weights)
         assert pairs == sum(w.query_pairs + w.key_pairs for w in weights) > 0
         for ours, theirs in zip(changed.layers, expected.layers, strict=True):
-            assert ours.gains.query == theirs.gains.query
-            assert ours.gains.key == theirs.gains.key
+            assert ours.intervention.query == theirs.intervention.query
+            assert ours.intervention.key == theirs.intervention.key
 
 
 def test_the_sweep_is_the_perplexity_of_these_layouts(tiny_decoder):
@@ -63,4 +63,4 @@ def test_pairs_that_stand_still_keep_their_size(tiny_decoder):
     entropies = frequency_entropies(model, IDS, ["sequence"])
     changed, pairs = attenuated(model.layout, entropies, Gate("sequence", "below", 1.1), 0.0, 8)
     assert pairs == 2 * (4 + 2) * 2
-    assert changed.layers[1].gains.key[1] == (0.0, 1.0) * 4
+    assert changed.layers[1].intervention.key[1] == (0.0, 1.0) * 4

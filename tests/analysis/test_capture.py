@@ -9,7 +9,7 @@ import torch
 from tests.reference import turned
 from trainer.analysis.capture import capture, observing
 from trainer.model.config import QKNormConfig
-from trainer.positional.gains import Gains
+from trainer.positional.intervention import Intervention
 
 IDS = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(4))
 MODELS = {
@@ -58,12 +58,12 @@ def test_temperature_and_gains_are_included(tiny_decoder):
     model = tiny_decoder()
     (plain, _), _ = all_layers(model)
     layout = model.layout.map(lambda s: s.with_temperature(scale=3.0))
-    gains = Gains(key=((2.0,) * 8, (1.0,) * 8))
+    gains = Intervention(key=((2.0,) * 8, (1.0,) * 8))
     model.layout = replace(
-        layout, layers=tuple(replace(layer, gains=gains) for layer in layout.layers)
+        layout, layers=tuple(replace(layer, intervention=gains) for layer in layout.layers)
     )
     (changed, _), _ = all_layers(model)
-    assert changed.encoding.gains == gains
+    assert changed.encoding.intervention == gains
     torch.testing.assert_close(changed.rotated_q, 3 * plain.rotated_q)
     torch.testing.assert_close(changed.rotated_k[:, 0], 2 * plain.rotated_k[:, 0])
     assert torch.equal(changed.rotated_k[:, 1], plain.rotated_k[:, 1])

@@ -286,5 +286,5 @@ def test_gains_that_are_there_already_are_not_overwritten(model):
     selection = Selection(settings, (Chosen(0, 0, 1.0, (0, 1, 2, 3)),), 4, 8)
     once = apply(model.layout, selection)
     assert isinstance(once, Layout)
-    with pytest.raises(ValueError, match="gains already"):
+    with pytest.raises(ValueError, match="intervention already"):
         apply(once, selection)

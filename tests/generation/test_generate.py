@@ -13,7 +13,7 @@ from trainer.generation.generate import generate
 from trainer.generation.sampling import Sampling
 from trainer.model.linear import HAS_ONEDNN, Linear
 from trainer.positional.rescaling import ntk_aware
-from trainer.positional.spectrum import Beyond
+from trainer.positional.spectrum import LongFrequencies
 
 PROMPT = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(2))
 PROMPTS = PROMPT.tolist()
@@ -24,9 +24,9 @@ def changing(name):
     """What turns a layout into one that follows the length, beyond 8 tokens."""
 
     def change(spectrum):
-        if name == "beyond":
+        if name == "long":
             slow = tuple(f / 3 for f in spectrum.inv_freq)
-            return replace(spectrum, beyond=Beyond(8, slow, ntk_aware(slow, 8), growth=2.0))
+            return replace(spectrum, long=LongFrequencies(8, slow, ntk_aware(slow, 8), growth=2.0))
         return spectrum.with_temperature(coefficient=1.5, per=name) if name else spectrum
 
     return lambda layout: replace(layout.map(change), training_length=8)
@@ -46,7 +46,7 @@ def test_the_cache_changes_nothing(tiny_decoder, positional):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 0.9)], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("change", [None, "sequence", "query", "beyond"])
+@pytest.mark.parametrize("change", [None, "sequence", "query", "long"])
 @pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
 def test_prompts_of_any_lengths_are_continued_as_if_alone(
     tiny_decoder, positional, change, sampling

@@ -163,7 +163,7 @@ def assert_same_model(model, hf):
     theirs = hf(IDS).logits
     assert 0.1 < theirs.std() < 10
     torch.testing.assert_close(model(IDS), theirs, rtol=0, atol=1e-4)
-    changes = [s.beyond.length for s in model.layout.spectra if s.beyond is not None]
+    changes = [s.long.length for s in model.layout.spectra if s.long is not None]
     count = min([25, *(length - 20 for length in changes)])
     out = hf.generate(
         IDS[:, :20],

@@ -97,7 +97,7 @@ def test_the_length_before_extension_may_stand_beside_the_parameters():
         rope_scaling={"type": "longrope"} | factors, original_max_position_embeddings=512
     )
     spectrum = layout.spectra[0]
-    assert spectrum.beyond.length == 512
+    assert spectrum.long.length == 512
     assert spectrum.rotary_scale == pytest.approx(math.sqrt(1 + math.log(4) / math.log(512)))
     assert layout.training_length == 2048
 

@@ -159,7 +159,7 @@ def test_the_forward_pass_takes_frequencies_of_its_length_and_scales_rotated_cha
     values = {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.5}
     spectrum = spectrum_from_rope_parameters(values | {"rope_theta": 16.0}, 16, 8)
     assert spectrum.inv_freq == pytest.approx(inv)
-    spectrum = Spectrum(spectrum.inv_freq, rotary_scale=1.25, beyond=spectrum.beyond)
+    spectrum = Spectrum(spectrum.inv_freq, rotary_scale=1.25, long=spectrum.long)
     s = 1 if length <= 8 else 2.0 * length / 8 - 1
     slowed = [f * s ** (-m / 3) for m, f in enumerate(inv)]
     q, k = torch.randn(2, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))
@@ -184,13 +184,13 @@ def test_a_rotary_scale_has_the_right_gradient():
 
 
 def test_a_rescaling_takes_the_place_of_growth_with_the_length():
-    dynamic, long = ours({"rope_type": "dynamic", "factor": 2.0}), ours(LONG)
+    dynamic, longrope = ours({"rope_type": "dynamic", "factor": 2.0}), ours(LONG)
     after = slowed(position_interpolation, dynamic, 4.0, C)
     for length in (1, C + 1, 9 * C):
         assert after.at(length, C).inv_freq == tuple(f / 4 for f in dynamic.inv_freq)
     for name, change in RESCALINGS.items():
-        slow = slowed(change, long, 4.0, C).at(C + 1, C).inv_freq[-1]
-        assert slow == pytest.approx(long.beyond.inv_freq[-1] / 4), name
+        slow = slowed(change, longrope, 4.0, C).at(C + 1, C).inv_freq[-1]
+        assert slow == pytest.approx(longrope.long.inv_freq[-1] / 4), name
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.interchange.hf_rope_inverse import rope_parameters
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.rescaling import dynamic, ntk_aware, position_interpolation, yarn
-from trainer.positional.spectrum import Beyond, Spectrum
+from trainer.positional.spectrum import LongFrequencies, Spectrum
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {
@@ -73,8 +73,8 @@ def test_longrope_comes_back_as_the_same_frequencies():
     again = spectrum_from_rope_parameters(found, 96, 131_072)
     assert found["rope_type"] == "longrope"
     assert again.inv_freq == pytest.approx(spectrum.inv_freq, rel=1e-14)
-    assert again.beyond.inv_freq == pytest.approx(spectrum.beyond.inv_freq, rel=1e-14)
-    assert (again.beyond.length, again.rotary_scale) == (4096, spectrum.rotary_scale)
+    assert again.long.inv_freq == pytest.approx(spectrum.long.inv_freq, rel=1e-14)
+    assert (again.long.length, again.rotary_scale) == (4096, spectrum.rotary_scale)
 
 
 @pytest.mark.parametrize("name", ["rope", "half_rope", "high_frequency", "p_rope", "hope"])
@@ -107,5 +107,5 @@ def test_what_no_type_has():
     plain = slowed(position_interpolation, make_spectrum("rope", 16, 100, {}), 2.0, 100)
     assert rope_parameters(dynamic(plain, ntk_aware, 100, 2.0), 16, 100) is None
     uneven = (0.5, 0.2, 0.1, 0.01)
-    grows = Beyond(100, uneven, ntk_aware(uneven, 100))
-    assert rope_parameters(Spectrum(uneven, beyond=grows), 8, 100) is None
+    grows = LongFrequencies(100, uneven, ntk_aware(uneven, 100))
+    assert rope_parameters(Spectrum(uneven, long=grows), 8, 100) is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.reference import softmax, turned
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
-from trainer.positional.gains import Gains
+from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import RESCALINGS, dynamic, longrope
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -151,9 +151,10 @@ def test_temperature_and_noise_go_with_frequencies_that_change(tiny_decoder, per
         lambda s: CHANGING["yarn"](s).with_temperature(coefficient=0.8, per=per),
         heads={"nope": 0.5},
     )
-    noisy = Gains(key=((1.0,) * 8, (0.5,) * 8), key_noise=(0.0, 0.3))
+    noisy = Intervention(key=((1.0,) * 8, (0.5,) * 8), key_noise=(0.0, 0.3))
     model.layout = replace(
-        model.layout, layers=tuple(replace(layer, gains=noisy) for layer in model.layout.layers)
+        model.layout,
+        layers=tuple(replace(layer, intervention=noisy) for layer in model.layout.layers),
     )
     expected = reading_every_prefix(model, IDS[:, :20], 3)
     torch.testing.assert_close(token_by_token(model, IDS[:, :20], 3), expected, rtol=0, atol=1e-5)

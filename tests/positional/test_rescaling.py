@@ -158,7 +158,7 @@ def test_the_dynamic_schedule_is_the_static_method_at_its_length(rescaling, name
     then = slowed(RESCALINGS[rescaling], before, max(length / C, 1.0), C)
     assert now.inv_freq == pytest.approx(then.inv_freq, rel=1e-12)
     assert now.rotary_scale == pytest.approx(then.rotary_scale, rel=1e-12)
-    assert (now.temperature, now.beyond) == (then.temperature.at(length, C), None)
+    assert (now.temperature, now.long) == (then.temperature.at(length, C), None)
     if length <= C:
         assert now == before.at(length, C)
 
@@ -176,7 +176,7 @@ def test_of_a_model_with_long_factors_the_schedule_begins_at_its_training_length
     changed = dynamic(spectrum, position_interpolation, C)
     for length in (C // 2, C // 2 + 1, C):
         assert changed.at(length, C) == spectrum.at(length, C)
-    slow = [f / 4 for f in spectrum.beyond.inv_freq]
+    slow = [f / 4 for f in spectrum.long.inv_freq]
     assert changed.at(4 * C, C).inv_freq == pytest.approx(slow, rel=1e-12)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.positional.spectrum import Beyond, Spectrum, Stretch, Temperature
+from trainer.positional.spectrum import LongFrequencies, Spectrum, Stretch, Temperature
 
 finite = st.floats(-4, 4)
 temperatures = st.builds(
@@ -22,7 +22,7 @@ spectra = st.builds(
     st.floats(0.1, 4),
     st.none()
     | st.builds(
-        Beyond,
+        LongFrequencies,
         st.integers(1, 10**6),
         frequencies,
         st.none() | st.builds(Stretch, frequencies, frequencies, st.floats(0, 1)),

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.analysis.frequency_entropy import FrequencyEntropy
 from trainer.analysis.pairs import Side
 from trainer.model.decoder import Decoder
-from trainer.positional.gains import Factors, Gains
+from trainer.positional.intervention import Factors, Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 
 SIDES: tuple[Side, Side] = ("query", "key")
@@ -103,7 +103,7 @@ def attenuated(
             for side in SIDES
             for part in channel_factors(encoding, gate.weights(entropy, side, alpha), head_dim)
         )
-        layers.append(replace(encoding, gains=Gains(query=query, key=key)))
+        layers.append(replace(encoding, intervention=Intervention(query=query, key=key)))
         total += of_query + of_key
     return replace(layout, layers=tuple(layers)), total
 

@@ -94,7 +94,7 @@ def _measure(
     decoder = Decoder(config, drop(model.layout), seed).to(model.norm.weight.device)
     found = {}
     for version, layout in versions.items():
-        layers = (replace(layer, qk_norm=normed, gains=None) for layer in layout.layers)
+        layers = (replace(layer, qk_norm=normed, intervention=None) for layer in layout.layers)
         decoder.layout = replace(layout, layers=tuple(layers))
         norms = [
             np.hypot(one.query, one.key).mean(axis=1)

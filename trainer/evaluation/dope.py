@@ -21,9 +21,9 @@ from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import Stage, matrix_entropy_of
 from trainer.analysis.pairs import Side
 from trainer.errors import UserError
-from trainer.evaluation.interventions import reading_with, require_rotation, with_gains
+from trainer.evaluation.interventions import reading_with, require_rotation, with_intervention
 from trainer.model.decoder import Decoder
-from trainer.positional.gains import Gains
+from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
@@ -60,7 +60,7 @@ class DopeSettings:
     @property
     def unrotates(self) -> bool:
         """Whether whole key-value heads change their spectra, rather than heads of one side get
-        gains."""
+        interventions."""
         return self.variant != "by_gaussian" and self.removal == "unrotate"
 
     def problems(self) -> list[str]:
@@ -216,14 +216,14 @@ def apply(layout: Layout, selection: Selection) -> Layout:
     """``layout``, rescaled or not, without what the chosen heads lose; itself where none is chosen.
 
     Raises:
-        ValueError: a layer has gains already.
+        ValueError: a layer has an intervention already.
     """
     by_layer: dict[int, list[Chosen]] = defaultdict(list)
     for head in selection.heads:
         by_layer[head.layer].append(head)
     if not by_layer:
         return layout
-    change = _unrotated if selection.settings.unrotates else _gained
+    change = _unrotated if selection.settings.unrotates else _intervened
     changed = (
         change(encoding, by_layer[index], selection) if index in by_layer else encoding
         for index, encoding in enumerate(layout.layers)
@@ -244,13 +244,15 @@ def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
     def still(inv_freq: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
 
-    beyond = spectrum.beyond
-    if beyond is not None:
-        beyond = replace(beyond, inv_freq=still(beyond.inv_freq))
-    return replace(spectrum, inv_freq=still(spectrum.inv_freq), beyond=beyond)
+    long = spectrum.long
+    if long is not None:
+        long = replace(long, inv_freq=still(long.inv_freq))
+    return replace(spectrum, inv_freq=still(spectrum.inv_freq), long=long)
 
 
-def _gained(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
+def _intervened(
+    encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
+) -> LayerEncoding:
     settings, channels = selection.settings, range(selection.head_dim)
     rows = [(1.0,) * len(channels)] * selection.count
     noise = [0.0] * selection.count
@@ -266,7 +268,7 @@ def _gained(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
     # A seed for every layer, or all would have one noise.
     seed = settings.seed * 1000 + chosen[0].layer
     if settings.by == "query":
-        gains = Gains(query=factors, query_noise=deviations, seed=seed)
+        intervention = Intervention(query=factors, query_noise=deviations, seed=seed)
     else:
-        gains = Gains(key=factors, key_noise=deviations, seed=seed)
-    return with_gains(encoding, gains)
+        intervention = Intervention(key=factors, key_noise=deviations, seed=seed)
+    return with_intervention(encoding, intervention)

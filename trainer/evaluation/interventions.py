@@ -1,4 +1,4 @@
-"""What interventions on heads share: a text is read with some layout, and layers get gains."""
+"""What interventions on heads share: a text is read with some layout, and layers get them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from trainer.errors import UserError
 from trainer.evaluation.methods import rotates
 from trainer.model.decoder import Decoder
-from trainer.positional.gains import Gains
+from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 
 
@@ -32,12 +32,12 @@ def require_rotation(layout: Layout, key: str) -> None:
         )
 
 
-def with_gains(encoding: LayerEncoding, gains: Gains) -> LayerEncoding:
-    """The layer with gains on its heads.
+def with_intervention(encoding: LayerEncoding, intervention: Intervention) -> LayerEncoding:
+    """The layer with an intervention on its heads.
 
     Raises:
-        ValueError: it has gains already.
+        ValueError: it has one already.
     """
-    if encoding.gains is not None:
-        raise ValueError("the layer has gains already; two interventions on it do not combine")
-    return replace(encoding, gains=gains)
+    if encoding.intervention is not None:
+        raise ValueError("the layer has an intervention already; two on it do not combine")
+    return replace(encoding, intervention=intervention)

@@ -19,9 +19,9 @@ from trainer.analysis.attenuation import Gate, channel_factors
 from trainer.analysis.frequency_entropy import FrequencyEntropy, frequency_entropies
 from trainer.analysis.pairs import Side
 from trainer.errors import UserError
-from trainer.evaluation.interventions import reading_with, require_rotation, with_gains
+from trainer.evaluation.interventions import reading_with, require_rotation, with_intervention
 from trainer.model.decoder import Decoder
-from trainer.positional.gains import Factors, Gains
+from trainer.positional.intervention import Factors, Intervention
 from trainer.positional.layout import Layout
 
 
@@ -109,12 +109,12 @@ def apply(layout: Layout, weights: tuple[Weights, ...]) -> Layout:
     """``layout``, rescaled or not, with these weights; itself where all are 1.
 
     Raises:
-        ValueError: a layer has gains already.
+        ValueError: a layer has an intervention already.
     """
     if not any(of_layer.query or of_layer.key for of_layer in weights):
         return layout
     changed = (
-        with_gains(encoding, Gains(query=of_layer.query, key=of_layer.key))
+        with_intervention(encoding, Intervention(query=of_layer.query, key=of_layer.key))
         if of_layer.query or of_layer.key
         else encoding
         for encoding, of_layer in zip(layout.layers, weights, strict=True)

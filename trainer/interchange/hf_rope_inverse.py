@@ -12,7 +12,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.positional.encodings import geometric
-from trainer.positional.spectrum import Beyond, Spectrum
+from trainer.positional.spectrum import LongFrequencies, Spectrum
 
 Parameters = dict[str, Any]
 Frequencies = tuple[float, ...]
@@ -59,7 +59,7 @@ def _turns_alike(held: Spectrum, wanted: Spectrum, pairs: int) -> bool:
 
     if not close(held.inv_freq, wanted.inv_freq):
         return False
-    theirs, ours = held.beyond, wanted.beyond
+    theirs, ours = held.long, wanted.long
     if theirs is None or ours is None:
         return theirs is ours or (theirs is not None and close(theirs.inv_freq, held.inv_freq))
     return (
@@ -69,7 +69,7 @@ def _turns_alike(held: Spectrum, wanted: Spectrum, pairs: int) -> bool:
     )
 
 
-def _stretches_alike(held: Beyond, wanted: Beyond) -> bool:
+def _stretches_alike(held: LongFrequencies, wanted: LongFrequencies) -> bool:
     if held.stretch is None or wanted.stretch is None:
         return held.stretch is wanted.stretch
     return held.stretch == wanted.stretch and math.isclose(held.growth, wanted.growth)
@@ -88,8 +88,8 @@ def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iter
     default: Parameters = {"rope_type": "default", "rope_theta": theta}
     yield default
     yield default | {"rope_type": "linear", "factor": factor}
-    if spectrum.beyond is not None:
-        yield default | {"rope_type": "dynamic", "factor": spectrum.beyond.growth}
+    if spectrum.long is not None:
+        yield default | {"rope_type": "dynamic", "factor": spectrum.long.growth}
     share = {"partial_rotary_factor": len(moving) / pairs}
     yield default | {"rope_type": "proportional"} | share
     yield default | {"rope_type": "proportional", "factor": factor} | share
@@ -136,8 +136,8 @@ def _ramps(spectrum: Spectrum, theta: float, length: int) -> Iterator[Parameters
 
 def _longrope(spectrum: Spectrum, pairs: int, length: int) -> Parameters:
     """A factor for every pair."""
-    beyond = spectrum.beyond
-    original = length if beyond is None else beyond.length
+    long = spectrum.long
+    original = length if long is None else long.length
     theta = 10_000.0
 
     def factors(inv_freq: Frequencies) -> list[float]:
@@ -149,7 +149,7 @@ def _longrope(spectrum: Spectrum, pairs: int, length: int) -> Parameters:
         "rope_theta": theta,
         "factor": max(length / original, 1.0),
         "short_factor": factors(spectrum.inv_freq),
-        "long_factor": factors(spectrum.inv_freq if beyond is None else beyond.inv_freq),
+        "long_factor": factors(spectrum.inv_freq if long is None else long.inv_freq),
         "original_max_position_embeddings": original,
         "attention_factor": spectrum.rotary_scale,
     }

@@ -13,7 +13,7 @@ from trainer.model.backends import BACKENDS, Mask
 from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.linear import Linear
-from trainer.positional.gain_tensors import ApplyGains
+from trainer.positional.intervening import Intervene
 from trainer.positional.rotation import Groups, encode_keys, encode_queries
 
 Observer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -55,8 +55,8 @@ class Attention(nn.Module):
     that a drop adds no parameters to a run. While they are off they take part with weight zero:
     every parameter then has a gradient, which sharded and replicated training need.
 
-    Encoded queries and keys pass one seam before they meet: ``gains``, where the layout has them,
-    return others, and ``observe``, where it is set, is shown them.
+    Encoded queries and keys pass one seam before they meet: ``intervention``, where the layout
+    has one, returns others, and ``observe``, where it is set, is shown them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         self.q_norm = norm("q", q_size)
         self.k_norm = norm("k", kv_size)
         self.attend = BACKENDS["sdpa"]
-        self.gains: ApplyGains | None = None
+        self.intervention: Intervene | None = None
         self.observe: Observer | None = None
 
     def forward(
@@ -111,8 +111,8 @@ class Attention(nn.Module):
             plain_k, v = cache.append(plain_k, v)
             of_keys = of_all_keys
         q, k = encode_queries(plain_q, encoding.groups), encode_keys(plain_k, of_keys.groups)
-        if self.gains is not None:
-            q, k = self.gains(q, k, encoding.positions, of_keys.positions)
+        if self.intervention is not None:
+            q, k = self.intervention(q, k, encoding.positions, of_keys.positions)
         if self.observe is not None:
             self.observe(plain_q, plain_k, q, k)
         if cache is not None and of_all_keys is None:

@@ -25,7 +25,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
 from trainer.positional.alibi import alibi_slopes
-from trainer.positional.gain_tensors import ApplyGains
+from trainer.positional.intervening import Intervene
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
 
@@ -152,7 +152,8 @@ class Decoder(nn.Module):
                 raise ValueError("the layout turns QK-norm on, but the model has none")
         self._layout = layout
         for block, layer in zip(self.layers, layout.layers, strict=True):
-            block.self_attn.gains = None if layer.gains is None else ApplyGains(layer.gains)
+            wanted = layer.intervention
+            block.self_attn.intervention = None if wanted is None else Intervene(wanted)
 
     @property
     def head(self) -> Tensor:

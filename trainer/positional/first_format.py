@@ -27,15 +27,17 @@ def from_first_format(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spectrum(values: dict[str, Any]) -> dict[str, Any]:
-    length, beyond = values["training_length"], values.get("beyond")
-    others = {key: value for key, value in values.items() if key != "training_length"}
-    if beyond is None:
-        return others | {"beyond": None}
-    changed = {"length": beyond["length"], "inv_freq": beyond["inv_freq"]}
-    if beyond.get("growth"):
-        method = RESCALINGS[beyond.get("rescaling", "ntk")]
-        stretch = asdict(method(tuple(beyond["inv_freq"]), length))
-        changed |= {"stretch": stretch, "growth": beyond["growth"]}
+    length, long = values["training_length"], values.get("beyond")
+    others = {
+        key: value for key, value in values.items() if key not in ("training_length", "beyond")
+    }
+    if long is None:
+        return others | {"long": None}
+    changed = {"length": long["length"], "inv_freq": long["inv_freq"]}
+    if long.get("growth"):
+        method = RESCALINGS[long.get("rescaling", "ntk")]
+        stretch = asdict(method(tuple(long["inv_freq"]), length))
+        changed |= {"stretch": stretch, "growth": long["growth"]}
     else:
         changed |= {"stretch": None, "growth": 1.0}
-    return others | {"beyond": changed}
+    return others | {"long": changed}

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from trainer.positional.first_format import from_first_format
-from trainer.positional.gains import Gains
+from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import Rescaling, dynamic, rescaled
 from trainer.positional.spectrum import Spectrum
 
@@ -27,14 +27,14 @@ class LayerEncoding:
 
     ``groups``: the key-value heads from the first to the last; neighbours with equal spectra become
     one group. ``window``: how many keys a query sees, itself included (None: all before it).
-    ``qk_norm``: whether the layer's query and key norms are on. ``gains``: an intervention on its
-    heads, for an evaluation.
+    ``qk_norm``: whether the layer's query and key norms are on. ``intervention``: what an
+    evaluation does to its heads.
     """
 
     groups: tuple[Group, ...]
     window: int | None = None
     qk_norm: bool = False
-    gains: Gains | None = None
+    intervention: Intervention | None = None
 
     def __post_init__(self) -> None:
         together = groupby(self.groups, key=lambda group: group[0])
@@ -54,7 +54,7 @@ class LayerEncoding:
     @property
     def frequencies_follow_length(self) -> bool:
         """Whether a key is rotated otherwise once the sequence has grown."""
-        return any(spectrum.beyond is not None for spectrum, _ in self.groups)
+        return any(spectrum.long is not None for spectrum, _ in self.groups)
 
     def map(self, change: Callable[[Spectrum], Spectrum]) -> LayerEncoding:
         """The layer with every spectrum replaced by ``change(spectrum)``."""
@@ -93,7 +93,7 @@ class Layout:
     @cached_property
     def frequencies_follow_length(self) -> bool:
         """Whether keys are rotated otherwise once the sequence has grown."""
-        return any(spectrum.beyond is not None for spectrum in self.spectra)
+        return any(spectrum.long is not None for spectrum in self.spectra)
 
     @property
     def rotates(self) -> bool:
@@ -125,10 +125,12 @@ class Layout:
         """Plain values for JSON and checkpoints; each distinct spectrum is written once.
 
         Raises:
-            ValueError: there are gains, which are never stored.
+            ValueError: there are interventions, which are never stored.
         """
-        if any(layer.gains is not None for layer in self.layers):
-            raise ValueError("a layout with gains on its heads is for an evaluation, not to store")
+        if any(layer.intervention is not None for layer in self.layers):
+            raise ValueError(
+                "a layout with interventions on its heads is for an evaluation, not to store"
+            )
         index = {spectrum: i for i, spectrum in enumerate(self.spectra)}
         return {
             "training_length": self.training_length,

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.positional.spectrum import Beyond, Frequencies, Spectrum, Stretch
+from trainer.positional.spectrum import Frequencies, LongFrequencies, Spectrum, Stretch
 
 
 class Rescaling(Protocol):
@@ -141,14 +141,14 @@ def rescaled(spectrum: Spectrum, stretch: Stretch, factor: float) -> Spectrum:
     """
     if factor == 1:
         return spectrum
-    beyond = spectrum.beyond
-    if beyond is not None:
-        beyond = Beyond(beyond.length, stretch.frequencies(beyond.inv_freq, factor))
+    long = spectrum.long
+    if long is not None:
+        long = LongFrequencies(long.length, stretch.frequencies(long.inv_freq, factor))
     return replace(
         spectrum,
         inv_freq=stretch.frequencies(spectrum.inv_freq, factor),
         rotary_scale=spectrum.rotary_scale * stretch.scale(factor),
-        beyond=beyond,
+        long=long,
     )
 
 
@@ -164,9 +164,9 @@ def dynamic(
     """
     if not spectrum.rotates:
         return spectrum
-    beyond = spectrum.beyond or Beyond(training_length, spectrum.inv_freq)
-    stretch = rescaling(beyond.inv_freq, training_length)
-    return replace(spectrum, beyond=replace(beyond, stretch=stretch, growth=growth))
+    long = spectrum.long or LongFrequencies(training_length, spectrum.inv_freq)
+    stretch = rescaling(long.inv_freq, training_length)
+    return replace(spectrum, long=replace(long, stretch=stretch, growth=growth))
 
 
 def longrope(
@@ -184,7 +184,8 @@ def longrope(
     def divided(factors: Sequence[float]) -> Frequencies:
         return tuple(f / factor for f, factor in zip(spectrum.inv_freq, factors, strict=True))
 
-    return replace(spectrum, inv_freq=divided(short), beyond=Beyond(training_length, divided(long)))
+    others = LongFrequencies(training_length, divided(long))
+    return replace(spectrum, inv_freq=divided(short), long=others)
 
 
 RESCALINGS: dict[str, Callable[[Frequencies, int], Stretch]] = {

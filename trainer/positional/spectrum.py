@@ -77,7 +77,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Beyond:
+class LongFrequencies:
     """Frequencies in sequences of n > ``length`` tokens, where they differ.
 
     They are ``inv_freq`` (LongRoPE), slowed by ``stretch`` with s = 1 + ``growth`` (n / C - 1)
@@ -100,14 +100,14 @@ class Spectrum:
     ``alibi``: a bias linear in the distance on the scores, the one encoding that is no rotation.
     ``rotary_scale``: factor on the rotated channels of queries and keys (YaRN's and LongRoPE's
     attention factor in Hugging Face models); the other channels keep their size.
-    ``beyond``: other frequencies for long sequences; None, the usual case: the same at any length.
+    ``long``: other frequencies for long sequences; None, the usual case: the same at any length.
     """
 
     inv_freq: Frequencies = ()
     temperature: Temperature = Temperature()
     alibi: bool = False
     rotary_scale: float = 1.0
-    beyond: Beyond | None = None
+    long: LongFrequencies | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -127,24 +127,24 @@ class Spectrum:
     @property
     def follows_length(self) -> bool:
         """Whether anything depends on the length of the sequence."""
-        return self.beyond is not None or self.temperature.follows_length
+        return self.long is not None or self.temperature.follows_length
 
     def at(self, length: int, training_length: int) -> Spectrum:
         """The spectrum for a sequence of ``length`` tokens, which follows no length."""
         if not self.follows_length:
             return self
         temperature = self.temperature.at(length, training_length)
-        plain = replace(self, temperature=temperature, beyond=None)
-        beyond = self.beyond
-        if beyond is None or length <= beyond.length:
+        plain = replace(self, temperature=temperature, long=None)
+        long = self.long
+        if long is None or length <= long.length:
             return plain
-        if beyond.stretch is None:
-            return replace(plain, inv_freq=beyond.inv_freq)
-        s = 1 + beyond.growth * (max(length / training_length, 1) - 1)
+        if long.stretch is None:
+            return replace(plain, inv_freq=long.inv_freq)
+        s = 1 + long.growth * (max(length / training_length, 1) - 1)
         return replace(
             plain,
-            inv_freq=beyond.stretch.frequencies(beyond.inv_freq, s),
-            rotary_scale=self.rotary_scale * beyond.stretch.scale(s),
+            inv_freq=long.stretch.frequencies(long.inv_freq, s),
+            rotary_scale=self.rotary_scale * long.stretch.scale(s),
         )
 
     def with_temperature(self, **changes: Any) -> Spectrum:
@@ -158,15 +158,15 @@ class Spectrum:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Spectrum:
         """The inverse of :meth:`to_dict`, also of what JSON made of it."""
-        beyond = values["beyond"]
-        if beyond is not None:
-            stretch = beyond["stretch"]
+        long = values["long"]
+        if long is not None:
+            stretch = long["stretch"]
             if stretch is not None:
                 kept, power = tuple(stretch["kept"]), tuple(stretch["power"])
                 stretch = Stretch(kept, power, stretch["attention"])
-            inv_freq = tuple(beyond["inv_freq"])
-            beyond = Beyond(**beyond | {"inv_freq": inv_freq, "stretch": stretch})
+            inv_freq = tuple(long["inv_freq"])
+            long = LongFrequencies(**long | {"inv_freq": inv_freq, "stretch": stretch})
         temperature = Temperature(**values["temperature"])
         inv_freq = tuple(values["inv_freq"])
-        changed = {"inv_freq": inv_freq, "temperature": temperature, "beyond": beyond}
+        changed = {"inv_freq": inv_freq, "temperature": temperature, "long": long}
         return cls(**values | changed)

@@ -1,2 +1,1 @@
-"""What a run showed: the numbers as data, a terminal table, figures, an HTML page, and sentences
-that hold them against the papers' observations."""
+"""What was measured as plain data, tables, figures and pages, and sentences about it."""

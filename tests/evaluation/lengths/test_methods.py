@@ -90,7 +90,7 @@ def test_joined_parts_apply_from_left_to_right(fitting):
     assert joined.spectra == alone.spectra
     config = LengthConfig(weighted_rope=[WeightedRopeSettings(tau=1.0, alpha=0.5)])
     weighted = layout_of("pi+weighted_rope", have, 2.0, config)
-    assert all(layer.gains is not None for layer in weighted.layers)
+    assert all(layer.intervention is not None for layer in weighted.layers)
     assert weighted.spectra == layout_of("pi", have, 2.0).spectra
 
 

@@ -118,7 +118,7 @@ class FrequencyEntropyStudy(Study):
 
     def _sweeps(self) -> list[Sweep]:
         layers = self.target.model.layout.layers
-        if not self.alphas or not any(map(_rotates, layers)) or any(e.gains for e in layers):
+        if not self.alphas or not any(map(_rotates, layers)) or any(e.intervention for e in layers):
             return []
         ids = self.target.ids[:1, : self.sweep_tokens + 1]
         gates = [gate for gate in GATES if gate.measure in self.measures]

@@ -14,7 +14,7 @@ class UnropeConfig(PreTrainedConfig):
     each layer ``groups`` (the number of an encoding, and how many neighbouring key-value heads have
     it), ``window`` (keys that a query sees, itself included, or null) and ``qk_norm``. An encoding
     has ``inv_freq`` (radians per token of its rotated pairs), ``rotary_scale``, ``temperature``,
-    ``alibi`` and ``beyond``; ``modeling_unrope.py`` says what they do.
+    ``alibi`` and ``long``; ``modeling_unrope.py`` says what they do.
     ``alibi_slopes``: one for every query head, where an encoding has ``alibi``.
     ``qk_norm_kind``: ``per_head`` or ``full``; ``qk_norm_targets``: ``both``, ``q`` or ``k``.
     """

@@ -26,23 +26,23 @@ def table(spectrum: dict[str, Any], trained: int, positions: Tensor) -> Table:
 
     With n the length of the sequence, or for ``per`` = ``query`` the number of keys a query sees,
     and C the training length ``trained``, the factor is scale * (1 + coefficient * ln s) **
-    exponent, s = max(n, C) / C. In sequences longer than ``beyond.length`` the frequencies are
-    those of ``beyond``, each times kept + (1 - kept) * s ** -power of its ``stretch``, and rotated
+    exponent, s = max(n, C) / C. In sequences longer than ``long.length`` the frequencies are
+    those of ``long``, each times kept + (1 - kept) * s ** -power of its ``stretch``, and rotated
     channels are multiplied by 1 + attention * ln s, both with s = 1 + growth * (n / C - 1).
     """
     positions = positions.double()[:, None, :, None]
     length = positions[:, :, -1:] + 1
     inv_freq = torch.tensor(spectrum["inv_freq"], dtype=torch.float64, device=positions.device)
     scale = torch.full_like(length, spectrum["rotary_scale"])
-    if (beyond := spectrum["beyond"]) is not None:
-        slow, larger = inv_freq.new_tensor(beyond["inv_freq"]), scale
-        if (stretch := beyond["stretch"]) is not None:
-            s = 1 + beyond["growth"] * ((length / trained).clamp(min=1) - 1)
+    if (long := spectrum["long"]) is not None:
+        slow, larger = inv_freq.new_tensor(long["inv_freq"]), scale
+        if (stretch := long["stretch"]) is not None:
+            s = 1 + long["growth"] * ((length / trained).clamp(min=1) - 1)
             kept, power = (inv_freq.new_tensor(stretch[key]) for key in ("kept", "power"))
             slow = slow * (kept + (1 - kept) * s**-power)
             larger = scale * (1 + stretch["attention"] * s.log())
-        inv_freq = torch.where(length > beyond["length"], slow, inv_freq)
-        scale = torch.where(length > beyond["length"], larger, scale)
+        inv_freq = torch.where(length > long["length"], slow, inv_freq)
+        scale = torch.where(length > long["length"], larger, scale)
     # Whole turns are taken away before rounding: far out a float32 phase would be off.
     phase = torch.remainder(positions * inv_freq, 2 * math.pi).float()
     scale, temperature = scale.float(), spectrum["temperature"]

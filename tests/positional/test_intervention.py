@@ -1,4 +1,4 @@
-"""Gains: factors on bands of heads, and noise in their place, at the one seam before the scores."""
+"""Interventions: factors on bands of heads, noise in their place, at the seam before the scores."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from tests.reference import attend, turned
 from trainer.generation.generate import generate
 from trainer.model.cache import KVCache
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.gain_tensors import PERIOD, ApplyGains
-from trainer.positional.gains import Gains
+from trainer.positional.intervening import PERIOD, Intervene
+from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import dynamic, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
@@ -36,7 +36,7 @@ def row(**channels):
 
 
 ONES, ZEROS = row(), (0.0,) * D
-EVERYTHING = Gains(
+EVERYTHING = Intervention(
     query=(ONES, row(c1=0.3, c5=0.3), ZEROS, row(c0=2.0, c4=2.0)),
     key=(row(c2=0.5, c6=0.5), ZEROS),
     query_noise=(0.0, 0.0, 0.8, 0.1),
@@ -45,16 +45,16 @@ EVERYTHING = Gains(
 )
 
 
-def with_gains(layout, gains, layer=0):
+def with_intervention(layout, intervention, layer=0):
     layers = list(layout.layers)
-    layers[layer] = replace(layers[layer], gains=gains)
+    layers[layer] = replace(layers[layer], intervention=intervention)
     return replace(layout, layers=tuple(layers))
 
 
-def with_seam(q, k, spectra, gains, positions=None):
+def with_seam(q, k, spectra, intervention, positions=None):
     positions = torch.arange(q.shape[2]) if positions is None else positions
     q, k = encoded(q, k, one_layer(C, *spectra), positions, C)
-    return (q, k) if gains is None else ApplyGains(gains)(q, k, positions, positions)
+    return (q, k) if intervention is None else Intervene(intervention)(q, k, positions, positions)
 
 
 def queries_and_keys(tokens=10, seed=0):
@@ -74,32 +74,32 @@ def head_outputs(model, layer=0):
     return seen[0].unflatten(-1, (-1, D))
 
 
-def changed_heads(model, gains):
+def changed_heads(model, intervention):
     before = head_outputs(model)
-    model.layout = with_gains(model.layout, gains)
+    model.layout = with_intervention(model.layout, intervention)
     after = head_outputs(model)
     return [h for h in range(4) if not torch.equal(before[:, h], after[:, h])]
 
 
 def test_a_query_head_changes_alone(tiny_decoder):
-    gains = Gains(query=(ONES, ONES, row(c1=0.5, c5=0.5), ONES))
-    assert changed_heads(tiny_decoder(), gains) == [2]
+    intervention = Intervention(query=(ONES, ONES, row(c1=0.5, c5=0.5), ONES))
+    assert changed_heads(tiny_decoder(), intervention) == [2]
 
 
 def test_a_key_head_changes_all_queries_that_read_it(tiny_decoder):
-    assert changed_heads(tiny_decoder(), Gains(key=(ONES, row(c0=0.5, c4=0.5)))) == [2, 3]
+    assert changed_heads(tiny_decoder(), Intervention(key=(ONES, row(c0=0.5, c4=0.5)))) == [2, 3]
 
 
 def test_noise_changes_its_head_alone(tiny_decoder):
-    gains = Gains(query=(ONES,) * 4, query_noise=(0.0, 0.5, 0.0, 0.0))
-    assert changed_heads(tiny_decoder(), gains) == [1]
+    intervention = Intervention(query=(ONES,) * 4, query_noise=(0.0, 0.5, 0.0, 0.0))
+    assert changed_heads(tiny_decoder(), intervention) == [1]
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_a_head_of_zeros_attends_evenly(tiny_decoder, side):
     model = tiny_decoder()
     rows = (ZEROS, *(ONES,) * (3 if side == "query" else 1))
-    model.layout = with_gains(model.layout, Gains(**{side: rows}))
+    model.layout = with_intervention(model.layout, Intervention(**{side: rows}))
     values = []
     handle = model.layers[0].self_attn.v_proj.register_forward_hook(
         lambda _, __, out: values.append(out[0].detach())
@@ -115,8 +115,8 @@ def test_a_head_of_zeros_attends_evenly(tiny_decoder, side):
 def test_an_attention_layer_is_that_of_scaled_queries_and_keys(tiny_decoder):
     """Against float64 attention, one query and one key at a time."""
     model = tiny_decoder()
-    gains = replace(EVERYTHING, query_noise=(), key_noise=())
-    model.layout = with_gains(model.layout, gains)
+    intervention = replace(EVERYTHING, query_noise=(), key_noise=())
+    model.layout = with_intervention(model.layout, intervention)
     attention = model.layers[0].self_attn
     x = model.layers[0].input_layernorm(model.embed_tokens(IDS[0])).double()
     inv_freq = model.layout.layers[0].spectra[0].inv_freq
@@ -133,7 +133,7 @@ def test_an_attention_layer_is_that_of_scaled_queries_and_keys(tiny_decoder):
             for head, gain in zip(out, rows, strict=True)
         ]
 
-    q, k = heads(attention.q_proj, gains.query), heads(attention.k_proj, gains.key)
+    q, k = heads(attention.q_proj, intervention.query), heads(attention.k_proj, intervention.key)
     v = heads(attention.v_proj)
     expected = torch.tensor([attend(q[h], k[h // 2], v[h // 2]) for h in range(4)])
     torch.testing.assert_close(
@@ -146,7 +146,7 @@ def test_a_factor_before_the_rotation_is_one_after_it(by_pair, start):
     factors = tuple(by_pair) * 2
     q, k = queries_and_keys()
     positions = start + torch.arange(q.shape[2])
-    after, _ = with_seam(q, k, (ROPE, ROPE), Gains(query=(factors,) * 4), positions)
+    after, _ = with_seam(q, k, (ROPE, ROPE), Intervention(query=(factors,) * 4), positions)
     before, _ = with_seam(q * torch.tensor(factors), k, (ROPE, ROPE), None, positions)
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
@@ -165,11 +165,11 @@ def test_two_spectra_in_a_layer_keep_gains_with_their_heads(spectra):
         torch.testing.assert_close(out_k[:, kv], expected, rtol=1e-6, atol=1e-6)
 
 
-def noise_at(positions, gains=EVERYTHING):
+def noise_at(positions, intervention=EVERYTHING):
     """``[H, T, D]`` of queries and of keys; at positions ``[B, T]``, ``[B, H, T, D]``."""
     batch, tokens = positions.shape[0] if positions.dim() == 2 else 1, positions.shape[-1]
     zeros = [torch.zeros(batch, heads, tokens, D) for heads in (4, 2)]
-    q, k = with_seam(*zeros, (ROPE, ROPE), gains, positions)
+    q, k = with_seam(*zeros, (ROPE, ROPE), intervention, positions)
     return (q, k) if positions.dim() == 2 else (q[0], k[0])
 
 
@@ -194,8 +194,8 @@ def test_noise_repeats_after_its_period():
 
 def test_noise_is_gaussian_of_the_given_size_and_of_another_draw_a_head_side_and_seed():
     positions = torch.arange(PERIOD)
-    gains = Gains((ONES,) * 4, (ONES,) * 2, (1.0, 0.5, 1.0, 0.0), (2.0, 0.0), seed=1)
-    q, k = noise_at(positions, gains)
+    intervention = Intervention((ONES,) * 4, (ONES,) * 2, (1.0, 0.5, 1.0, 0.0), (2.0, 0.0), seed=1)
+    q, k = noise_at(positions, intervention)
     assert not q[3].any()
     assert not k[1].any()
     for noise, std in ((q[0], 1.0), (q[1], 0.5), (k[0], 2.0)):
@@ -203,7 +203,7 @@ def test_noise_is_gaussian_of_the_given_size_and_of_another_draw_a_head_side_and
         assert abs(float(noise.mean())) < 0.02 * std
         kurtosis = float(noise.double().pow(4).mean()) / std**4
         assert kurtosis == pytest.approx(3, rel=0.1)
-    again = noise_at(positions, replace(gains, seed=2))[0]
+    again = noise_at(positions, replace(intervention, seed=2))[0]
     draws = torch.stack([*q[:3], k[0], *again[:3]]).flatten(1)
     correlations = torch.corrcoef(draws) - torch.eye(len(draws))
     assert correlations.abs().max() < 0.03
@@ -213,7 +213,7 @@ def test_noise_is_gaussian_of_the_given_size_and_of_another_draw_a_head_side_and
 @torch.no_grad()
 def test_reading_in_parts_is_reading_in_one_go(tiny_decoder, positional):
     model = tiny_decoder(**positional)
-    model.layout = with_gains(model.layout, EVERYTHING)
+    model.layout = with_intervention(model.layout, EVERYTHING)
     cache = KVCache.empty(model.config, 2, IDS.shape[1])
     parts = [model(part, cache=cache) for part in IDS.split([7, 1, 1, 15], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS), rtol=1e-4, atol=1e-4)
@@ -231,7 +231,7 @@ CHANGES = {
 def test_prompts_of_any_lengths_are_continued_as_if_alone(tiny_decoder, positional, change):
     model = tiny_decoder(training_length=8, **positional)
     plain = model.layout.map(change)
-    model.layout = with_gains(plain, EVERYTHING)
+    model.layout = with_intervention(plain, EVERYTHING)
     together = generate(model, RAGGED, 12)
     assert together == [generate(model, [prompt], 12)[0] for prompt in RAGGED]
     model.layout = plain
@@ -241,5 +241,5 @@ def test_prompts_of_any_lengths_are_continued_as_if_alone(tiny_decoder, position
 def test_gains_are_never_stored():
     layout = replace(one_layer(C, ROPE, ROPE), layers=one_layer(C, ROPE, ROPE).layers * 2)
     layout.to_dict()
-    with pytest.raises(ValueError, match="gains"):
-        with_gains(layout, EVERYTHING, layer=1).to_dict()
+    with pytest.raises(ValueError, match="intervention"):
+        with_intervention(layout, EVERYTHING, layer=1).to_dict()

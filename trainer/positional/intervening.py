@@ -1,4 +1,4 @@
-"""The gains of a layer, done to its queries and keys."""
+"""The intervention of a layer, done to its queries and keys."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from trainer.positional.gains import Factors, Gains
+from trainer.positional.intervention import Factors, Intervention
 
 PERIOD = 4096
 """Positions after which the noise repeats."""
 
 
 @dataclass(frozen=True)
-class ApplyGains:
-    """Changes encoded queries and keys as :class:`Gains` say."""
+class Intervene:
+    """Changes encoded queries and keys as :class:`Intervention` say."""
 
-    gains: Gains
+    intervention: Intervention
 
     def __call__(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """``[B, H, T, D]`` each, at positions ``[T]`` or ``[B, T]``."""
-        gains, seed = self.gains, 2 * self.gains.seed
+        intervention, seed = self.intervention, 2 * self.intervention.seed
         return (
-            _changed(q, gains.query, gains.query_noise, seed, q_positions),
-            _changed(k, gains.key, gains.key_noise, seed + 1, k_positions),
+            _changed(q, intervention.query, intervention.query_noise, seed, q_positions),
+            _changed(k, intervention.key, intervention.key_noise, seed + 1, k_positions),
         )
 
 

@@ -1,7 +1,7 @@
 """Interventions on bands of heads: factors on channels of queries and keys, and noise in their
 place (DoPE; Weighted RoPE).
 
-A rotated pair shares one factor, so that a factor before the rotation is one after it. Gains are
+A rotated pair shares one factor, so that a factor before the rotation is one after it. They are
 made for an evaluation, and never stored with a checkpoint.
 """
 
@@ -13,7 +13,7 @@ Factors = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
-class Gains:
+class Intervention:
     """What is done to the heads of one layer after the rotation.
 
     ``query``, ``key``: a factor for every channel of every head, ``[Hq][D]`` and ``[Hkv][D]``;
