@@ -125,7 +125,7 @@ class OffsetFeatureSearch:
         group = q.shape[1] // k.shape[1]
         layers = self._averages.layers
         C = self.context_length or self._spectra[layers[0]][0].training_length
-        columns: dict[str, list[Array]] = {name: [] for name in _COLUMNS}
+        columns: dict[str, list[Array]] = {name: [] for name in COLUMNS}
         for at, layer in enumerate(layers):
             for head in range(q.shape[1]):
                 known = bounds(self._spectra[layer][head // group], C)
@@ -142,7 +142,7 @@ class OffsetFeatureSearch:
                     known.possible,
                     known.angle,
                 )
-                for name, value in zip(_COLUMNS, values, strict=True):
+                for name, value in zip(COLUMNS, values, strict=True):
                     columns[name].append(value)
         whole = {name: np.concatenate(parts) for name, parts in columns.items()}
         possible, lower = whole["possible"], whole["lower_bound"]
@@ -156,7 +156,7 @@ class OffsetFeatureSearch:
         )
 
 
-_COLUMNS = (
+COLUMNS = (
     "layer",
     "head",
     "pair",
@@ -167,6 +167,7 @@ _COLUMNS = (
     "possible",
     "lower_bound",
 )
+"""Of the table of pairs, by their names in :class:`OffsetFeatures`."""
 
 
 def _complex(vector: Array, pairs: int) -> Array:

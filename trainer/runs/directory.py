@@ -16,6 +16,7 @@ import yaml
 
 from trainer.errors import UserError
 from trainer.report.atomic import write_atomically
+from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.config import RunConfig
 
 FREE_TO_CHANGE = (
@@ -59,7 +60,7 @@ OWN = frozenset(
     }
 )
 """The files and directories that this program makes in a run directory."""
-OWN_CHECKPOINT = re.compile(r"(unused-)?step-\d+|(unused-)?before-drop|\..+\.(partial|removed)")
+OWN_CHECKPOINT = re.compile(rf"(unused-)?(step-\d+|{BEFORE_DROP})|\..+\.(partial|removed)")
 
 
 def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
