@@ -25,6 +25,7 @@ FREE_TO_CHANGE = (
     "logger",
     "evaluation",
     "monitor",
+    "callbacks",
     "trainer.threads",
     "trainer.log_every",
     "trainer.checkpoint_every",
