@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -100,3 +103,42 @@ def test_bad_tokenizer_file_is_named(tmp_path, content):
 def test_pack_leaves_out_only_the_incomplete_block():
     blocks = pack([[1, 2, 3], [4], [5, 6, 7, 8]], end=0, length=4)
     assert blocks.tolist() == [[1, 2, 3, 0], [4, 0, 5, 6]]
+
+
+def test_a_new_version_of_the_program_finds_text_that_an_older_one_prepared(config, monkeypatch):
+    """The fingerprint is that of version 0.1.0, whatever the version."""
+    monkeypatch.setattr("trainer.__version__", "9.9.9")
+    corpus = prepare_corpus(config, TokenizerConfig(vocab_size=300))
+    assert corpus.fingerprint == "3fe463badbe4f6be"
+
+
+@pytest.fixture
+def prepared(config):
+    """The directory of prepared text, and a function that opens it again."""
+
+    def again():
+        return prepare_corpus(config, TokenizerConfig(vocab_size=300))
+
+    return Path(config.cache_dir) / "corpora" / again().fingerprint, again
+
+
+def test_prepared_text_without_a_number_has_the_first_format(prepared):
+    directory, again = prepared
+    assert json.loads((directory / "format.json").read_text()) == {"format": 1}
+    (directory / "format.json").unlink()
+    assert len(again().train)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [('{"format": 2}', "format 2.*reads up to 1; install a newer one, or remove it"),
+     ("{}", "damaged"), ("[", "damaged"), ('{"format": "1"}', "damaged")],
+)  # fmt: skip
+def test_prepared_text_of_another_format_is_refused_in_one_line(prepared, content, said):
+    directory, again = prepared
+    (directory / "format.json").write_text(content)
+    with pytest.raises(UserError, match=said) as error:
+        again()
+    (problem,) = error.value.problems
+    assert problem.startswith("data.cache_dir: the prepared text in")
+    assert "\n" not in problem

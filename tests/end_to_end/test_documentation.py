@@ -68,11 +68,15 @@ def test_every_page_shows_commands():
 
 @pytest.fixture(scope="class")
 def place(tmp_path_factory):
-    """A directory with the run that some commands refer to, and the commands that ran there."""
+    """A directory with the files and the run that commands refer to, and the commands that ran."""
     directory = tmp_path_factory.mktemp("reader")
     lines = (f"Line number {i} of one's own.\n" * 10 for i in range(9000))
     (directory / "my_text.txt").write_text("".join(lines))
     (directory / "scripts").symlink_to(ROOT / "scripts")
+    callback = re.search(
+        r"```python\n(.*?)```", (ROOT / "docs/lightning.md").read_text(), re.DOTALL
+    )
+    (directory / "my_callbacks.py").write_text(callback[1])
     done = [["-m", "trainer", "+experiment=drope_demo"]]
     run(directory, done[0])
     return directory, done

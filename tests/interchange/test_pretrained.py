@@ -149,6 +149,14 @@ def test_other_types_of_weights(tmp_path, dtype):
     assert torch.equal(tensor, load(tmp_path, dtype=dtype).model.embed_tokens.weight)
 
 
+def test_slices_make_up_the_tensor(tmp_path, monkeypatch):
+    theirs = published()
+    theirs.save_pretrained(tmp_path)
+    for piece in (1, 33, 100):  # elements: less than a row, one row, three rows of 32
+        monkeypatch.setattr("trainer.interchange.tensor_files.PIECE", piece)
+        assert_same_logits(tmp_path, theirs)
+
+
 def test_weights_come_one_at_a_time_under_our_names(saved):
     pretrained = read_pretrained(str(saved))
     weights = dict(pretrained.weights())
@@ -244,27 +252,77 @@ def test_a_truncated_file(saved, left):
     assert "'model.safetensors' is truncated" in problem
 
 
-def test_a_header_that_is_none(saved):
+@pytest.mark.parametrize("wrong", [b"oops", b'{":', b"\xff\xff\xff"])
+def test_a_damaged_header(saved, wrong):
     path = saved / "model.safetensors"
     content = bytearray(path.read_bytes())
-    for wrong in (b"oops", b'{":'):
-        content[8 : 8 + len(wrong)] = wrong
-        path.write_bytes(content)
-        assert "header that is none" in problems(saved)[0]
+    content[8 : 8 + len(wrong)] = wrong
+    path.write_bytes(content)
+    (problem,) = problems(saved)
+    assert "'model.safetensors' is truncated, damaged or no safetensors file" in problem
+
+
+def test_a_header_longer_than_any_file(saved):
+    (saved / "model.safetensors").write_bytes(b"\xff" * 16)
+    (problem,) = problems(saved)
+    assert "damaged" in problem
 
 
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"shape": [2], "data_offsets": [0, 8]}, "header that is none"),
-        ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "has not the bytes of its shape"),
+        ({"shape": [2], "data_offsets": [0, 8]}, "missing field `dtype`"),
+        ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "invalid shape"),
+        ({"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 8]}, "overflow"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}, "invalid offset"),
+        (
+            {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+            "damaged",
+        ),  # 4 bytes belong to none
     ],
 )
 def test_an_entry_that_contradicts_itself(saved, entry, said):
     header = json.dumps({"a": entry}).encode()
     content = len(header).to_bytes(8, "little") + header + bytes(8)
     (saved / "model.safetensors").write_bytes(content)
-    assert said in problems(saved)[0]
+    (problem,) = problems(saved)
+    assert said in problem
+    assert "'model.safetensors' is truncated, damaged" in problem
+
+
+@pytest.mark.parametrize("place", ["../outside", "{parent}/outside", "deeper/x", "..", ""])
+def test_an_index_that_names_files_elsewhere(tmp_path, place):
+    """Even where the file is there, and a whole one."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    published().save_pretrained(directory)
+    (directory / "deeper").mkdir()
+    for copy in (tmp_path / "outside", directory / "deeper" / "x"):
+        copy.write_bytes((directory / "model.safetensors").read_bytes())
+    (directory / "model.safetensors").unlink()
+    name = place.format(parent=tmp_path)
+    index = {"weight_map": {"model.norm.weight": name, "lm_head.weight": "beside.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (problem,) = problems(directory)
+    assert f"names files outside its directory: {name!r};" in problem
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"weight_map": {"a": 3}}', "{", '{"weight_map": 1}']
+)
+def test_an_index_that_is_damaged(saved, content):
+    (saved / "model.safetensors").unlink()
+    (saved / "model.safetensors.index.json").write_text(content)
+    (problem,) = problems(saved)
+    assert "'weight_map' should name the file of every tensor" in problem
+
+
+def test_a_file_that_is_damaged_after_it_was_checked(saved):
+    pretrained = read_pretrained(str(saved))
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"'model.safetensors' is truncated"):
+        pretrained.decoder()
 
 
 def test_a_missing_shard_and_a_truncated_one(tmp_path):

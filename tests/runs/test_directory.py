@@ -9,7 +9,8 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.runs.config import RunConfig
-from trainer.runs.directory import MARK, open_run_directory
+from trainer.runs.directory import open_run_directory
+from trainer.runs.mark import MARK
 from trainer.runs.parsing import parse_config
 
 

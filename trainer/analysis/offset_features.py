@@ -127,7 +127,7 @@ class OffsetFeatureSearch:
         layers = self._averages.layers
         trained = self._training_length
         C = self.context_length or trained
-        columns: dict[str, list[Array]] = {name: [] for name in _COLUMNS}
+        columns: dict[str, list[Array]] = {name: [] for name in COLUMNS}
         for at, layer in enumerate(layers):
             for head in range(q.shape[1]):
                 known = bounds(self._spectra[layer][head // group].at(C, trained), C)
@@ -144,7 +144,7 @@ class OffsetFeatureSearch:
                     known.possible,
                     known.angle,
                 )
-                for name, value in zip(_COLUMNS, values, strict=True):
+                for name, value in zip(COLUMNS, values, strict=True):
                     columns[name].append(value)
         whole = {name: np.concatenate(parts) for name, parts in columns.items()}
         possible, lower = whole["possible"], whole["lower_bound"]
@@ -158,7 +158,7 @@ class OffsetFeatureSearch:
         )
 
 
-_COLUMNS = (
+COLUMNS = (
     "layer",
     "head",
     "pair",
@@ -169,6 +169,7 @@ _COLUMNS = (
     "possible",
     "lower_bound",
 )
+"""Of the table of pairs, by their names in :class:`OffsetFeatures`."""
 
 
 def _complex(vector: Array, pairs: int) -> Array:

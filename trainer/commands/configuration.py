@@ -119,5 +119,5 @@ def _key_problem(override: Override, base: DictConfig) -> str | None:
     return None
 
 
-FREE_FORM = ("positional.encodings", "positional.heads", "controls")
+FREE_FORM = ("positional.encodings", "positional.heads", "controls", "callbacks")
 """Groups whose keys the user chooses; new ones are added with a plus."""

@@ -18,15 +18,23 @@ import datasets
 import numpy as np
 from tokenizers import Tokenizer
 
-import trainer
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.needles import WORDS
 from trainer.data.order import Integers
 from trainer.data.sources import read_documents
 from trainer.data.tokenizer import end_of_text, load_tokenizer, train_tokenizer
 from trainer.errors import UserError
+from trainer.formats import check_format
 
 SPLITS = ("train", "validation", "test")
+FORMAT = 1
+"""Of a directory with prepared text: ``tokenizer.json``, and the splits as Arrow data sets."""
+FORMAT_FILE = "format.json"
+RECIPE = "0.1.0"
+"""Names how text becomes tokens, and changes only where the same text would become others.
+
+It is a part of every fingerprint, where the first version of this program had its own number. With
+that number, text that was prepared and runs that began then are still found."""
 
 
 class TokenStream:
@@ -84,12 +92,13 @@ def prepare_corpus(
     ``tokenizer``: one to use where ``tokenizer_config`` names none, instead of training one.
 
     Raises:
-        UserError: the text or tokenizer cannot be read, or the text is too short.
+        UserError: the text or tokenizer cannot be read, the text is too short, or a newer version
+            of this program prepared it.
     """
     given = load_tokenizer(tokenizer_config.path) if tokenizer_config.path else tokenizer
     documents = read_documents(config)
     recipe = [
-        trainer.__version__,
+        RECIPE,
         config.sequence_length,
         config.validation,
         config.test,
@@ -101,6 +110,7 @@ def prepare_corpus(
         digest.update(document.encode() + b"\0")
     fingerprint = digest.hexdigest()[:16]
     directory = cache_directory(config) / "corpora" / fingerprint
+    _check_format(directory)
     if not directory.is_dir():
         _prepare(documents, config, given, tokenizer_config.vocab_size, directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -121,6 +131,7 @@ def _prepare(
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".partial-"))
     try:
+        (partial / FORMAT_FILE).write_text(json.dumps({"format": FORMAT}) + "\n")
         tokenizer.save(str(partial / "tokenizer.json"))
         for split, texts in splits.items():
             encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -136,6 +147,19 @@ def _prepare(
         _publish(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_format(directory: Path) -> None:
+    """Refuse text that a newer version prepared; without a number it has the first format."""
+    path = directory / FORMAT_FILE
+    if not path.is_file():
+        return
+    try:
+        found = json.loads(path.read_bytes())["format"]
+    except (ValueError, KeyError, TypeError):
+        found = None
+    where = f"data.cache_dir: the prepared text in {str(directory)!r}"
+    check_format(found, FORMAT, where, "remove it to have it prepared again")
 
 
 def _save(rows: datasets.Dataset, path: Path) -> None:

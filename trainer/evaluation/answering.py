@@ -22,7 +22,7 @@ from trainer.data.order import Integers
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.passes import sequences_at_once
 from trainer.evaluation.prompts import Prompt, Stop
-from trainer.generation.generate import generate, go_on
+from trainer.generation.generate import continue_from_cache, generate
 from trainer.model.cache import KVCache
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
@@ -97,7 +97,7 @@ def _answer(
     tokens, count = [prompt.tokens for prompt in prompts], prompts[0].new_tokens
     if cuts:
         logits, cache = _read(model, tokens, cuts, count)
-        go_on(model, logits, cache, count, end_tokens=(end,), on_token=on_token)
+        continue_from_cache(model, logits, cache, count, end_tokens=(end,), on_token=on_token)
     elif count == 1 and len(set(map(len, tokens))) == 1:
         # Nothing goes on from here, so that nothing has to be kept.
         ids = torch.tensor(tokens, device=model.embed_tokens.weight.device)

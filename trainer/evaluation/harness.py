@@ -81,7 +81,7 @@ class HarnessModel(LM):
             float(settings.get("top_p") or 1.0),
         )
         prompts = [tokens[-room:] for tokens in self.encoder.tokens(contexts)]
-        texts = [TextStream(self.encoder.tokenizer.decode, stop) for _ in contexts]
+        texts = [TextStream(self.encoder.tokenizer, stop) for _ in contexts]
         for batch in self._batches(prompts, new):
 
             def push(row: int, token: int, batch: list[int] = batch) -> bool:

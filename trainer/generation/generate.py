@@ -56,7 +56,7 @@ def generate(
         return new
     rows = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     logits, cache = _read(model, [prompts[row] for row in rows], max_new_tokens)
-    return go_on(
+    return continue_from_cache(
         model,
         logits,
         cache,
@@ -69,7 +69,7 @@ def generate(
 
 
 @torch.no_grad()
-def go_on(
+def continue_from_cache(
     model: Decoder,
     logits: Tensor,
     cache: KVCache,

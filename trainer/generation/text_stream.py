@@ -2,56 +2,63 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-# What a decoder writes for the up to 3 bytes of a character whose last byte is still to come.
-_UNFINISHED = re.compile(r"\ufffd{1,3}\Z")
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 
 class _Characters:
-    """Decodes token by token, in time that does not grow with the text."""
+    """Decodes token by token; a character whose bytes have not all come yet is held back."""
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
-        # Tokens between the last two places where the text was whole, and those since: some
-        # decoders treat the first of their tokens in a special way.
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
-        self._context = 0
-        self._given = 0
+        self._whole = 0  # tokens whose text was given out
+        self._given = 0  # characters of it
 
     def push(self, token: int) -> str:
         self._tokens.append(token)
-        text = self._decode(self._tokens)
-        whole = _UNFINISHED.sub("", text)
-        new = whole[self._given :]
-        self._given = max(self._given, len(whole))
-        if whole == text:
-            del self._tokens[: self._context]
-            self._context = len(self._tokens)
-            self._given = len(self._decode(self._tokens))
+        try:
+            new = self._stream.step(self._tokenizer, token) or ""
+        except Exception as error:  # tokenizers raises bare Exception
+            if "Invalid prefix" not in str(error):
+                raise
+            # Bytes that are no text make a byte-fallback decoder read those before them in another
+            # way. What was given out stays; the text goes on with the rest.
+            new = self._tokenizer.decode(self._tokens[self._whole :])
+            self._begin()
+            return new
+        if new:
+            self._whole = len(self._tokens)
+            self._given += len(new)
         return new
 
     def rest(self) -> str:
-        return self._decode(self._tokens)[self._given :] if self._tokens else ""
+        """What DecodeStream never gives out: a last character that was not finished."""
+        return self._tokenizer.decode(self._tokens)[self._given :]
 
 
 class TextStream:
     """The text of one continuation, given out as it becomes certain.
 
     Args:
-        decode: token ids to text, ``tokenizer.decode`` for instance.
+        tokenizer: of the model; its special tokens are left out.
         stop: strings that end the text; the first of them to appear and what follows are left out.
 
     ``text`` is all that was decoded so far and ``stopped`` says whether a stop string appeared.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         if "" in stop:
             raise ValueError("an empty stop string stops before it begins")
         self.text = ""
         self.stopped = False
-        self._characters = _Characters(decode)
+        self._characters = _Characters(tokenizer)
         self._stop = tuple(stop)
         self._given = 0
 

@@ -1,74 +1,58 @@
-"""Tensors in safetensors files, found by their headers and read in pieces.
+"""Tensors in safetensors files: found by their headers, read in slices.
 
-The format: eight bytes with the header's length, the header in JSON (name to type, shape and
-place), then the tensors' bytes. Plain reads, since every page of a memory map that was touched
-counts as memory: a model would need its size twice.
+The ``safetensors`` library checks every header against the size of its file, and maps files into
+memory. Mapped pages count as memory once they were touched, so a file is opened anew for every
+slice: otherwise a model would need its size twice.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""Types that weights may have, as headers call them."""
 PIECE = 1 << 22
 """Elements that are read at a time."""
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor in a file: its name there, and its first byte."""
+    """One tensor in a safetensors file, under its name there."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
     path: Path
-    start: int
 
     def read_into(self, out: Tensor) -> None:
-        """Fill ``out`` (contiguous, of this shape), converting to its type.
+        """Fill ``out`` (of this shape), converting to its type.
 
         Raises:
-            UserError: the file has become shorter.
+            UserError: the file was damaged or removed since its header was read.
         """
-        flat = out.detach().view(-1)
-        buffer = torch.empty(min(PIECE, flat.numel()), dtype=self.dtype)
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            for part in flat.split(PIECE):
-                piece = buffer[: part.numel()]
-                if file.readinto(piece.view(torch.uint8).numpy()) < piece.nbytes:
-                    raise UserError(f"{str(self.path)!r} ended within the tensor {self.name!r}.")
-                part.copy_(piece)
+        if out.numel() <= PIECE:
+            with _opened(self.path) as file:
+                out.detach().copy_(file.get_tensor(self.name))
+            return
+        rows = max(1, PIECE * len(out) // out.numel())
+        for index, part in enumerate(out.detach().split(rows)):
+            with _opened(self.path) as file:
+                part.copy_(file.get_slice(self.name)[index * rows : (index + 1) * rows])
 
     def equals(self, other: FileTensor) -> bool:
-        """Whether both hold the same bytes."""
-        if (self.shape, self.dtype) != (other.shape, other.dtype):
-            return False
-        left = math.prod(self.shape) * self.dtype.itemsize
-        with self.path.open("rb") as ours, other.path.open("rb") as theirs:
-            ours.seek(self.start)
-            theirs.seek(other.start)
-            while left > 0:
-                if ours.read(min(PIECE, left)) != theirs.read(min(PIECE, left)):
-                    return False
-                left -= PIECE
-        return True
+        """Whether both have the same type, the same shape and the same bytes."""
+        with _opened(self.path) as ours, _opened(other.path) as theirs:
+            a, b = ours.get_tensor(self.name), theirs.get_tensor(other.name)
+            return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(_bytes(a), _bytes(b))
 
 
 def read_headers(directory: Path) -> dict[str, FileTensor]:
@@ -102,11 +86,7 @@ def _weight_files(directory: Path) -> list[Path]:
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     if (directory / INDEX).is_file():
-        try:
-            shards = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            return [directory / name for name in sorted(set(shards.values()))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UserError(f"{INDEX!r} names no files ({error!r}).") from error
+        return _shards(directory)
     if any(directory.glob("pytorch_model*.bin")):
         raise UserError(
             "the weights are a pytorch_model.bin, which can run code as it is read; convert them "
@@ -115,42 +95,53 @@ def _weight_files(directory: Path) -> list[Path]:
     raise UserError(f"there is no {SINGLE!r} in {str(directory)!r}.")
 
 
+def _shards(directory: Path) -> list[Path]:
+    try:
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        names = sorted(set(index["weight_map"].values()))
+        elsewhere = [name for name in names if name in ("", "..") or name != Path(name).name]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{INDEX!r} is damaged: its 'weight_map' should name the file of every tensor "
+            f"({error!r})."
+        ) from error
+    if elsewhere:
+        raise UserError(
+            f"{INDEX!r} names files outside its directory: {', '.join(map(repr, elsewhere))}; "
+            "expected names of files beside it."
+        )
+    return [directory / name for name in names]
+
+
 def _read_header(path: Path) -> dict[str, FileTensor]:
     if not path.is_file():
         raise UserError(f"the file {path.name!r} that the index names is missing.")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > size - 8:
-            raise UserError(
-                f"{path.name!r} is truncated or no safetensors file: its header should have "
-                f"{length} bytes, but the file has {size}."
-            )
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            entries = [
-                (name, entry["dtype"], tuple(entry["shape"]), *map(int, entry["data_offsets"]))
-                for name, entry in header.items()
-            ]
-            end = max((stop for *_, stop in entries), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path.name!r} has a header that is none ({error!r}).") from error
-    begin = 8 + length
-    if begin + end != size:
-        raise UserError(
-            f"{path.name!r} is truncated or damaged: it should have {begin + end} bytes, but has "
-            f"{size}."
-        )
-    problems, found = [], {}
-    for name, kind, shape, start, stop in entries:
-        dtype = _DTYPES.get(kind)
-        if dtype is None:
-            problems.append(f"tensor {name!r} has the type {kind}; expected {', '.join(_DTYPES)}.")
-        elif stop - start != math.prod(shape) * dtype.itemsize:
-            problems.append(f"tensor {name!r} of {path.name!r} has not the bytes of its shape.")
-        else:
-            found[name] = FileTensor(name, shape, dtype, path, begin + start)
-    if problems:
+    with _opened(path) as file:
+        headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        dtypes = {name: header.get_dtype() for name, header in headers.items()}
+        shapes = {name: tuple(header.get_shape()) for name, header in headers.items()}
+    if problems := [
+        f"tensor {name!r} has the type {dtype}; expected {', '.join(DTYPES)}."
+        for name, dtype in dtypes.items()
+        if dtype not in DTYPES
+    ]:
         raise UserError(*problems)
-    return found
+    return {name: FileTensor(name, shape, path) for name, shape in shapes.items()}
+
+
+def _opened(path: Path) -> Any:
+    """The file, mapped into memory; a context manager.
+
+    Raises:
+        UserError: it is missing, damaged or no safetensors file.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path.name!r} is truncated, damaged or no safetensors file ({error})."
+        ) from error
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -23,17 +23,21 @@ import torch
 
 import trainer
 from trainer.errors import UserError, did_you_mean
+from trainer.formats import FIRST, check_format
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoint_files import MANIFEST, damage
 from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.runs.mark import check_mark
 from trainer.runs.state import check_shapes, load, read_metadata
 
 log = logging.getLogger(__name__)
 
 BEFORE_DROP = "before-drop"
 STATE = "state.json"
+FORMAT = 1
+"""Of a checkpoint: what ``state.json`` holds, and the names of the tensors."""
 
 
 def description(
@@ -41,6 +45,7 @@ def description(
 ) -> dict[str, Any]:
     """What a checkpoint says of itself, in plain values."""
     return {
+        "format": FORMAT,
         "step": step,
         "tokens": step * config.tokens_per_step,
         "model": asdict(model.config),
@@ -166,15 +171,24 @@ def read_state(path: Path) -> dict[str, Any]:
     """A checkpoint's ``state.json``, once its files were found to be what was written.
 
     Raises:
-        UserError: the checkpoint is damaged.
+        UserError: the checkpoint is damaged, or of a newer format.
     """
+    if path.parent.name == "checkpoints":
+        check_mark(path.parent.parent)
     if (wrong := damage(path)) is not None:
         others = sorted(
             p.parent.name for p in path.parent.glob(f"*/{MANIFEST}") if p.parent != path
         )
         hint = f" Others beside it: {', '.join(others)}." if others else ""
         raise UserError(f"checkpoint: {path.name!r} is damaged: {wrong}.{hint}")
-    return json.loads((path / STATE).read_text(encoding="utf-8"))
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    check_format(
+        state.get("format", FIRST),
+        FORMAT,
+        f"checkpoint: {str(path)!r}",
+        "give a checkpoint that an older one wrote",
+    )
+    return state
 
 
 def model_config(state: dict[str, Any]) -> ModelConfig:

@@ -187,7 +187,8 @@ class RunConfig:
     lives; stable, so that the same command resumes. ``controls``: other runs of the same experiment
     by name, each a set of changes to this configuration, trained for the same budget and reported
     in the same table; one with ``branch: drop`` goes on from this run's state just before its drop.
-    ``plugins``: Python files that register encodings.
+    ``plugins``: Python files that register encodings. ``callbacks``: Lightning callbacks by name,
+    each ``_target_``, a class, and its arguments; nothing but training makes them.
     """
 
     name: str = "run"
@@ -208,6 +209,7 @@ class RunConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     controls: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property

@@ -33,6 +33,15 @@ def reference_first(subjects: list[Subject]) -> list[Subject]:
     return sorted(subjects, key=lambda subject: order.get(subject.role, 2))
 
 
+def is_dropped(config: RunConfig, step: int) -> bool:
+    """Whether a run has dropped its encoding in the state after ``step`` steps.
+
+    The drop comes before the first batch of its phase: the checkpoint of that very step is of
+    before.
+    """
+    return config.drop_step is not None and step > config.drop_step
+
+
 def role(config: RunConfig, dropped: bool | None = None) -> str:
     """What a run is in comparisons: ``drope`` once its encoding is dropped, else its encoding.
 
@@ -55,6 +64,12 @@ def label(config: RunConfig, dropped: bool | None = None) -> str:
     if name == "drope":
         return "DroPE"
     return ENCODING_TITLES.get(name) or " + ".join(dict.fromkeys(config.positional.layers))
+
+
+def checkpoint_label(config: RunConfig, step: int, name: str) -> str:
+    """How tables call a run's checkpoint ``name``, which is named where it is not the last."""
+    called = label(config, is_dropped(config, step))
+    return called if step == config.trainer.max_steps else f"{called} ({name})"
 
 
 def describe_task(config: RunConfig) -> dict[str, Any]:

@@ -16,13 +16,16 @@ import yaml
 
 from trainer.errors import UserError
 from trainer.report.atomic import write_atomically
+from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.config import RunConfig
+from trainer.runs.mark import MARK, check_mark, write_mark
 
 FREE_TO_CHANGE = (
     "overwrite",
     "logger",
     "evaluation",
     "monitor",
+    "callbacks",
     "trainer.threads",
     "trainer.log_every",
     "trainer.checkpoint_every",
@@ -48,9 +51,6 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-MARK = "run.json"
-"""What says that a directory is a run of this program, and in which format."""
-FORMAT = 1
 OWN = frozenset(
     {
         *("config.yaml", MARK, "metrics.csv", "log.txt", "heartbeat.json", "wandb_id", ".lock"),
@@ -59,7 +59,7 @@ OWN = frozenset(
     }
 )
 """The files and directories that this program makes in a run directory."""
-OWN_CHECKPOINT = re.compile(r"(unused-)?step-\d+|(unused-)?before-drop|\..+\.(partial|removed)")
+OWN_CHECKPOINT = re.compile(rf"(unused-)?(step-\d+|{BEFORE_DROP})|\..+\.(partial|removed)")
 
 
 def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
@@ -81,7 +81,7 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
             f"run_dir: {config.run_dir!r} holds other files and no run; choose another run_dir."
         )
     if record.exists():
-        _check_format(directory)
+        check_mark(directory)
         saved = yaml.safe_load(record.read_text(encoding="utf-8"))
         free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
         if differing := differences(saved, plain(config), free):
@@ -94,7 +94,7 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
                 f"`python -m trainer evaluate checkpoint={config.run_dir}` evaluates a run anew.",
             )
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / MARK, json.dumps({"program": "unrope", "format": FORMAT}) + "\n")
+    write_mark(directory)
     write_atomically(record, yaml.safe_dump(plain(config), sort_keys=False))
     return directory
 
@@ -125,28 +125,6 @@ def overwrite_problems(directory: Path) -> list[str]:
             p for control in sorted(controls.iterdir()) for p in overwrite_problems(control)
         ]
     return problems
-
-
-def _check_format(directory: Path) -> None:
-    """Directories of before there was a mark have the same format as the first one with it.
-
-    Raises:
-        UserError: a newer version of this program wrote the directory, or the mark is damaged.
-    """
-    mark = directory / MARK
-    if not mark.is_file():
-        return
-    try:
-        found = int(json.loads(mark.read_bytes())["format"])
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"run_dir: {str(mark)!r} is damaged; it should hold a format number."
-        ) from None
-    if found > FORMAT:
-        raise UserError(
-            f"run_dir: {str(directory)!r} has format {found}, this version of unrope reads up to "
-            f"{FORMAT}; install a newer one, or choose another run_dir."
-        )
 
 
 def differences(

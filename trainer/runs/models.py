@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
 from trainer.data.tokenizer import end_of_text
@@ -18,8 +19,11 @@ from trainer.positional.layout import Layout
 from trainer.runs.checkpoint_files import MANIFEST, checksum
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, model_config, read_state
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import label
+from trainer.runs.descriptions import checkpoint_label
 from trainer.runs.parsing import validated
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Types of weights, as commands call them."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,9 @@ def _find(given: str) -> Candidate:
     path = find_checkpoint(given)
     state = read_state(path)
     config = validated(RunConfig, state["config"])[0]
-    dropped = config.drop_step is not None and state["step"] > config.drop_step
-    name = label(config, dropped=dropped)
-    if state["step"] != config.trainer.max_steps:
-        name = f"{name} ({path.name})"
     return Candidate(
         given,
-        name,
+        checkpoint_label(config, state["step"], path.name),
         path,
         Tokenizer.from_str(state["tokenizer"]),
         model_config(state),

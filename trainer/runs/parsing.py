@@ -77,8 +77,8 @@ def parse_config(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig
     Raises:
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
     """
-    # `controls=null` on a command line leaves an experiment's controls out; merging keeps {}.
-    values = {**values, "controls": values.get("controls") or {}}
+    # `controls=null` on a command line leaves an experiment's out; merging keeps {}.
+    values = {**values, **{key: values.get(key) or {} for key in ("controls", "callbacks")}}
     config, problems = validated(RunConfig, values)
     problems = [*found, *problems]
     try:

@@ -51,10 +51,12 @@ from trainer.training.callbacks.probe import Probe
 from trainer.training.callbacks.resume import Resume
 from trainer.training.callbacks.stability import Rewind, Watchdog
 from trainer.training.data_module import TrainingData
+from trainer.training.lightning_internals import leave_signals_alone
 from trainer.training.loggers import close, other_loggers
 from trainer.training.metrics_logger import MetricsFile
 from trainer.training.module import LanguageModule, make_decoder
 from trainer.training.strategy import SHARDED, lightning_strategy
+from trainer.training.user_callbacks import make_callbacks, states_of
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +161,7 @@ def _fit(
         model.layout = Layout.from_dict(start.state["layout"])
     skips = start.state.get("skips", []) if skips is None else skips
     module = LanguageModule(config, model, ranks, pretrained)
+    own = make_callbacks(config.callbacks)
     title = f"Training {config.label or config.name}"
     with Progress(
         title, config.trainer.max_steps, config.tokens_per_step, silent=not ranks.is_first
@@ -175,6 +178,7 @@ def _fit(
                 "loss": metrics.last_loss,
                 "tally": module.tally.state(),
                 "callbacks": {type(c).__name__: c.state_dict() for c in kept},
+                "user_callbacks": states_of(own),
                 "loggers": {type(x).__name__: x.version for x in loggers if x.version},
             }
 
@@ -186,7 +190,7 @@ def _fit(
         if config.monitor.probe_every is not None:
             monitors.append(Probe(config, corpus, drop, metrics.add))
         kept = metrics, drop, *monitors
-        resume = Resume(start.checkpoint, start.state, kept)
+        resume = Resume(start.checkpoint, start.state, kept, own)
         preemption = Preemption(config, checkpointing, began=time.time())
         rewind = Rewind(config)
         watchdog = Watchdog(config, run_dir, ranks.is_first)
@@ -194,10 +198,11 @@ def _fit(
             config,
             ranks,
             loggers,
-            # The order matters: measured, then logged, then saved.
+            # The order matters: changed, then measured, then logged, then saved.
             [
                 resume,
                 drop,
+                *own,
                 *monitors,
                 metrics,
                 checkpointing,
@@ -224,6 +229,13 @@ def _fit(
             first_does(ask_for_requeue)  # before any rank ends, which may end the others
             raise PreemptedError(
                 f"Stopped after step {trainer.global_step} ({preemption.reason}), checkpoint saved."
+            )
+        to_train = start.step < config.trainer.max_steps
+        if to_train and trainer.global_step < config.trainer.max_steps and not rewind.broken:
+            raise UserError(
+                f"callbacks: one of them stopped the run after step {trainer.global_step} of "
+                f"{config.trainer.max_steps}; leave it out, and the same command goes on from the "
+                "newest checkpoint."
             )
     return drop.effect, rewind.broken
 
@@ -257,6 +269,7 @@ def make_trainer(
         precision="bf16-mixed" if half else "32-true",
         accumulate_grad_batches=run.accumulation(ranks.world_size),
         logger=loggers,
+        log_every_n_steps=0,  # the Metrics callback logs, what others gave to log() too
         callbacks=callbacks,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -265,7 +278,5 @@ def make_trainer(
         num_sanity_val_steps=0,
         default_root_dir=config.run_dir,
     )
-    # Lightning asks all ranks about signals at every batch and waits for the device to answer; the
-    # Preemption callback does so without waiting.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    leave_signals_alone(trainer)
     return trainer

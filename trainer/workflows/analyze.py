@@ -23,11 +23,12 @@ from trainer.model.config import ModelConfig
 from trainer.report.geometry.page import GeometryReport, write_geometry_report
 from trainer.report.geometry.section import Section
 from trainer.report.progress import Progress
+from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.descriptions import environment, without_home
 from trainer.runs.directory import writable_problem
 from trainer.runs.memory import free_memory, needed_memory
 from trainer.runs.metrics_file import read_metrics
-from trainer.runs.models import Candidate, find_candidate
+from trainer.runs.models import DTYPES, Candidate, find_candidate
 from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.held_out import held_out_corpus
 
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 
 ALL, DROP = "all", "drop"
 KINDS = (ALL, *STUDIES, DROP)
-BEFORE_DROP = "before-drop"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
 MOST_TOKENS = 2**24
 """Of the held-out text that are looked at."""

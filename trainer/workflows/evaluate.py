@@ -43,12 +43,10 @@ from trainer.report.lengths import PERPLEXITY, LengthReport
 from trainer.runs.descriptions import environment, without_home
 from trainer.runs.directory import writable_problem
 from trainer.runs.fitted_temperature import keep_temperature
-from trainer.runs.models import Candidate, find_candidate
+from trainer.runs.models import DTYPES, Candidate, find_candidate
 from trainer.workflows.held_out import held_out_corpus, request_problems, text_source
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

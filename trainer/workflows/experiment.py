@@ -39,6 +39,7 @@ from trainer.training.callbacks.preemption import stopping_between_files
 from trainer.training.loggers import log_table
 from trainer.training.run import TrainedRun, device_problems, set_threads, train
 from trainer.training.strategy import strategy_problems
+from trainer.training.user_callbacks import callback_problems
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,9 @@ def _open(
         UserError: with all that is wrong.
     """
     problems = device_problems(config) + label_problems(configs) + strategy_problems(config, ranks)
+    problems += dict.fromkeys(
+        p for arm in configs.values() for p in callback_problems(arm.callbacks)
+    )
     if problem := writable_problem(config.run_dir):
         problems.append(problem)
     if problems:

@@ -12,7 +12,7 @@ from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 from trainer.report.results import Report
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import label
+from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.parsing import validated
 
 
@@ -56,10 +56,11 @@ def model_card(
 def _facts(
     config: RunConfig, state: dict[str, Any], model: Decoder, report: Report | None
 ) -> dict[str, str]:
+    dropped = is_dropped(config, state["step"])
     facts = {
         "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "positional encoding": describe(model.layout),
-        "dropped": f"after step {config.drop_step}" if _dropped(config, state["step"]) else "never",
+        "dropped": f"after step {config.drop_step}" if dropped else "never",
         "steps": f"{state['step']:,}",
         "tokens": f"{state['tokens']:,}",
         "training length": f"{model.layout.training_length:,} tokens",
@@ -70,10 +71,6 @@ def _facts(
     if report is not None and "corpus" in report.environment:
         facts["hash of the text"] = str(report.environment["corpus"])
     return facts
-
-
-def _dropped(config: RunConfig, step: int) -> bool:
-    return config.drop_step is not None and step > config.drop_step
 
 
 def describe(layout: Layout) -> str:
@@ -119,7 +116,7 @@ def _report(path: Path) -> Report | None:
 
 def _figures(config: RunConfig, step: int, report: Report | None) -> list[str]:
     """The table of the run's report, for the checkpoint that was evaluated there: its last."""
-    name = label(config, _dropped(config, step))
+    name = label(config, is_dropped(config, step))
     if report is None or step != config.trainer.max_steps:
         return []
     cells = [c for c in report.table if c.method == name or c.method.startswith(f"{name} + ")]

@@ -19,9 +19,10 @@ from trainer.report.results import Report
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 from trainer.runs.config import EvaluationRequest, RunConfig
 from trainer.runs.descriptions import (
+    checkpoint_label,
     describe_task,
     environment,
-    label,
+    is_dropped,
     reference_first,
     role,
 )
@@ -66,7 +67,11 @@ def evaluate_checkpoints(request: EvaluationRequest) -> tuple[Report, Path]:
     _check_tokenizer(corpus, abouts[0]["tokenizer"], names[0])
     subjects = reference_first(
         [
-            Subject(_role(c, a["step"]), _label(c, a["step"], path), model)
+            Subject(
+                role(c, dropped=is_dropped(c, a["step"])),
+                checkpoint_label(c, a["step"], path.name),
+                model,
+            )
             for c, a, path, model in zip(configs, abouts, paths, models, strict=True)
         ]
     )
@@ -96,17 +101,3 @@ def _check_tokenizer(corpus: Corpus, expected: str, name: str) -> None:
             f"checkpoint: {name!r} was trained with another tokenizer than its text source gives "
             "here (another version of Python, or changed files)."
         )
-
-
-def _is_dropped(config: RunConfig, step: int) -> bool:
-    return config.drop_step is not None and step > config.drop_step
-
-
-def _role(config: RunConfig, step: int) -> str:
-    """What the checkpoint is in comparisons: before its drop a run is what its encoding says."""
-    return role(config, dropped=_is_dropped(config, step))
-
-
-def _label(config: RunConfig, step: int, path: Path) -> str:
-    name = label(config, dropped=_is_dropped(config, step))
-    return name if step == config.trainer.max_steps else f"{name} ({path.name})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from trainer.errors import UserError
@@ -50,3 +52,16 @@ def test_a_damaged_file_is_named(tmp_path, content):
     store.path("cell", {"a": 1}).write_bytes(content)
     with pytest.raises(UserError, match=r"cell-.*\.json' is damaged; remove it"):
         store.get("cell", {"a": 1}, lambda: 2)
+
+
+def test_pieces_have_a_format_and_those_of_before_have_the_first(tmp_path):
+    store = Store(tmp_path)
+    store.get("cell", {"a": 1}, lambda: 2)
+    path = store.path("cell", {"a": 1})
+    piece = json.loads(path.read_bytes())
+    assert piece.pop("format") == 1
+    path.write_text(json.dumps(piece))
+    assert store.get("cell", {"a": 1}, lambda: 3) == 2
+    path.write_text(json.dumps(piece | {"format": 2}))
+    with pytest.raises(UserError, match=r"output: .* has format 2, .*choose another output"):
+        store.get("cell", {"a": 1}, lambda: 3)

@@ -34,6 +34,7 @@ class ClustersStudy(Study):
 
     key: ClassVar[str] = "clusters"
     title: ClassVar[str] = "Clusters of queries and keys"
+    shortest: ClassVar[int] = 4  # clouds have points
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -42,13 +43,6 @@ class ClustersStudy(Study):
         self._snapshots: list[Snapshot] = []
         inside = min(target.training_length, target.length)
         self._panels = list(dict.fromkeys([inside, target.length]))
-
-    @classmethod
-    def problems(cls, target: Target) -> list[str]:
-        """Clouds have points."""
-        if target.length >= 4:
-            return []
-        return [f"expected a text of 4 tokens or more, got {target.length}."]
 
     def on_layer(self, heads: Heads) -> None:
         """Measures of all heads, pictures of those that may be shown."""

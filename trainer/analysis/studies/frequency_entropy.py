@@ -20,7 +20,7 @@ from trainer.positional.layout import LayerEncoding
 from trainer.report.geometry.entropy_figures import Scale, curves, heat_maps, pair_scatter
 from trainer.report.geometry.section import Picture, Section
 
-FRAME, SHORTEST = 1024, 6
+FRAME = 1024
 NAMES = {"spectrum": "SpectrumFE", "sequence": "SequenceFE"}
 SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
 NORMS: dict[Side, str] = {"query": "its queries", "key": "the keys it reads"}
@@ -41,6 +41,7 @@ class FrequencyEntropyStudy(Study):
 
     key: ClassVar[str] = "frequency_entropy"
     title: ClassVar[str] = "Frequency entropy"
+    shortest: ClassVar[int] = 6  # with fewer than 1,024 SpectrumFE alone is left out
 
     def __init__(
         self, target: Target, alphas: Sequence[float] = ALPHAS, sweep_tokens: int = SWEEP_TOKENS
@@ -51,13 +52,6 @@ class FrequencyEntropyStudy(Study):
         self._layers: list[FrequencyEntropy] = []
         self._norms: dict[tuple[int, int], dict[Side, Array]] = {}
         self._shown = _layers_to_show(target)
-
-    @classmethod
-    def problems(cls, target: Target) -> list[str]:
-        """With fewer than 1,024 tokens SpectrumFE alone is left out."""
-        if target.length >= SHORTEST:
-            return []
-        return [f"expected a text of {SHORTEST} tokens or more, got {target.length}."]
 
     def on_layer(self, heads: Heads) -> None:
         """Entropies of all its pairs; the norms of one head of a layer that is shown."""

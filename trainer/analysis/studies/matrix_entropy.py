@@ -30,7 +30,7 @@ STAGES: dict[Stage, str] = {
     "post_rope": "turned as trained",
 }
 ATTENDING: Stage = "post_ntk"
-SHORTEST, LISTED = 16, 3
+LISTED = 3
 BANDS, ALL, SHOWN = "band entropy", "effective rank", "effective rank, r = 16"
 At = tuple[Side, Stage]
 
@@ -43,6 +43,7 @@ class MatrixEntropyStudy(Study):
 
     key: ClassVar[str] = "matrix_entropy"
     title: ClassVar[str] = "Matrix entropy"
+    shortest: ClassVar[int] = 16  # room for a needle
 
     def __init__(self, target: Target, trained: Layout | None = None) -> None:
         super().__init__(target)
@@ -55,13 +56,6 @@ class MatrixEntropyStudy(Study):
         self._found: dict[At, list[MatrixEntropy]] = {
             (side, stage): [] for side in SIDES for stage in self.stages
         }
-
-    @classmethod
-    def problems(cls, target: Target) -> list[str]:
-        """A text must have room for a needle."""
-        if target.length >= SHORTEST:
-            return []
-        return [f"expected a text of {SHORTEST} tokens or more, got {target.length}."]
 
     def on_layer(self, heads: Heads) -> None:
         """Gram matrices of both sides at every stage."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
 from trainer.analysis.offset_features import (
+    COLUMNS,
     RADII,
     TURN,
     OffsetFeatures,
@@ -27,17 +28,6 @@ from trainer.analysis.studies.study import Study, Target
 from trainer.report.geometry.offset_figures import Cloud, by_distance, clouds, radius_and_angle
 from trainer.report.geometry.section import Grid, Picture, Section
 
-COLUMNS = (
-    "layer",
-    "head",
-    "pair",
-    "inv_freq",
-    "query_radius",
-    "key_radius",
-    "angle",
-    "possible",
-    "lower_bound",
-)
 SHOWN, CURVES, DISTANCES, POINTS = 3, 3, 400, 1000
 
 

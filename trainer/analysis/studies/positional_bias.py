@@ -31,15 +31,11 @@ class PositionalBiasStudy(Study):
 
     key: ClassVar[str] = "positional_bias"
     title: ClassVar[str] = "Positional bias"
+    shortest: ClassVar[int] = 2  # a single token attends to itself alone
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self._bias = PositionalBias()
-
-    @classmethod
-    def problems(cls, target: Target) -> list[str]:
-        """A single token has nothing to attend to but itself."""
-        return [] if target.length >= 2 else ["expected a text of 2 tokens or more, got 1."]
 
     def on_layer(self, heads: Heads) -> None:
         """Aᶜ of its heads, in so much of the text as the model was trained at."""

@@ -20,7 +20,7 @@ from trainer.analysis.studies.versions import versions
 from trainer.report.geometry.glance import Indicator
 from trainer.report.geometry.section import Section
 
-SHORTEST, HALF, SINK = 8, 0.5, 4
+HALF, SINK = 0.5, 4
 LAYERS_TRIED, SHOWN, CELLS = 8, 3, 128
 OF_ROWS = ("previous", "entropy")
 
@@ -30,6 +30,7 @@ class SinksStudy(Study):
 
     key: ClassVar[str] = "sinks"
     title: ClassVar[str] = "Attention sinks"
+    shortest: ClassVar[int] = 8  # positions must be apart from the first
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -37,13 +38,6 @@ class SinksStudy(Study):
         self.versions = versions(target, scores=True)
         self._rows = Averages()
         self._maps: list[AttentionMap] = []
-
-    @classmethod
-    def problems(cls, target: Target) -> list[str]:
-        """Positions must be apart from the first."""
-        if target.length >= SHORTEST:
-            return []
-        return [f"expected a text of {SHORTEST} tokens or more, got {target.length}."]
 
     def on_layer(self, heads: Heads) -> None:
         """Every row of attention, with the encoding and, where it does something, without."""

@@ -42,10 +42,14 @@ class Target:
 
 
 class Study(ABC):
-    """One analysis of one target. A subclass sees every layer of the shared pass, once."""
+    """One analysis of one target. A subclass sees every layer of the shared pass, once.
+
+    ``shortest``: tokens that it needs of a text.
+    """
 
     key: ClassVar[str]
     title: ClassVar[str]
+    shortest: ClassVar[int] = 1
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -53,7 +57,9 @@ class Study(ABC):
     @classmethod
     def problems(cls, target: Target) -> list[str]:
         """Why it cannot be made of this target, one sentence each."""
-        return []
+        if target.length >= cls.shortest:
+            return []
+        return [f"expected a text of {cls.shortest} tokens or more, got {target.length}."]
 
     def on_layer(self, heads: Heads) -> None:  # noqa: B027  # a study may need no layer
         """Take what is needed of a layer in the shared pass; tensors are not kept."""

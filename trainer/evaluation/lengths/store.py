@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.formats import FIRST, check_format
 from trainer.report.atomic import write_atomically
+
+FORMAT = 1
+"""Of a piece's file."""
 
 
 class Store:
@@ -31,16 +35,20 @@ class Store:
         """The piece's value, made and kept where it is missing; plain JSON values.
 
         Raises:
-            UserError: the file of the piece is damaged.
+            UserError: the file of the piece is damaged, or of a newer format.
         """
         path = self.path(kind, key)
         if path.is_file():
             try:
-                return json.loads(path.read_bytes())["value"]
+                piece = json.loads(path.read_bytes())
+                value, found = piece["value"], piece.get("format", FIRST)
             except (ValueError, KeyError, TypeError):
                 raise UserError(
                     f"output: {str(path)!r} is damaged; remove it to have it measured again."
                 ) from None
+            check_format(found, FORMAT, f"output: {str(path)!r}", "choose another output")
+            return value
         value = json.loads(json.dumps(make(), allow_nan=False))
-        write_atomically(path, json.dumps({"key": key, "value": value}, default=str) + "\n")
+        piece = {"format": FORMAT, "key": key, "value": value}
+        write_atomically(path, json.dumps(piece, default=str) + "\n")
         return value

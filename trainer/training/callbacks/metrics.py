@@ -24,6 +24,8 @@ from trainer.training.phases import phase_at
 class Metrics(L.Callback):
     """Writes a row to all loggers, and moves the progress bar.
 
+    The row also holds what callbacks of the user's gave to ``module.log``.
+
     Sums of steps stay on the device until then, in the module's tally; what else is to go into the
     next row is this callback's state.
     """
@@ -57,6 +59,7 @@ class Metrics(L.Callback):
             "parameter_norm": norm.item(),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             **self._speed(module, step, batch),
+            **{name: float(value) for name, value in trainer.logged_metrics.items()},
             **self.pending,
         }
         self.pending, self.last_loss = {}, metrics["loss"]

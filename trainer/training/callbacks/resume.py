@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from trainer.runs.state import restore
+from trainer.training.lightning_internals import set_steps_done
 from trainer.training.module import LanguageModule
+from trainer.training.user_callbacks import load_states
+
+log = logging.getLogger(__name__)
 
 
 class Resume(L.Callback):
@@ -19,9 +25,14 @@ class Resume(L.Callback):
     """
 
     def __init__(
-        self, checkpoint: Path | None, state: dict[str, Any], callbacks: tuple[L.Callback, ...]
+        self,
+        checkpoint: Path | None,
+        state: dict[str, Any],
+        callbacks: Sequence[L.Callback],
+        user_callbacks: Sequence[L.Callback] = (),
     ) -> None:
-        self.checkpoint, self.state, self.callbacks = checkpoint, state, callbacks
+        self.checkpoint, self.state = checkpoint, state
+        self.callbacks, self.user_callbacks = callbacks, user_callbacks
 
     def on_fit_start(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Restore, once model and optimizer are where they belong."""
@@ -33,5 +44,10 @@ class Resume(L.Callback):
             # A monitor may have come with this command.
             if (name := type(callback).__name__) in self.state["callbacks"]:
                 callback.load_state_dict(self.state["callbacks"][name])
-        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        progress.total.ready = progress.total.completed = self.state["step"]
+        unused = load_states(self.user_callbacks, self.state.get("user_callbacks", {}))
+        if unused:
+            log.warning(
+                "The checkpoint holds states of callbacks that this command does not have: %s",
+                ", ".join(unused),
+            )
+        set_steps_done(trainer, self.state["step"])

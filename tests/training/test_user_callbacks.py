@@ -1,0 +1,283 @@
+"""A user's callbacks take part in training, are resumed with it, and are made by nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs.test_formats import change_state
+from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
+from trainer.commands.configuration import compose_values, config_directory
+from trainer.errors import UserError
+from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
+from trainer.runs.models import find_candidate
+from trainer.runs.parsing import merged, parse_config, parse_request
+from trainer.training.user_callbacks import (
+    callback_problems,
+    load_states,
+    make_callbacks,
+    states_of,
+)
+from trainer.workflows.experiment import run_experiment
+from trainer.workflows.export import export_checkpoint
+from trainer.workflows.export_request import ExportRequest
+from trainer.workflows.standalone import evaluate_checkpoints
+
+CODE = '''
+import torch
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+class Shrink(L.Callback):
+    """Multiplies the embeddings after every step, and counts."""
+    def __init__(self, factor, every=1, name="Shrink"):
+        self.factor, self.every, self.steps, self.name = factor, every, 0, name
+        self.sum = torch.zeros(2, dtype=torch.float64)
+    @property
+    def state_key(self):
+        return self.name
+    def state_dict(self):
+        return {"steps": self.steps, "sum": self.sum}
+    def load_state_dict(self, state):
+        self.steps, self.sum = state["steps"], state["sum"]
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        self.steps += 1
+        self.sum = self.sum + float(outputs["loss"])
+        with torch.no_grad():
+            module.model.embed_tokens.weight.mul_(self.factor)
+        module.log("mine/steps", float(self.steps))
+
+class Stops(L.Callback):
+    def __init__(self, at):
+        self.at = at
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.global_step == self.at
+
+class Broken(L.Callback):
+    def __init__(self, size=1):
+        if size < 1:
+            raise ValueError("too small")
+    def state_dict(self):
+        return {"f": print}
+
+class Metrics(L.Callback):
+    def state_dict(self):
+        return {}
+
+class NotOne:
+    pass
+'''
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    """``my_callbacks.py``, importable."""
+    directory = tmp_path / "code"
+    directory.mkdir()
+    (directory / "my_callbacks.py").write_text(CODE)
+    monkeypatch.syspath_prepend(directory)
+    monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
+    yield directory
+    for name in ("my_callbacks", "side_effect"):
+        sys.modules.pop(name, None)
+
+
+SHRINK = {"_target_": "my_callbacks.Shrink", "factor": 0.9}
+
+
+def test_a_callback_changes_the_model_before_it_is_logged_and_saved(run):
+    plain, _ = run("plain")
+    config, _ = run(callbacks={"mine": SHRINK | {"factor": 0.0}})
+    path = checkpoint_of(config)
+    assert not load_decoder(path, read_state(path)).embed_tokens.weight.any()
+    saved = read_state(path)["user_callbacks"]["Shrink"]
+    assert saved["steps"] == 12
+    assert saved["sum"]["dtype"] == "float64"
+    assert [row["mine/steps"] for row in rows_of(config)] == [2, 4, 6, 8, 10, 12]
+    norms = [[row["parameter_norm"] for row in rows_of(each)] for each in (plain, config)]
+    assert all(changed < before for before, changed in zip(*norms, strict=True))
+    assert "mine/steps" not in rows_of(plain)[0]
+    assert len(rows_of(plain)) == len(rows_of(config))
+
+
+@pytest.mark.parametrize("at", [4, 6, 9])
+def test_a_resumed_run_with_callbacks_is_bitwise_the_uninterrupted_one(run, at):
+    callbacks = {"a": SHRINK, "b": SHRINK | {"factor": 1.01, "name": "other"}}
+    whole, _ = run("whole", callbacks=callbacks)
+    stops = {"stops": {"_target_": "my_callbacks.Stops", "at": at}}
+    changes = {"trainer": {"checkpoint_every": 1}}
+    with pytest.raises(UserError, match=f"stopped the run after step {at} of 12; leave it out"):
+        run("stopped", callbacks=callbacks | stops, **changes)
+    resumed, _ = run("stopped", callbacks=callbacks, **changes)
+    assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
+    assert rows_of(resumed) == rows_of(whole)
+    states = [read_state(checkpoint_of(c))["user_callbacks"] for c in (whole, resumed)]
+    assert states[0] == states[1]
+    assert states[0].keys() == {"Shrink", "other"}
+    before = read_state(Path(whole.run_dir) / "checkpoints" / BEFORE_DROP)["user_callbacks"]
+    assert before["Shrink"]["steps"] == 6
+
+
+def test_callbacks_may_come_and_go_between_resumes(run, caplog, tmp_path, base):
+    """As monitors may; a state that belongs to none is said to be unused."""
+    with pytest.raises(UserError):
+        run(callbacks={"a": SHRINK, "stops": {"_target_": "my_callbacks.Stops", "at": 6}})
+    with caplog.at_level(logging.WARNING):
+        config, _ = run(callbacks={"b": SHRINK | {"name": "new"}})
+    assert "states of callbacks that this command does not have: Shrink" in caplog.text
+    assert read_state(checkpoint_of(config))["user_callbacks"]["new"]["steps"] == 6
+
+
+def test_a_run_directory_takes_other_callbacks(base, tmp_path):
+    values = {**base, "run_dir": str(tmp_path / "run"), "evaluation": {"enabled": False}}
+    stops = {"_target_": "my_callbacks.Stops", "at": 6}
+    with pytest.raises(UserError, match="stopped the run after step 6"):
+        run_experiment(parse_config(merged(values, {"callbacks": {"stops": stops}})))
+    report, existing = run_experiment(parse_config(values))
+    assert not existing
+    assert report.drop.step == 6
+
+
+WRONG = {
+    "no target": ({"every": 3}, r"callbacks\.mine\._target_: expected a class as package"),
+    "no module": ({"_target_": "no_such.Thing"}, "there is no module 'no_such'.*PYTHONPATH"),
+    "no package": ({"_target_": "my_callbacks.deep.Thing"}, "module 'my_callbacks.deep'"),
+    "a bare name": ({"_target_": "Shrink"}, "expected a class as .*, got 'Shrink'"),
+    "no attribute": ({"_target_": "my_callbacks.Shrnk"}, "has no 'Shrnk'. Did you mean 'Shrink'"),
+    "no class": ({"_target_": "my_callbacks.CODE"}, "has no 'CODE'"),
+    "no callback": ({"_target_": "my_callbacks.NotOne"}, "is no subclass of lightning.Callback"),
+    "an argument too many": (SHRINK | {"evry": 3}, "unexpected .* 'evry'; it takes factor, every"),
+    "an argument missing": ({"_target_": "my_callbacks.Shrink"}, "missing .* argument: 'factor'"),
+    "refused by the class": (
+        {"_target_": "my_callbacks.Broken", "size": 0},
+        r"could not be made: ValueError\('too small'\)",
+    ),
+    "Lightning's checkpoints": (
+        {"_target_": "my_callbacks.ModelCheckpoint"},
+        "has no place here: checkpoints are written by the run itself",
+    ),
+    "a state like the run's": ({"_target_": "my_callbacks.Metrics"}, "key 'Metrics', as .*the run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_sentence_before_anything_is_prepared(base, tmp_path, case):
+    values, said = WRONG[case]
+    wrong = {"run_dir": str(tmp_path / "run"), "callbacks": {"mine": values}}
+    wrong["data"] = {"cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(UserError, match=said) as error:
+        run_experiment(parse_config(merged(base, wrong)))
+    (problem,) = error.value.problems
+    assert problem.startswith("callbacks.mine")
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_all_that_is_wrong_is_said_together():
+    given = {"a": SHRINK, "b": SHRINK, "c": {"_target_": "no_such.Thing"}}
+    missing, same = callback_problems(given)
+    assert "no_such" in missing
+    assert "callbacks.b: its state has the key 'Shrink', as that of callbacks.a has" in same
+    assert "state_key" in same
+
+
+def test_a_module_that_fails_to_import_is_named(module):
+    (module / "failing.py").write_text("import not_installed_here")
+    (problem,) = callback_problems({"mine": {"_target_": "failing.Thing"}})
+    assert "'failing' failed to import: ModuleNotFoundError" in problem
+
+
+def test_a_state_that_cannot_be_kept_is_named():
+    (callback,) = make_callbacks({"mine": {"_target_": "my_callbacks.Broken"}})
+    with pytest.raises(UserError, match="its state_dict holds a builtin_function"):
+        states_of([callback])
+
+
+def test_states_come_back_as_they_were():
+    (callback,) = make_callbacks({"mine": SHRINK})
+    for value in (torch.tensor([0.1, float("inf")]), torch.tensor(3), torch.tensor([True])):
+        callback.sum = value
+        states = json.loads(json.dumps(states_of([callback])))
+        (other,) = make_callbacks({"mine": SHRINK})
+        assert load_states([other], states) == []
+        assert other.sum.dtype == value.dtype
+        assert torch.equal(other.sum, value)
+    callback.sum = torch.zeros(100_000)
+    with pytest.raises(UserError, match="a Tensor of 100,000 elements"):
+        states_of([callback])
+    callback.sum = {1: 2}
+    with pytest.raises(UserError, match="keys that are no strings"):
+        states_of([callback])
+
+
+def test_a_callback_of_lightnings_own(run):
+    config, _ = run(callbacks={"t": {"_target_": "lightning.pytorch.callbacks.Timer"}})
+    (state,) = read_state(checkpoint_of(config))["user_callbacks"].values()
+    assert state["time_elapsed"]["train"] > 0
+
+
+def test_a_class_in_a_plugin_file(run, tmp_path):
+    """Which is loaded under a name of its own, wherever it lies."""
+    path = tmp_path / "elsewhere.py"
+    path.write_text(CODE)
+    target = {"_target_": "unrope_plugin_elsewhere.Shrink", "factor": 1.0}
+    config, _ = run(plugins=[str(path)], callbacks={"mine": target})
+    assert read_state(checkpoint_of(config))["user_callbacks"]["Shrink"]["steps"] == 12
+
+
+def test_from_the_command_line():
+    words = ["+callbacks.mine={_target_: my_callbacks.Shrink, factor: 0.5}"]
+    values, problems = compose_values([*words, "+callbacks.mine.every=3"])
+    assert problems == []
+    (callback,) = make_callbacks(parse_config(values).callbacks)
+    assert (callback.factor, callback.every) == (0.5, 3)
+
+
+def test_from_an_experiment(tmp_path, monkeypatch):
+    conf = tmp_path / "conf"
+    shutil.copytree(config_directory(), conf)
+    (conf / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ncallbacks:\n  mine: {_target_: my_callbacks.Shrink, factor: 0.5}\n"
+    )
+    monkeypatch.setattr("trainer.commands.configuration.config_directory", lambda: conf)
+    values, problems = compose_values(["+experiment=mine", "callbacks.mine.factor=0.25"])
+    assert problems == []
+    (callback,) = make_callbacks(parse_config(values).callbacks)
+    assert callback.factor == 0.25
+
+
+def test_none_and_something_else(base):
+    assert parse_config({**base, "callbacks": None}).callbacks == {}
+    with pytest.raises(UserError, match=r"callbacks\.mine: got 3"):
+        parse_config({**base, "callbacks": {"mine": 3}})
+
+
+READERS = {
+    "evaluate": lambda config: evaluate_checkpoints(
+        parse_request({"checkpoint": config.run_dir, "evaluation": {"trials": 2, "lengths": [1]}})
+    ),
+    "analyze, generate, evaluate lengths": lambda config: find_candidate(config.run_dir).load(),
+    "export": lambda config: export_checkpoint(
+        ExportRequest(checkpoint=config.run_dir, to=f"{config.run_dir}/exported")
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_no_callback_that_a_checkpoint_names_is_imported(run, module, tmp_path, reader):
+    config, _ = run()
+    marker = tmp_path / "was_imported"
+    (module / "side_effect.py").write_text(f"open({str(marker)!r}, 'w')\n{CODE}")
+    callbacks = {"mine": {"_target_": "side_effect.Shrink", "factor": 1.0}}
+    change_state(checkpoint_of(config), lambda state: state["config"].update(callbacks=callbacks))
+    assert read_state(find_checkpoint(config.run_dir))["config"]["callbacks"] == callbacks
+    READERS[reader](config)
+    assert not marker.exists()
+    make_callbacks(callbacks)
+    assert marker.exists()

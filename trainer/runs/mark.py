@@ -1,0 +1,36 @@
+"""``run.json``: says that a directory is a run of this program, and in which format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.formats import check_format
+from trainer.report.atomic import write_atomically
+
+MARK = "run.json"
+FORMAT = 1
+
+
+def write_mark(directory: Path) -> None:
+    """Mark a directory as a run."""
+    write_atomically(directory / MARK, json.dumps({"program": "unrope", "format": FORMAT}) + "\n")
+
+
+def check_mark(directory: Path) -> None:
+    """Refuse a run of a newer format; those of before there was a mark have the first.
+
+    Raises:
+        UserError: a newer version of this program wrote the directory, or the mark is damaged.
+    """
+    mark = directory / MARK
+    if not mark.is_file():
+        return
+    try:
+        found = json.loads(mark.read_bytes())["format"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"run_dir: {str(mark)!r} is damaged; it should hold a format number."
+        ) from None
+    check_format(found, FORMAT, f"run_dir: {str(directory)!r}", "choose another run_dir")

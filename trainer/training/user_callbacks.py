@@ -1,0 +1,172 @@
+"""A user's own Lightning callbacks: made as ``callbacks`` in a configuration says, and their state.
+
+Only what trains makes them. Whoever reads a checkpoint reads their configuration as plain values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from torch import Tensor
+
+from trainer.errors import UserError, did_you_mean
+
+TARGET = "_target_"
+"""The key that names the class, as Hydra has it."""
+OWN_STATES = frozenset({"Drop", "Lengths", "Metrics"})
+"""State keys of the run's own callbacks."""
+REPLACED: Mapping[type, str] = {
+    Checkpoint: "checkpoints are written by the run itself (trainer.checkpoint_every)",
+    ProgressBar: "the run has its own progress bar",
+}
+"""Kinds of Lightning's callbacks that have no place here, and why."""
+MOST_ELEMENTS = 10_000
+"""Of a tensor in a callback's state; ``state.json`` is text."""
+
+
+def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is wrong with configured callbacks, one sentence each; makes them to find out."""
+    try:
+        make_callbacks(given)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
+    """One callback for each name in ``given``: the class that ``_target_`` names, called with the
+    other keys.
+
+    Raises:
+        UserError: with every problem: a class that is not found, is no callback or takes other
+            arguments; two callbacks whose states would have the same key.
+    """
+    made: dict[str, L.Callback] = {}
+    problems: list[str] = []
+    for name, values in given.items():
+        try:
+            made[name] = _make(f"callbacks.{name}", values)
+        except UserError as error:
+            problems += error.problems
+    seen = dict.fromkeys(OWN_STATES, "the run itself")
+    for name, callback in made.items():
+        if not _has_state(callback):
+            continue
+        if (key := callback.state_key) in seen:
+            problems.append(
+                f"callbacks.{name}: its state has the key {key!r}, as that of {seen[key]} has; "
+                "give the class a property state_key that tells them apart."
+            )
+        seen[key] = f"callbacks.{name}"
+    if problems:
+        raise UserError(*problems)
+    return list(made.values())
+
+
+def _make(where: str, values: Mapping[str, Any]) -> L.Callback:
+    target = values.get(TARGET)
+    kind = _find_class(f"{where}.{TARGET}", target)
+    arguments = {str(key): value for key, value in values.items() if key != TARGET}
+    try:
+        inspect.signature(kind).bind(**arguments)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(kind).parameters) or "no arguments"
+        raise UserError(f"{where}: {target}: {error}; it takes {takes}.") from error
+    try:
+        return kind(**arguments)
+    except Exception as error:  # a user's code may raise anything
+        raise UserError(f"{where}: {target} could not be made: {error!r}.") from error
+
+
+def _find_class(where: str, target: Any) -> type[L.Callback]:
+    module_name, _, name = str(target).rpartition(".")
+    if not isinstance(target, str) or not module_name:
+        raise UserError(f"{where}: expected a class as package.module.Class, got {target!r}.")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's code may raise anything
+        missing = isinstance(error, ModuleNotFoundError) and error.name is not None
+        if missing and f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"{where}: there is no module {error.name!r}; modules are looked for in the "
+                "current directory (python -m trainer) and on PYTHONPATH."
+            ) from error
+        raise UserError(f"{where}: {module_name!r} failed to import: {error!r}.") from error
+    kind = getattr(module, name, None)
+    if kind is None:
+        callbacks = [key for key, value in vars(module).items() if _is_callback(value)]
+        raise UserError(
+            f"{where}: module {module_name!r} has no {name!r}.{did_you_mean(name, callbacks)}"
+        )
+    if not _is_callback(kind):
+        raise UserError(f"{where}: {target!r} is no subclass of lightning.Callback.")
+    for replaced, reason in REPLACED.items():
+        if issubclass(kind, replaced):
+            raise UserError(f"{where}: {target!r} has no place here: {reason}.")
+    return kind
+
+
+def _is_callback(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, L.Callback)
+
+
+def _has_state(callback: L.Callback) -> bool:
+    return type(callback).state_dict is not L.Callback.state_dict
+
+
+def states_of(callbacks: Sequence[L.Callback]) -> dict[str, Any]:
+    """The states by ``state_key``, in values that JSON has.
+
+    Raises:
+        UserError: a state holds what JSON has no place for.
+    """
+    return {
+        callback.state_key: _encoded(callback.state_dict(), f"callbacks: {callback.state_key}")
+        for callback in callbacks
+        if _has_state(callback)
+    }
+
+
+def load_states(callbacks: Sequence[L.Callback], states: Mapping[str, Any]) -> list[str]:
+    """Give each callback its state, if there is one; the keys of states that belong to none."""
+    for callback in callbacks:
+        if callback.state_key in states:
+            callback.load_state_dict(_decoded(states[callback.state_key]))
+    return sorted(states.keys() - {callback.state_key for callback in callbacks})
+
+
+def _encoded(value: Any, where: str) -> Any:
+    """A copy in which a tensor is its values and its type."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {str(key): _encoded(item, where) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encoded(item, where) for item in value]
+    if isinstance(value, Tensor) and value.numel() <= MOST_ELEMENTS:
+        return {"_tensor_": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UserError(
+        f"{where}: its state_dict holds {_described(value)}; expected numbers, strings, lists, "
+        f"dictionaries by name, and tensors of at most {MOST_ELEMENTS:,} elements."
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a dictionary with keys that are no strings"
+    size = f" of {value.numel():,} elements" if isinstance(value, Tensor) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {"_tensor_", "dtype"}:
+        return torch.tensor(value["_tensor_"], dtype=getattr(torch, value["dtype"]))
+    if isinstance(value, dict):
+        return {key: _decoded(item) for key, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
