@@ -375,7 +375,7 @@ def test_a_tokenizer_is_missed_only_where_it_is_needed(saved):
     Tokenizer(models.BPE({"a": 0}, [])).save(str(saved / "tokenizer.json"))
     assert read_pretrained(str(saved)).require_tokenizer().token_to_id("a") == 0
     (saved / "tokenizer.json").write_text("{}")
-    assert "'tokenizer.json' is none" in problems(saved)[0]
+    assert "'tokenizer.json' is damaged" in problems(saved)[0]
 
 
 def test_paths_that_are_no_model(saved):

@@ -41,8 +41,13 @@ def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> 
     """
     for candidate in _candidates(spectrum, head_dim, training_length):
         with suppress(UserError):  # a guess may be out of all bounds
+<<<<<<< HEAD
             held = spectrum_from_rope_parameters(candidate, head_dim, training_length)
             if _turns_alike(held, spectrum, head_dim // 2):
+=======
+            read_back = spectrum_from_rope_parameters(candidate, head_dim, spectrum.training_length)
+            if _rotate_alike(read_back, spectrum, head_dim // 2):
+>>>>>>> libs
                 return candidate
     return None
 
@@ -52,16 +57,20 @@ def whole_head(inv_freq: Frequencies, pairs: int) -> Frequencies:
     return inv_freq + (0.0,) * (pairs - len(inv_freq))
 
 
-def _turns_alike(held: Spectrum, wanted: Spectrum, pairs: int) -> bool:
+def _rotate_alike(read_back: Spectrum, wanted: Spectrum, pairs: int) -> bool:
     def close(a: Frequencies, b: Frequencies) -> bool:
         both = zip(whole_head(a, pairs), whole_head(b, pairs), strict=True)
         return all(math.isclose(x, y, rel_tol=PRECISION, abs_tol=1e-12) for x, y in both)
 
-    if not close(held.inv_freq, wanted.inv_freq):
+    if not close(read_back.inv_freq, wanted.inv_freq):
         return False
+<<<<<<< HEAD
     theirs, ours = held.long, wanted.long
+=======
+    theirs, ours = read_back.beyond, wanted.beyond
+>>>>>>> libs
     if theirs is None or ours is None:
-        return theirs is ours or (theirs is not None and close(theirs.inv_freq, held.inv_freq))
+        return theirs is ours or (theirs is not None and close(theirs.inv_freq, read_back.inv_freq))
     return (
         close(theirs.inv_freq, ours.inv_freq)
         and theirs.length == ours.length

@@ -160,7 +160,7 @@ def _read_tokenizer(directory: Path) -> Tokenizer | None:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"'tokenizer.json' is none ({error}).") from error
+        raise UserError(f"'tokenizer.json' is damaged ({error}).") from error
 
 
 def _check(

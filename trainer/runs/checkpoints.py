@@ -136,7 +136,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def sweep(directory: Path) -> None:
+def remove_leftovers(directory: Path) -> None:
     """Remove what a killed process left half written or half removed."""
     for pattern in (".*.partial", ".*.removed"):
         for path in directory.glob(pattern):

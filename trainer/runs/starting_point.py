@@ -15,9 +15,9 @@ from trainer.runs.checkpoints import (
     newest_sound_checkpoint,
     read_state,
     regular_checkpoints,
+    remove_leftovers,
     set_aside,
     step_of,
-    sweep,
 )
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import continue_metrics
@@ -47,7 +47,7 @@ def starting_point(config: RunConfig, branch: Path | None) -> Start:
     run_dir = Path(config.run_dir)
     directory = run_dir / "checkpoints"
     directory.mkdir(parents=True, exist_ok=True)
-    sweep(directory)
+    remove_leftovers(directory)
     found = newest_sound_checkpoint(run_dir)
     if found is not None:
         set_aside([p for p in regular_checkpoints(directory) if step_of(p) > step_of(found)])
@@ -65,7 +65,7 @@ def starting_point(config: RunConfig, branch: Path | None) -> Start:
     return Start(start, state)
 
 
-def go_back(config: RunConfig, first_bad: int, broken_at: int) -> list[list[int]]:
+def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[int]]:
     """Put away the checkpoints since a run broke; the samples to leave out from where it goes on.
 
     Returns:

@@ -15,7 +15,7 @@ from trainer.model.decoder import Decoder
 from trainer.positional.config import build_layout
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
-from trainer.training.optimizers import global_norm, guard, make_optimizer
+from trainer.training.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
 from trainer.training.phases import phase_at, phases_of
 from trainer.training.strategy import parallelize, synchronize_gradients
 from trainer.training.tally import Tally
@@ -114,5 +114,5 @@ class LanguageModule(L.LightningModule):
         limit = self.config.trainer.gradient_clip or float("inf")
         factor = (limit / (norm + 1e-6)).clamp(max=1.0) / weight
         skip = ~(norm.isfinite() & loss.isfinite())
-        guard(optimizer, torch.where(skip, 1.0, factor), skip)
+        scale_or_skip_next_step(optimizer, torch.where(skip, 1.0, factor), skip)
         self.tally.end_update(loss, norm, skip)

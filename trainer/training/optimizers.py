@@ -17,7 +17,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Both share this object's parameter groups and state, so that saving, loading, resetting and
     setting learning rates need to know of one optimizer only. ``grad_scale`` and ``found_inf`` are
-    those of torch's fused optimizers, see :func:`guard`.
+    those of torch's fused optimizers, see :func:`scale_or_skip_next_step`.
     """
 
     grad_scale: Tensor | None = None
@@ -80,7 +80,7 @@ def global_norm(
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def guard(optimizer: torch.optim.Optimizer, factor: Tensor, skip: Tensor) -> None:
+def scale_or_skip_next_step(optimizer: torch.optim.Optimizer, factor: Tensor, skip: Tensor) -> None:
     """Let the next step multiply gradients by ``factor``, and change nothing where ``skip`` is 1.
 
     Both are scalars on the gradients' device and stay there: torch's fused kernels read them as

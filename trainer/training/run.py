@@ -39,7 +39,7 @@ from trainer.runs.starting_point import (
     Start,
     check_same_data,
     data_facts,
-    go_back,
+    rewind_run,
     starting_point,
 )
 from trainer.training.callbacks.checkpointing import Checkpointing
@@ -136,7 +136,7 @@ def train(
             name = step_name(config.trainer.max_steps)
             path = Path(config.run_dir) / "checkpoints" / name
             return TrainedRun(path, effect, time.perf_counter() - began)
-        skips = first_does(partial(go_back, config, *broken))
+        skips = first_does(partial(rewind_run, config, *broken))
     raise UserError(
         f"trainer.rewind_after: the run went back {MAX_REWINDS} times and breaks again; lower the "
         "learning rate, or look at the text."
@@ -177,7 +177,7 @@ def _fit(
                 "world_size": ranks.world_size,
                 "loss": metrics.last_loss,
                 "tally": module.tally.state(),
-                "callbacks": {type(c).__name__: c.state_dict() for c in kept},
+                "callbacks": {type(c).__name__: c.state_dict() for c in with_state},
                 "user_callbacks": states_of(own),
                 "loggers": {type(x).__name__: x.version for x in loggers if x.version},
             }
@@ -189,8 +189,8 @@ def _fit(
             monitors.append(Lengths(config, corpus, ranks, drop, metrics.add))
         if config.monitor.probe_every is not None:
             monitors.append(Probe(config, corpus, drop, metrics.add))
-        kept = metrics, drop, *monitors
-        resume = Resume(start.checkpoint, start.state, kept, own)
+        with_state = metrics, drop, *monitors
+        resume = Resume(start.checkpoint, start.state, with_state, own)
         preemption = Preemption(config, checkpointing, began=time.time())
         rewind = Rewind(config)
         watchdog = Watchdog(config, run_dir, ranks.is_first)

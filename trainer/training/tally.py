@@ -14,7 +14,7 @@ Reduce = Callable[[Tensor], Tensor]
 """Mean over all ranks."""
 
 WINDOW = 128
-"""Steps that a spike is held against."""
+"""Steps before, whose mean and deviation decide what a spike is."""
 DEVIATIONS = 6.0
 """Standard deviations above the mean that make a spike."""
 
@@ -31,7 +31,7 @@ class Spikes:
         self._last: Tensor | None = None
 
     def add(self, values: Tensor) -> None:
-        """Hold ``values`` ``[kinds]`` of a step against those of the steps before."""
+        """Compare ``values`` ``[kinds]`` of a step with those of the steps before."""
         if self._last is None:
             self._last = values.new_zeros(WINDOW, len(values))
         self._last = self._last.to(values.device)

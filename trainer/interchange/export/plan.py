@@ -113,13 +113,13 @@ def _rope_parameters(config: ModelConfig, layout: Layout) -> Parameters | None:
 
 
 def _changes(config: ModelConfig, layout: Layout, rope: Parameters) -> tuple[HeadChange, ...]:
-    held = spectrum_from_rope_parameters(rope, config.head_size, layout.training_length)
-    changes = tuple(_change(layer, held, config.head_size) for layer in layout.layers)
+    read_back = spectrum_from_rope_parameters(rope, config.head_size, layout.training_length)
+    changes = tuple(_change(layer, read_back, config.head_size) for layer in layout.layers)
     identity = HeadChange(tuple(range(config.head_size)), (1.0,) * config.head_size)
     return () if all(change == identity for change in changes) else changes
 
 
-def _change(layer: LayerEncoding, held: Spectrum, head_dim: int) -> HeadChange:
+def _change(layer: LayerEncoding, read_back: Spectrum, head_dim: int) -> HeadChange:
     """Pair m, here channels m and m + M, becomes channels m and m + head_dim / 2 there.
 
     Sizes of rotated channels count twice, on queries and on keys; the queries take both.
@@ -129,7 +129,7 @@ def _change(layer: LayerEncoding, held: Spectrum, head_dim: int) -> HeadChange:
     rest = list(range(2 * pairs, head_dim))
     middle = len(rest) // 2
     order = [*range(pairs), *rest[:middle], *range(pairs, 2 * pairs), *rest[middle:]]
-    there = held.rotary_scale if spectrum.rotates else 1.0
+    there = read_back.rotary_scale if spectrum.rotates else 1.0
 
     def factor(channel: int) -> float:
         here = spectrum.rotary_scale if channel < spectrum.rotary_dim else 1.0

@@ -57,7 +57,7 @@ class Drop(L.Callback):
         """Drop before the first batch of the new phase."""
         if trainer.global_step == self.config.drop_step and not self.effect:
             self.before_drop(trainer)
-            self._cross(trainer, module)
+            self._drop(trainer, module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
@@ -68,7 +68,7 @@ class Drop(L.Callback):
             self.effect["loss_end"] = self._loss(module)
             self.add_metrics({"drop/loss_end": self.effect["loss_end"]})
 
-    def _cross(self, trainer: L.Trainer, module: LanguageModule) -> None:
+    def _drop(self, trainer: L.Trainer, module: LanguageModule) -> None:
         model, settings = module.model, self.config.drop
         before = self._loss(module)
         matched = settings.qk_norm_gain == "matched"
