@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from trainer.errors import UserError
-from trainer.evaluation.lengths.config import LengthConfig, TemperatureSettings
+from trainer.evaluation.config import EvaluationConfig, TemperatureSettings
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
 from trainer.runs.models import find_candidate
 from trainer.workflows.evaluate import LengthRequest, evaluate_lengths
 
-CONFIG = LengthConfig(
+CONFIG = EvaluationConfig(
     lengths=[1, 2],
     methods=["none", "yarn", "temperature"],
     tasks=["perplexity", "statements"],

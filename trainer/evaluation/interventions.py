@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from trainer.errors import UserError
-from trainer.evaluation.methods import rotates
+from trainer.evaluation.layouts import rotates
 from trainer.model.decoder import Decoder
 from trainer.positional.gains import Gains
 from trainer.positional.layout import LayerEncoding, Layout

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from trainer.data.order import Integers
 from trainer.errors import UserError
+from trainer.evaluation.layouts import LongRopeFactors, rotates, with_factors
 from trainer.evaluation.loss import losses_by_position
-from trainer.evaluation.methods import LongRopeFactors, rotates, with_factors
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import ntk_aware, ntk_by_parts, position_interpolation

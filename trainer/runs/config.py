@@ -250,6 +250,10 @@ class RunConfig:
                 self.data.sequence_length if self.data.sequence_length > 1 else None
             ),
         ]
+        if self.evaluation.enabled and "none" not in (self.evaluation.methods or ["none"]):
+            found.append(
+                "evaluation.methods: expected 'none' among them; a run is reported as it is first."
+            )
         if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
             near = did_you_mean(self.drop.to, ENCODINGS)
             found.append(f"drop.to: unknown encoding {self.drop.to!r}.{near}")
@@ -277,18 +281,3 @@ class RunConfig:
             except UserError as error:
                 found += [problem for problem in error.problems if problem not in found]
         return found
-
-
-@dataclass(frozen=True)
-class EvaluationRequest:
-    """What the ``evaluate`` command is asked for.
-
-    ``checkpoint``: a run directory or a checkpoint. ``compare``: more of them, of the same training
-    length and tokenizer. ``output``: where the report goes (null: ``evaluation/`` in the run).
-    """
-
-    checkpoint: str | None = None
-    compare: list[str] = field(default_factory=list)
-    output: str | None = None
-    threads: int | None = None
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from trainer.report.lengths import PERPLEXITY, LengthCell, LengthReport
+from trainer.report.results import PERPLEXITY, Cell, Report
 
 TRAINED = 1024
 FACTORS = (1, 2, 4, 8)
@@ -48,7 +48,7 @@ def example(models=MODELS, methods=METHODS, factors=FACTORS, trials=100, longben
         for factor in factors
         for cell in _cells(model, method, factor, trials, longbench)
     ]
-    return LengthReport(
+    return Report(
         name="Length generalisation of small decoders",
         training_length=TRAINED,
         cells=tuple(cells),
@@ -65,12 +65,12 @@ def example(models=MODELS, methods=METHODS, factors=FACTORS, trials=100, longben
 
 def cell(scores, model="RoPE", method="none", task="multi_key", length=2048, **fields):
     """A cell of plain scores."""
-    return LengthCell(model, method, task, length, length / TRAINED, tuple(scores), **fields)
+    return Cell(model, method, task, length, length / TRAINED, tuple(scores), **fields)
 
 
 def report(*cells, **fields):
     """A report of nothing but cells."""
-    return LengthReport(
+    return Report(
         **{
             "name": "r",
             "training_length": TRAINED,
@@ -95,20 +95,20 @@ def _cells(model, method, factor, trials, longbench):
     where = {"model": model, "method": method, "length": length, "factor": float(factor)}
     seconds = 0.01 * trials * factor
     floats = tuple(depths.tolist())
-    yield LengthCell(
+    yield Cell(
         task="multi_key",
         scores=tuple(hits[0].astype(float).tolist()),
         depths=floats,
         seconds=seconds,
         **where,
     )
-    yield LengthCell(
+    yield Cell(
         task="multi_value", scores=tuple(hits.mean(0).tolist()), depths=floats, **where
     )
     half = TRAINED // 2
     edges = tuple(range(0, length + 1, half))
     losses = [_loss(model, method, factor, end) for end in edges[1:]]
-    yield LengthCell(
+    yield Cell(
         task=PERPLEXITY,
         edges=edges,
         losses=tuple(losses),
@@ -121,7 +121,7 @@ def _cells(model, method, factor, trials, longbench):
         buckets = ("0–4K", "4–8K", "8–16K")
         labels = tuple(f"{kinds[i % 3]}|{buckets[i // 3 % 3]}" for i in range(trials))
         scores = np.round(generator.beta(0.4, 2.0, trials), 3)
-        yield LengthCell(task="longbench", scores=tuple(scores.tolist()), labels=labels, **where)
+        yield Cell(task="longbench", scores=tuple(scores.tolist()), labels=labels, **where)
 
 
 def _success(model, method, factor, depth):

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from tests.report.length.examples import METHODS, cell, example, report
-from trainer.report.length.latex import escaped, latex_tables
-from trainer.report.length.text import csv_table, markdown_tables, terminal_length_tables
-from trainer.report.lengths import PERPLEXITY
+from trainer.report.latex import escaped, latex_tables
+from trainer.report.text import csv_table, markdown_tables, terminal_length_tables
+from trainer.report.results import PERPLEXITY
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap
 
-from trainer.report.length.statistics import Estimate, average, estimate, sign_test
+from trainer.report.statistics import Estimate, average, estimate, sign_test
 
 bits = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=60)
 quarters = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=2, max_size=60)

@@ -3,8 +3,8 @@
 import math
 
 from tests.report.length.examples import cell, example, report
-from trainer.report.length.table import number, perplexity, tables
-from trainer.report.lengths import PERPLEXITY
+from trainer.report.table import number, perplexity, tables
+from trainer.report.results import PERPLEXITY
 
 
 def by_key(made):

@@ -12,13 +12,13 @@ import pytest
 
 from tests.report.length.examples import DEPTHS, TRAINED, cell, example, report
 from trainer.errors import UserError
-from trainer.report.length.figures import write_length_figures
-from trainer.report.length.heatmap import Depths
-from trainer.report.length.html import lead, measured
-from trainer.report.length.outcomes import Outcomes
-from trainer.report.length.panels import is_panelled
-from trainer.report.length.writing import read_length_report, write_length_report
-from trainer.report.lengths import PERPLEXITY
+from trainer.report.figures import write_length_figures
+from trainer.report.heatmap import Depths
+from trainer.report.html import lead, measured
+from trainer.report.outcomes import Outcomes
+from trainer.report.panels import is_panelled
+from trainer.report.writing import read_length_report, write_length_report
+from trainer.report.results import PERPLEXITY
 
 FIGURES = {
     "success_mean",
@@ -68,8 +68,8 @@ def test_the_report_is_the_last_file(small, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("trainer.report.length.writing.write_length_html", fail)
-    monkeypatch.setattr("trainer.report.length.writing.write_length_figures", lambda *_: [])
+    monkeypatch.setattr("trainer.report.writing.write_length_html", fail)
+    monkeypatch.setattr("trainer.report.writing.write_length_figures", lambda *_: [])
     with pytest.raises(OSError, match="disk full"):
         write_length_report(small, tmp_path)
     assert not (tmp_path / "report.json").exists()

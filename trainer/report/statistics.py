@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.report.results import wilson_interval
-
 SIGNIFICANT = 0.05
 RESAMPLES, SEED = 2000, 0
 
@@ -68,6 +66,26 @@ def estimate(scores: Sequence[float]) -> Estimate:
     draws = np.random.default_rng(SEED).multinomial(n, counts / n, size=RESAMPLES)
     low, high = np.quantile(draws @ values / n, (0.025, 0.975))
     return Estimate(float(values @ counts) / n, float(low), float(high))
+
+
+def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Score interval of a success rate, 95% for the default ``z``:
+
+        (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n),   p = successes / n, n = trials
+
+    Unlike p ± z sqrt(p (1 - p) / n) it keeps its coverage near 0 and 1, where many cells lie.
+    Raises ``ValueError`` unless 0 <= successes <= trials and trials > 0. Source: E. B. Wilson,
+    Probable Inference, the Law of Succession, and Statistical Inference, JASA 22 (1927).
+    """
+    if not 0 <= successes <= trials or trials == 0:
+        raise ValueError(f"{successes} successes in {trials} trials is not a success rate")
+    p, square = successes / trials, z * z / trials
+    middle = p + square / 2
+    half = math.sqrt(square * p * (1 - p) + square * square / 4)
+    # At 0 and at n the bound equals p exactly; rounding would leave it 1e-17 on the wrong side.
+    low = 0.0 if successes == 0 else (middle - half) / (1 + square)
+    high = 1.0 if successes == trials else (middle + half) / (1 + square)
+    return low, high
 
 
 def average(estimates: Sequence[Estimate]) -> Estimate:

@@ -1,27 +1,30 @@
-"""The loop over models, methods, tasks and lengths."""
+"""The loop of all evaluations: cells of model, method, task and length, each kept when it is done.
+
+Every model and method is measured on the same trials; an interrupted evaluation goes on where it
+was.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from trainer.evaluation.lengths.fitting import FitText, Fitting
-from trainer.evaluation.lengths.methods import Recipe
-from trainer.evaluation.lengths.store import Store
-from trainer.evaluation.lengths.tasks import Measurement
-from trainer.evaluation.methods import Method
+from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.measurements import Measurement
+from trainer.evaluation.methods import Method, Recipe
 from trainer.evaluation.passes import sequences_at_once
+from trainer.evaluation.store import Store
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
 from trainer.positional.layout import Layout
-from trainer.report.lengths import LengthCell
 from trainer.report.progress import Progress
+from trainer.report.results import Cell
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +33,9 @@ SECONDS_TO_ESTIMATE = 4.0
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that is not in memory yet.
+    """A model that is not in memory yet; ``load`` reads it straight onto the device.
 
-    ``fingerprint`` changes whenever its weights do. ``keep_temperature`` is given what was fitted
-    for the model as it was trained.
+    ``fingerprint`` changes whenever its weights do.
     """
 
     name: str
@@ -41,7 +43,16 @@ class Subject:
     config: ModelConfig
     layout: Layout
     load: Callable[[], Decoder]
-    keep_temperature: Callable[[dict[str, Any]], None] = lambda fitted: None
+
+
+@dataclass
+class Measured:
+    """``cells``; ``notes``: what was chosen, in words; ``temperature``: what was fitted for a model
+    as it was trained, by its name."""
+
+    cells: list[Cell] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    temperature: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,57 +117,79 @@ def plan_cells(
 
 
 def measure_cells(
-    plans: Sequence[Plan], text: FitText, store: Store, batch_tokens: int, device: str
-) -> tuple[list[LengthCell], list[str]]:
-    """Measure what is not in the store yet; returns all cells, and what was fitted in words."""
+    plans: Sequence[Plan], text: FitText, store: Store, batch_tokens: int
+) -> Measured:
+    """Measure what is not in the store yet."""
     missing = [plan for plan in plans if not store.has("cell", plan.key)]
     total = _work(missing)
     log.info("%d cells, %d of them measured before", len(plans), len(plans) - len(missing))
-    cells: list[LengthCell] = []
-    notes: list[str] = []
+    results = Measured()
     with Progress("Evaluating", max(total, 1.0)) as progress:
         counter = _Counter(progress)
         for subject in dict.fromkeys(plan.subject for plan in plans):
             own = [plan for plan in plans if plan.subject is subject]
             if _is_finished(store, own):
-                cells += [_stored(store, plan) for plan in own]
-                for recipe in dict.fromkeys(plan.recipe for plan in own):
-                    notes += _notes(store, [plan for plan in own if plan.recipe is recipe], [])
-                continue
-            model = subject.load().to(device).eval()
-            if counter.work == 0:
-                _announce(model, own, total, batch_tokens)
-            for recipe in dict.fromkeys(plan.recipe for plan in own):
-                chosen = [plan for plan in own if plan.recipe is recipe]
-                read = counter.of_fits(chosen)
-                fitting = Fitting(model, subject.fingerprint, text, store, batch_tokens, read)
-                method = recipe.make(fitting)
-                cells += [_cell(model, method, p, store, batch_tokens, counter) for p in chosen]
-                notes += _notes(store, chosen, fitting.notes)
-                if fitting.temperature is not None and recipe.key == "temperature":
-                    subject.keep_temperature(fitting.temperature)
-    return cells, notes
+                for chosen in _by_method(own):
+                    results.cells += [_stored(store, plan) for plan in chosen]
+                    _add_choice(results, store, chosen, None)
+            else:
+                _measure(subject, own, text, store, batch_tokens, counter, total, results)
+    return results
+
+
+def _measure(
+    subject: Subject,
+    plans: Sequence[Plan],
+    text: FitText,
+    store: Store,
+    batch_tokens: int,
+    counter: _Counter,
+    total: float,
+    results: Measured,
+) -> None:
+    """All cells of one model, which is in memory no longer afterwards."""
+    model = subject.load().eval()
+    if counter.work == 0:
+        _announce(model, plans, total, batch_tokens)
+    for chosen in _by_method(plans):
+        read = counter.of_fits(chosen)
+        fitting = Fitting(model, subject.fingerprint, text, store, batch_tokens, read)
+        method = chosen[0].recipe.make(fitting)
+        results.cells += [_cell(model, method, p, store, batch_tokens, counter) for p in chosen]
+        _add_choice(results, store, chosen, fitting)
+
+
+def _by_method(plans: Sequence[Plan]) -> list[list[Plan]]:
+    recipes = dict.fromkeys(plan.recipe for plan in plans)
+    return [[plan for plan in plans if plan.recipe is recipe] for recipe in recipes]
 
 
 def _is_finished(store: Store, plans: Sequence[Plan]) -> bool:
     """Whether all cells of a model are there, and what was chosen for them."""
-    if not all(store.has("cell", plan.key) for plan in plans):
-        return False
-    choosing = dict.fromkeys(plan.recipe for plan in plans if plan.fit_work)
-    return all(
-        store.has("notes", _notes_key([plan for plan in plans if plan.recipe is recipe]))
-        for recipe in choosing
+    return all(store.has("cell", plan.key) for plan in plans) and all(
+        store.has("choice", _choice_key(chosen))
+        for chosen in _by_method(plans)
+        if any(plan.fit_work for plan in chosen)
     )
 
 
-def _notes(store: Store, plans: Sequence[Plan], said: list[str]) -> list[str]:
-    """What is said of one method of one model, kept for when nothing is left to measure."""
-    chooses = any(plan.fit_work for plan in plans)
-    kept = store.get("notes", _notes_key(plans), lambda: said) if chooses else said
-    return [f"{plans[0].subject.name}, {plans[0].recipe.title}: {one}" for one in kept]
+def _add_choice(
+    results: Measured, store: Store, plans: Sequence[Plan], fitting: Fitting | None
+) -> None:
+    """What was chosen for one method of one model, kept for when nothing is left to measure."""
+    choice: dict[str, Any] = {"notes": [], "temperature": None}
+    if fitting is not None:
+        choice = {"notes": fitting.notes, "temperature": fitting.temperature}
+    if any(plan.fit_work for plan in plans):
+        made = choice
+        choice = store.get("choice", _choice_key(plans), lambda: made)
+    name, recipe = plans[0].subject.name, plans[0].recipe
+    results.notes += [f"{name}, {recipe.title}: {one}" for one in choice["notes"]]
+    if choice["temperature"] is not None and recipe.key == "temperature":
+        results.temperature[name] = choice["temperature"]
 
 
-def _notes_key(plans: Sequence[Plan]) -> dict[str, Any]:
+def _choice_key(plans: Sequence[Plan]) -> dict[str, Any]:
     return {"cells": [plan.key for plan in plans]}
 
 
@@ -188,15 +221,15 @@ class _Counter:
         self.progress.advance_to(self.work, tokens=self.tokens)
 
 
-def _stored(store: Store, plan: Plan) -> LengthCell:
+def _stored(store: Store, plan: Plan) -> Cell:
     value = store.get("cell", plan.key, dict)
     # Names may have changed since; they are no part of what was measured.
-    return replace(LengthCell.from_dict(value), model=plan.subject.name)
+    return replace(Cell.from_dict(value), model=plan.subject.name)
 
 
 def _cell(
     model: Decoder, method: Method, plan: Plan, store: Store, batch_tokens: int, counter: _Counter
-) -> LengthCell:
+) -> Cell:
     if store.has("cell", plan.key):
         return _stored(store, plan)
     trained, done = model.layout, counter.of(plan)
@@ -213,7 +246,7 @@ def _cell(
             model.layout = trained
         seconds = round(time.perf_counter() - began, 3)
         names = (plan.subject.name, plan.recipe.key, plan.task.key)
-        return LengthCell(*names, plan.length, factor, **found, seconds=seconds).to_dict()
+        return Cell(*names, plan.length, factor, **found, seconds=seconds).to_dict()
 
     def of_the_model_as_it_is() -> dict[str, Any]:
         key = {**plan.key, "method": ["none", {}, None]}
@@ -223,7 +256,7 @@ def _cell(
 
     same = layout == trained and reads is None
     value = store.get("cell", plan.key, of_the_model_as_it_is if same else measured)
-    return replace(LengthCell.from_dict(value), model=plan.subject.name)
+    return replace(Cell.from_dict(value), model=plan.subject.name)
 
 
 @torch.no_grad()

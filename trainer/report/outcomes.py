@@ -1,20 +1,33 @@
-"""A length report by rows and columns: what a model with a method reached, and against what it is
-held."""
+"""A report by rows and columns: what a model with a method reached, and against what it is held."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.report.length.statistics import Comparison, Estimate, average, estimate, sign_test
-from trainer.report.lengths import LengthCell, LengthReport
+from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report
+from trainer.report.statistics import Comparison, Estimate, average, estimate, sign_test
 
 AS_IS = "none"
-"""The method that leaves a model as it was trained."""
+AS_IS_TITLE = "as is"
+"""The method that leaves a model as it was trained, and how tables call it."""
 
 Row = tuple[str, str]
 """A model and the key of a method."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a row reached at one length: ``retrieval`` of the statements that training sequences
+    carry, and ``loss`` on the last tokens; None where it was not measured. ``name``: of the row."""
+
+    name: str
+    length: int
+    factor: float
+    retrieval: Estimate | None = None
+    loss: float | None = None
 
 
 class Outcomes:
@@ -25,7 +38,7 @@ class Outcomes:
     and comparisons are None where the cells for them were not measured.
     """
 
-    def __init__(self, report: LengthReport) -> None:
+    def __init__(self, report: Report) -> None:
         self.report = report
         self._cells = {((c.model, c.method), c.task, c.length): c for c in report.cells}
         self._estimates: dict[tuple[Row, str, int], Estimate] = {}
@@ -61,7 +74,7 @@ class Outcomes:
         )
         return dict(sorted(found))
 
-    def cell(self, row: Row, task: str, length: int) -> LengthCell | None:
+    def cell(self, row: Row, task: str, length: int) -> Cell | None:
         """None where it was not measured."""
         return self._cells.get((row, task, length))
 
@@ -109,6 +122,22 @@ class Outcomes:
             reference += labelled(b, label)
         return sign_test(own, reference) if own else None
 
+    def results(self) -> list[Result]:
+        """Retrieval and loss of every row at every length at which it has one of them."""
+        lengths = {cell.length: cell.factor for cell in self.report.cells}
+        found = (
+            Result(
+                self.name(row),
+                length,
+                factor,
+                self.estimate(row, [STATEMENTS], length),
+                None if (cell := self.cell(row, PERPLEXITY, length)) is None else cell.last_loss,
+            )
+            for row in self.rows
+            for length, factor in sorted(lengths.items())
+        )
+        return [r for r in found if r.retrieval is not None or r.loss is not None]
+
     def _estimate(self, row: Row, task: str, length: int) -> Estimate | None:
         cell = self.cell(row, task, length)
         if cell is None or not cell.scores:
@@ -124,7 +153,7 @@ def parts(label: str) -> list[str]:
     return label.split("|")
 
 
-def labelled(cell: LengthCell, label: tuple[int, str] | None) -> list[float]:
+def labelled(cell: Cell, label: tuple[int, str] | None) -> list[float]:
     """The scores of the trials with that part of their label; None: of all trials."""
     if label is None:
         return list(cell.scores)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.order import Integers
-from trainer.evaluation.lengths.store import Store
+from trainer.evaluation.store import Store
 from trainer.model.decoder import Decoder
 
 TEXTS = 4

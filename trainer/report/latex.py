@@ -1,12 +1,12 @@
-"""Tables of a length report for a paper; they need the package booktabs alone."""
+"""The tables of a report for a paper; they need the package booktabs alone."""
 
 from __future__ import annotations
 
 import re
 from itertools import groupby
 
-from trainer.report.length.table import MISSING, Entry, Table, tables
-from trainer.report.lengths import LengthReport
+from trainer.report.results import Report
+from trainer.report.table import MISSING, Entry, Table, tables
 
 _SPECIAL = {
     "\\": r"\textbackslash{}",
@@ -28,7 +28,7 @@ _SPECIAL = {
 }
 
 
-def latex_tables(report: LengthReport) -> str:
+def latex_tables(report: Report) -> str:
     """A ``table`` for each, labelled ``tab:<key>``."""
     head = "% Needs \\usepackage{booktabs}.\n"
     return head + "\n".join(_table(table) for table in tables(report))
@@ -67,4 +67,5 @@ def _cell(entry: Entry | None) -> str:
     value = f"\\textbf{{{escaped(entry.value)}}}" if entry.best else escaped(entry.value)
     half = f" {{\\scriptsize $\\pm$ {entry.half}}}" if entry.half else ""
     mark = {"↑": "^{\\uparrow}", "↓": "^{\\downarrow}"}.get(entry.mark)
-    return f"{value}{half}{f'${mark}$' if mark else ''}"
+    loss = f" / {escaped(entry.loss)}" if entry.loss else ""
+    return f"{value}{half}{f'${mark}$' if mark else ''}{loss}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.evaluation.lengths.config import LengthConfig, LongRopeSettings, TemperatureSettings
+from trainer.evaluation.config import EvaluationConfig, LongRopeSettings, TemperatureSettings
 
 
 def test_the_defaults_are_possible():
-    assert LengthConfig().problems() == []
+    assert EvaluationConfig().problems() == []
 
 
 @pytest.mark.parametrize(
@@ -25,5 +25,5 @@ def test_the_defaults_are_possible():
     ],
 )
 def test_impossible_values_are_named(changes, said):
-    (problem,) = LengthConfig(**changes).problems()
+    (problem,) = EvaluationConfig(**changes).problems()
     assert said in problem

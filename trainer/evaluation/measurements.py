@@ -4,7 +4,7 @@ any task with prompts."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from hashlib import sha256
 from typing import Any, Protocol
@@ -20,10 +20,14 @@ from trainer.evaluation.loss import by_bucket, losses_by_position, windows_with_
 from trainer.evaluation.prompts import Prompt, Task
 from trainer.evaluation.retrieval import successes
 from trainer.model.decoder import Decoder
-from trainer.report.lengths import PERPLEXITY
+from trainer.report.results import PERPLEXITY, STATEMENTS
 
 Done = Callable[[int], None]
 """Told how many sequences were read."""
+
+
+def _unheard(sequences: int) -> None:
+    """Where nobody asks."""
 
 
 def fingerprint(*parts: Any) -> str:
@@ -49,49 +53,61 @@ class Measurement(Protocol):
         ...
 
     def measure(
-        self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
+        self,
+        model: Decoder,
+        length: int,
+        reads: int | None,
+        batch_tokens: int,
+        done: Done = _unheard,
     ) -> dict[str, Any]:
-        """Fields of a :class:`LengthCell`; ``reads``: the last tokens that the model reads at all
+        """Fields of a :class:`Cell`; ``reads``: the last tokens that the model reads at all
         (None: every token)."""
         ...
 
 
 @dataclass
 class Perplexity:
-    """Held-out loss by position, and on the last tokens of windows that end at the same places."""
+    """Held-out loss by position, and on the last tokens of windows that end at the same places.
 
-    stream: TokenStream
-    lengths: list[int]
-    windows: int
+    ``windows``: ``[N, length]`` tokens of every length; ``last``: how many of their last tokens
+    are reported (None: as many as the training length, or the shortest length if that is less).
+    """
+
+    windows: dict[int, Integers]
     end_of_text: int
     training_length: int
     last: int | None = None
     key: str = PERPLEXITY
     title: str = "Held-out perplexity"
 
-    def __post_init__(self) -> None:
-        self._windows = windows_with_common_ends(self.stream, self.windows, self.lengths)
-
     def sequences(self, length: int) -> int:
         """Windows."""
-        return self.windows
+        return len(self.windows[length])
 
     def fingerprint(self, length: int) -> str:
         """Of the windows, and of what is averaged."""
-        return fingerprint(self._windows[length], self._last, self.training_length)
+        return fingerprint(self.windows[length], self._last, self.training_length)
+
+    def part(self, rank: int, ranks: int) -> Perplexity:
+        """One rank's share of the windows."""
+        return replace(self, windows={n: x[rank::ranks] for n, x in self.windows.items()})
 
     @property
     def _last(self) -> int:
         """The same tokens at every length."""
-        return self.last or min([self.training_length, *self.lengths])
+        return self.last or min([self.training_length, *self.windows])
 
     def measure(
-        self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
+        self,
+        model: Decoder,
+        length: int,
+        reads: int | None,
+        batch_tokens: int,
+        done: Done = _unheard,
     ) -> dict[str, Any]:
         """Mean losses of buckets of half a training length."""
-        windows: Integers = self._windows[length]
         losses = losses_by_position(
-            model, windows, self.end_of_text, batch_tokens, reads=reads, done=done
+            model, self.windows[length], self.end_of_text, batch_tokens, reads=reads, done=done
         )
         edges, means = by_bucket(losses, max(1, self.training_length // 2))
         return {"edges": edges, "losses": means, "last_loss": losses[-self._last :].mean().item()}
@@ -100,48 +116,67 @@ class Perplexity:
 @dataclass
 class Statements:
     """Multi-key needles in the words that the demo's training sequences carry; see
-    :mod:`trainer.data.needles`."""
+    :mod:`trainer.data.needles`. ``trials``: of every length."""
 
-    stream: TokenStream
-    lengths: list[int]
-    vocabulary: NeedleVocabulary
+    trials: dict[int, Trials]
     end_of_text: int
-    trials: int
-    needles: int
-    seed: int
-    key: str = "statements"
+    key: str = STATEMENTS
     title: str = "Trained statements (multi-key)"
 
-    def __post_init__(self) -> None:
-        windows = windows_with_common_ends(self.stream, self.trials, self.lengths)
-        self._trials: dict[int, Trials] = {}
-        for length, text in windows.items():
-            text[:, 0] = self.end_of_text
-            counters = np.arange(self.trials)
-            self._trials[length] = make_trials(
-                text, counters, self.vocabulary, self.needles, self.seed
-            )
+    @classmethod
+    def of(
+        cls,
+        stream: TokenStream,
+        lengths: list[int],
+        vocabulary: NeedleVocabulary,
+        end_of_text: int,
+        trials: int,
+        needles: int,
+        seed: int,
+    ) -> Statements:
+        """Trials in windows of held-out text that end at the same places at every length."""
+        made = {}
+        for length, text in windows_with_common_ends(stream, trials, lengths).items():
+            text[:, 0] = end_of_text
+            made[length] = make_trials(text, np.arange(trials), vocabulary, needles, seed)
+        return cls(made, end_of_text)
 
     def sequences(self, length: int) -> int:
         """Trials."""
-        return self.trials
+        return len(self.trials[length].prompts)
 
     def fingerprint(self, length: int) -> str:
         """Of the trials."""
-        trials = self._trials[length]
+        trials = self.trials[length]
         return fingerprint(trials.prompts, trials.answers)
 
+    def part(self, rank: int, ranks: int) -> Statements:
+        """One rank's share of the trials."""
+        part = slice(rank, None, ranks)
+        return replace(
+            self,
+            trials={
+                length: Trials(own.prompts[part], own.answers[part], own.depths[part])
+                for length, own in self.trials.items()
+            },
+        )
+
     def measure(
-        self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
+        self,
+        model: Decoder,
+        length: int,
+        reads: int | None,
+        batch_tokens: int,
+        done: Done = _unheard,
     ) -> dict[str, Any]:
         """One score a trial."""
-        trials = self._trials[length]
+        asked = self.trials[length]
         if reads is not None and reads < length:
-            prompts = trials.prompts[:, -reads:].copy()
+            prompts = asked.prompts[:, -reads:].copy()
             prompts[:, 0] = self.end_of_text
-            trials = Trials(prompts, trials.answers, trials.depths)
-        hits = successes(model, trials, batch_tokens, done)
-        depths = 1 - self._trials[length].depths / length
+            asked = Trials(prompts, asked.answers, asked.depths)
+        hits = successes(model, asked, batch_tokens, done)
+        depths = 1 - asked.depths / length
         return {
             "scores": tuple(float(hit) for hit in hits),
             "depths": tuple(np.round(depths, 4).tolist()),
@@ -175,7 +210,12 @@ class Prompted:
         return len(prompts), fingerprint(said, *(np.array(prompt.tokens) for prompt in prompts))
 
     def measure(
-        self, model: Decoder, length: int, reads: int | None, batch_tokens: int, done: Done
+        self,
+        model: Decoder,
+        length: int,
+        reads: int | None,
+        batch_tokens: int,
+        done: Done = _unheard,
     ) -> dict[str, Any]:
         """One score a trial."""
         prompts = self._prompts(length)

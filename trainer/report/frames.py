@@ -1,4 +1,4 @@
-"""Axes that the figures of a length report share: lengths, positions, success and perplexity."""
+"""Axes that the figures of a report share: lengths, positions, success and perplexity."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from trainer.report.lengths import LengthReport
 from trainer.report.plotting import Frame, training_length_mark
-from trainer.report.summary import factor_label
+from trainer.report.results import Report
+from trainer.report.words import factor_label
 
 _LINEAR = 6  # a perplexity that varies by less than this factor is drawn on a linear axis
 
@@ -44,14 +44,15 @@ def perplexity_axis(values: Iterable[float]) -> Scale:
 
 
 def lengths_frame(
-    report: LengthReport,
+    report: Report,
     lengths: dict[int, float],
     y_label: str,
     scale: Scale,
     narrow: bool = False,
+    lines: tuple[tuple[float, str], ...] = (),
 ) -> Frame:
     """Lengths on a binary logarithmic axis, named in multiples of the training length and, unless
-    the panel is narrow, in tokens."""
+    the panel is narrow, in tokens; ``lines``: horizontal ones, with their names."""
 
     def prepare(axes: Axes) -> None:
         scale(axes)
@@ -67,10 +68,11 @@ def lengths_frame(
         y_label,
         prepare,
         training_length_mark(report.training_length, lengths),
+        lines,
     )
 
 
-def positions_frame(report: LengthReport, longest: int, scale: Scale) -> Frame:
+def positions_frame(report: Report, longest: int, scale: Scale) -> Frame:
     """Positions up to the longest length, with ticks at multiples of the training length."""
 
     def prepare(axes: Axes) -> None:

@@ -12,8 +12,8 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainer.report.lengths import LengthCell
 from trainer.report.plotting import blank
+from trainer.report.results import Cell
 
 _COLUMNS = 5
 _MOST, _BINS = 11, 10  # more different depths than _MOST are put into _BINS
@@ -30,7 +30,7 @@ class Depths:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, cells: Sequence[LengthCell]) -> Depths:
+    def of(cls, cells: Sequence[Cell]) -> Depths:
         """A row for each depth that occurs, or for each tenth where they are many."""
         found = sorted({depth for cell in cells for depth in cell.depths})
         if len(found) <= _MOST:
@@ -38,7 +38,7 @@ class Depths:
         names = (f"{100 * i // _BINS}–{100 * (i + 1) // _BINS}" for i in range(_BINS))
         return cls((*(i / _BINS for i in range(_BINS)), math.inf), tuple(names))
 
-    def means(self, cell: LengthCell) -> list[float]:
+    def means(self, cell: Cell) -> list[float]:
         """The mean score of every row, NaN where there is no trial."""
         index = np.searchsorted(self.edges, cell.depths, side="right") - 1
         counts = np.bincount(index, minlength=len(self.names))

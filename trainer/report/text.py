@@ -1,4 +1,4 @@
-"""Tables of a length report for a terminal of 100 columns, as Markdown and as CSV."""
+"""The tables of a report for a terminal of 100 columns, as Markdown and as CSV."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich import table as rich_table
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from trainer.report.length.outcomes import Outcomes
-from trainer.report.length.table import MISSING, Entry, Table, tables
-from trainer.report.lengths import LengthReport
+from trainer.report.outcomes import AS_IS_TITLE, Outcomes
+from trainer.report.results import Report
+from trainer.report.table import MISSING, Entry, Table, tables
 
 WIDTH = 100
-_CELL = len("100.0 ±10.5 ↑")
+_CELL, _LOSS = len("100.0 ±10.5↑"), len("  4.123")
 _NAME = 19
 _COLUMNS = 4  # as many as fit into WIDTH beside the names of a model and a method
 
@@ -38,7 +38,7 @@ CSV_HEAD = (
 )
 
 
-def terminal_length_tables(report: LengthReport) -> RenderableType:
+def terminal_tables(report: Report) -> RenderableType:
     """Every table but the details, at most ``WIDTH`` columns wide; one with more than four columns
     continues below. What the cells mean stands below the last table that it is true of."""
     shown: list[RenderableType] = []
@@ -53,12 +53,12 @@ def terminal_length_tables(report: LengthReport) -> RenderableType:
     return Group(*shown)
 
 
-def markdown_tables(report: LengthReport) -> str:
+def markdown_tables(report: Report) -> str:
     """Every table under a heading of its own; ends with a newline."""
     return "\n".join(_markdown(table) for table in tables(report))
 
 
-def csv_table(report: LengthReport) -> str:
+def csv_table(report: Report) -> str:
     """One row a cell, numbers in full; ``score``, ``low`` and ``high`` are fractions, ``p_value``
     is that of the exact sign test with the row's reference, ``loss`` is in nats per token. Empty:
     not measured."""
@@ -93,16 +93,25 @@ def _terminal(table: Table, start: int) -> rich_table.Table:
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for name in ("model", "method"):
+    for name in ("model",) if table.with_losses else ("model", "method"):
         drawn.add_column(f"\n{name}", overflow="fold", width=_NAME)
+    cell = _CELL + (_LOSS if table.with_losses else 0)
     for head in table.columns[chosen]:
-        drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")
+        drawn.add_column(Text("\n".join(head)), justify="right", width=cell, overflow="fold")
     for model, method, entries, is_last in _grouped(table):
         cells = [_terminal_cell(entry) for entry in entries[chosen]]
+        names = (_name(model, method),) if table.with_losses else (model, method)
         # At blanks and hyphens where there are any.
-        names = (Text("\n".join(wrap(name, _NAME))) for name in (model, method))
-        drawn.add_row(*names, *cells, end_section=is_last)
+        shown = (Text("\n".join(wrap(name, _NAME, drop_whitespace=False))) for name in names)
+        drawn.add_row(*shown, *cells, end_section=is_last)
     return drawn
+
+
+def _name(model: str, method: str) -> str:
+    """Of a row with losses, which leave room for one name."""
+    if method == AS_IS_TITLE:
+        return model
+    return f"{model} + {method}" if model else f"  + {method}"
 
 
 def _grouped(table: Table) -> Iterator[tuple[str, str, tuple[Entry | None, ...], bool]]:
@@ -120,7 +129,9 @@ def _terminal_cell(entry: Entry | None) -> Text:
     text = Text(f"{entry.value:>5}", style="bold" if entry.best else "")
     if entry.half:
         text.append(f" ±{entry.half:<4}", style="dim")
-        text.append(f" {entry.mark or ' '}", style={"↑": "green", "↓": "red"}.get(entry.mark, ""))
+        text.append(entry.mark or " ", style={"↑": "green", "↓": "red"}.get(entry.mark, ""))
+    if entry.loss:
+        text.append(f"{entry.loss:>{_LOSS}}", style="cyan")
     return text
 
 
@@ -142,7 +153,8 @@ def _markdown_cell(entry: Entry | None) -> str:
     if entry is None:
         return MISSING
     value = f"**{entry.value}**" if entry.best else entry.value
-    return " ".join(part for part in (value, entry.half and f"±{entry.half}", entry.mark) if part)
+    parts = (value, entry.half and f"±{entry.half}", entry.mark, entry.loss and f"/ {entry.loss}")
+    return " ".join(part for part in parts if part)
 
 
 def _escaped(text: str) -> str:

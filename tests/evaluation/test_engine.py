@@ -10,12 +10,12 @@ import pytest
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.needles import NeedleVocabulary
-from trainer.evaluation.lengths.config import LengthConfig
-from trainer.evaluation.lengths.fitting import FitText
-from trainer.evaluation.lengths.methods import recipe
-from trainer.evaluation.lengths.run import Subject, measure_cells, plan_cells
-from trainer.evaluation.lengths.store import Store
-from trainer.evaluation.lengths.tasks import Perplexity, Prompted, Statements
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.fitting import FitText
+from trainer.evaluation.methods import recipe
+from trainer.evaluation.engine import Subject, measure_cells, plan_cells
+from trainer.evaluation.store import Store
+from trainer.evaluation.measurements import Perplexity, Prompted, Statements
 from trainer.evaluation.loss import losses_by_position
 from trainer.evaluation.prompts import Prompt
 
@@ -49,7 +49,7 @@ def evaluation(model, corpus, tmp_path):
         return model
 
     def go(methods=("none", "crop", "yarn"), trials=5, lengths=LENGTHS):
-        config = LengthConfig(methods=list(methods))
+        config = EvaluationConfig(methods=list(methods))
         end = corpus.end_of_text
         subject = Subject("tiny", "weights", model.config, model.layout, load)
         recipes = {"tiny": [recipe(name, model.layout, config) for name in methods]}
@@ -117,7 +117,7 @@ def test_windows_that_end_elsewhere_are_another_measurement(evaluation):
 
 
 def test_what_is_chosen_on_other_text_is_another_measurement(model, corpus):
-    config = LengthConfig(methods=["none", "yarn", "temperature"])
+    config = EvaluationConfig(methods=["none", "yarn", "temperature"])
     recipes = {"tiny": [recipe(name, model.layout, config) for name in config.methods]}
     subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
     task = Perplexity(corpus.test, LENGTHS, 3, corpus.end_of_text, 32)
@@ -186,7 +186,7 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
 def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "trainer.evaluation.lengths.tasks.answers",
+        "trainer.evaluation.measurements.answers",
         lambda model, tokenizer, prompts, *_: asked.extend(prompts) or [""] * len(prompts),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import UserError
-from trainer.evaluation.lengths.store import Store
+from trainer.evaluation.store import Store
 
 
 def test_a_piece_is_made_once_for_its_key(tmp_path):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainer.report.length.outcomes import Outcomes, Row
+from trainer.report.outcomes import Outcomes, Row
 from trainer.report.plotting import (
     Frame,
     Series,

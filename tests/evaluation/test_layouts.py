@@ -1,0 +1,95 @@
+"""Methods change the layout for a length, and nothing at the training length."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trainer.evaluation.layouts import (
+    TITLES,
+    as_is,
+    is_free_of_positions,
+    rescaled,
+    rotates,
+    tempered,
+    windowed,
+    with_factors,
+    with_temperature,
+)
+from trainer.positional.config import PositionalConfig, build_layout
+from trainer.positional.rescaling import RESCALINGS, at_length
+
+
+def layout(**positional):
+    return build_layout(
+        PositionalConfig(**positional),
+        num_layers=3,
+        num_key_value_heads=2,
+        head_dim=8,
+        training_length=64,
+    )
+
+
+@pytest.mark.parametrize("rescaling", RESCALINGS)
+@pytest.mark.parametrize("layers", [["rope"], ["rope", "nope"], ["half_rope"]])
+def test_rescalings_are_the_identity_at_the_training_length(rescaling, layers):
+    original = layout(layers=layers)
+    method = rescaled("rope", "RoPE", original, rescaling)
+    assert method.layout_at(1.0) == original
+    changed = method.layout_at(4.0)
+    assert changed != original
+    for before, after in zip(original.layers, changed.layers, strict=True):
+        if not before.spectra[0].rotates:
+            assert not after.spectra[0].rotates
+
+
+def test_temperature_is_one_at_the_training_length_and_grows_with_the_logarithm():
+    spectrum = tempered(layout(layers=["nope"]), 0.4).layers[0].spectra[0]
+    assert spectrum.temperature.at(64, 64) == 1
+    assert spectrum.temperature.at(512, 64) == pytest.approx(1 + 0.4 * math.log(8))
+    assert with_temperature("drope", "DroPE", layout(layers=["nope"]), 0.4).role == (
+        "drope_temperature"
+    )
+
+
+def test_what_applies_to_what():
+    assert rotates(layout(layers=["nope", "rope"]))
+    assert not rotates(layout(layers=["nope"]))
+    assert is_free_of_positions(layout(layers=["nope"]))
+    assert not is_free_of_positions(layout(layers=["alibi"]))
+    original = layout()
+    assert as_is("rope", "RoPE", original).layout_at(8.0) is original
+
+
+def test_a_window_is_no_wider_than_the_training_length():
+    original = layout(windows=[None, 16])
+    changed = windowed(original)
+    assert [layer.window for layer in original.layers] == [None, 16, None]
+    assert [layer.window for layer in changed.layers] == [64, 16, 64]
+    assert changed.spectra == original.spectra
+
+
+@pytest.mark.parametrize(("coefficient", "exponent"), [(0.412, 1.0), (0.1, 2.0)])
+@pytest.mark.parametrize("per", ["sequence", "query"])
+def test_temperatures_of_the_papers(coefficient, exponent, per):
+    (spectrum,) = tempered(layout(), coefficient, per, exponent).spectra
+    assert spectrum.temperature.per == per
+    expected = (1 + coefficient * math.log(4)) ** exponent
+    assert spectrum.temperature.at(256, 64) == pytest.approx(expected)
+    assert spectrum.inv_freq == layout().spectra[0].inv_freq
+
+
+def test_factors_divide_the_frequencies_beyond_the_training_length():
+    original = layout(layers=["rope", "nope"])
+    changed = with_factors(original, ((1.0, 2.0, 4.0, 8.0), ()))
+    assert changed.layers[1] == original.layers[1]
+    before, after = original.layers[0].spectra[0], changed.layers[0].spectra[0]
+    assert at_length(after, 64).inv_freq == before.inv_freq
+    slow = [f / by for f, by in zip(before.inv_freq, (1.0, 2.0, 4.0, 8.0), strict=True)]
+    assert at_length(after, 65).inv_freq == pytest.approx(slow)
+
+
+def test_every_rescaling_has_a_title_of_its_own():
+    assert list(TITLES) == list(RESCALINGS)
+    assert len(set(TITLES.values())) == len(TITLES)
