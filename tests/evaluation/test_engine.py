@@ -1,4 +1,4 @@
-"""The loop: same trials for all, finished cells kept, models left as they were."""
+"""The engine: same trials for all, finished cells kept, models left as they were."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.fitting import FitText
-from trainer.evaluation.methods import recipe
 from trainer.evaluation.engine import Subject, measure_cells, plan_cells
-from trainer.evaluation.store import Store
+from trainer.evaluation.fitting import FitText
+from trainer.evaluation.loss import losses_by_position, windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Prompted, Statements
-from trainer.evaluation.loss import losses_by_position
+from trainer.evaluation.methods import recipe
 from trainer.evaluation.prompts import Prompt
+from trainer.evaluation.settings import TemperatureSettings
+from trainer.evaluation.store import Store
 
 LENGTHS = [32, 64]
 
@@ -39,6 +40,11 @@ def model(tiny_decoder, corpus):
     return tiny_decoder(model={"vocab_size": corpus.tokenizer.get_vocab_size()})
 
 
+def perplexity(corpus, lengths=LENGTHS):
+    windows = windows_with_common_ends(corpus.test, 3, lengths)
+    return Perplexity(windows, corpus.end_of_text, 32)
+
+
 @pytest.fixture
 def evaluation(model, corpus, tmp_path):
     """A function that evaluates into one store; returns cells and how often weights were read."""
@@ -53,16 +59,15 @@ def evaluation(model, corpus, tmp_path):
         end = corpus.end_of_text
         subject = Subject("tiny", "weights", model.config, model.layout, load)
         recipes = {"tiny": [recipe(name, model.layout, config) for name in methods]}
+        vocabulary = NeedleVocabulary.of(corpus.tokenizer)
         tasks = [
-            Perplexity(corpus.test, lengths, 3, end, 32),
-            Statements(
-                corpus.test, lengths, NeedleVocabulary.of(corpus.tokenizer), end, trials, 2, 1
-            ),
+            perplexity(corpus, lengths),
+            Statements.of(corpus.test, lengths, vocabulary, end, trials, 2, 1),
         ]
         text = FitText({}, end, "text")
         plans = plan_cells([subject], recipes, tasks, lengths, text)
-        cells, _ = measure_cells(plans, text, Store(tmp_path), 4096, "cpu")
-        return cells, len(loads)
+        measured = measure_cells(plans, text, Store(tmp_path), 4096)
+        return measured.cells, len(loads)
 
     return go
 
@@ -86,7 +91,7 @@ def test_there_is_a_cell_for_everything_and_the_model_stays_as_it_was(evaluation
 def test_losses_are_those_of_the_windows(evaluation, model, corpus):
     cells, _ = evaluation(["none"])
     cell = next(c for c in cells if c.task == "perplexity" and c.length == 64)
-    windows = Perplexity(corpus.test, LENGTHS, 3, corpus.end_of_text, 32)._windows[64]
+    windows = perplexity(corpus).windows[64]
     expected = losses_by_position(model, windows, corpus.end_of_text, 64)
     assert cell.edges == (0, 16, 32, 48, 64)
     assert cell.last_loss == pytest.approx(expected[32:].mean().item(), abs=1e-9)
@@ -117,10 +122,11 @@ def test_windows_that_end_elsewhere_are_another_measurement(evaluation):
 
 
 def test_what_is_chosen_on_other_text_is_another_measurement(model, corpus):
-    config = EvaluationConfig(methods=["none", "yarn", "temperature"])
+    fitted = TemperatureSettings(models="all")
+    config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
     recipes = {"tiny": [recipe(name, model.layout, config) for name in config.methods]}
     subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
-    task = Perplexity(corpus.test, LENGTHS, 3, corpus.end_of_text, 32)
+    task = perplexity(corpus)
 
     def keys(windows):
         text = FitText({64: np.zeros((windows, 64), int)}, 0, "text")
@@ -156,6 +162,37 @@ def test_an_interrupted_evaluation_goes_on(evaluation, monkeypatch, tmp_path):
     monkeypatch.setattr(Statements, "measure", measure)
     cells, _ = evaluation(["none"])
     assert len(cells) == 4
+
+
+def test_what_was_fitted_is_told_again_when_nothing_is_left_to_measure(
+    tiny_decoder, corpus, tmp_path
+):
+    size = {"vocab_size": corpus.tokenizer.get_vocab_size()}
+    model = tiny_decoder(model=size, layers=["nope"])
+    config = EvaluationConfig(temperature=TemperatureSettings(grid=[0.3]))
+    recipes = {"tiny": [recipe(name, model.layout, config) for name in ("none", "temperature")]}
+    text = FitText({64: windows_with_common_ends(corpus.validation, 2, [64])[64]}, 0, "text")
+
+    def go(load):
+        subject = Subject("tiny", "weights", model.config, model.layout, load)
+        plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
+        return measure_cells(plans, text, Store(tmp_path), 4096)
+
+    first = go(lambda: model)
+    assert first.temperature["tiny"]["coefficient"] == 0.3
+    assert first.notes == [
+        "tiny, temperature: logits times 1 + 0.3 ln s, fitted on validation text"
+    ]
+    assert go(lambda: pytest.fail("read again")) == first
+
+
+def test_ranks_share_trials_and_windows(corpus):
+    vocabulary = NeedleVocabulary.of(corpus.tokenizer)
+    whole = Statements.of(corpus.test, LENGTHS, vocabulary, corpus.end_of_text, 6, 2, 1)
+    parts = [whole.part(rank, 2).trials[64] for rank in range(2)]
+    assert (parts[1].prompts == whole.trials[64].prompts[1::2]).all()
+    assert sum(len(part.answers) for part in parts) == len(parts[0].depths) * 2 == 6
+    assert (perplexity(corpus).part(1, 2).windows[32] == perplexity(corpus).windows[32][1::2]).all()
 
 
 def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):

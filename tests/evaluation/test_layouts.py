@@ -1,4 +1,4 @@
-"""Methods change the layout for a length, and nothing at the training length."""
+"""What is done to layouts, and what they say of themselves."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import pytest
 
 from trainer.evaluation.layouts import (
     TITLES,
-    as_is,
     is_free_of_positions,
-    rescaled,
     rotates,
     tempered,
     windowed,
     with_factors,
-    with_temperature,
 )
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.rescaling import RESCALINGS, at_length
@@ -31,26 +28,10 @@ def layout(**positional):
     )
 
 
-@pytest.mark.parametrize("rescaling", RESCALINGS)
-@pytest.mark.parametrize("layers", [["rope"], ["rope", "nope"], ["half_rope"]])
-def test_rescalings_are_the_identity_at_the_training_length(rescaling, layers):
-    original = layout(layers=layers)
-    method = rescaled("rope", "RoPE", original, rescaling)
-    assert method.layout_at(1.0) == original
-    changed = method.layout_at(4.0)
-    assert changed != original
-    for before, after in zip(original.layers, changed.layers, strict=True):
-        if not before.spectra[0].rotates:
-            assert not after.spectra[0].rotates
-
-
 def test_temperature_is_one_at_the_training_length_and_grows_with_the_logarithm():
     spectrum = tempered(layout(layers=["nope"]), 0.4).layers[0].spectra[0]
     assert spectrum.temperature.at(64, 64) == 1
     assert spectrum.temperature.at(512, 64) == pytest.approx(1 + 0.4 * math.log(8))
-    assert with_temperature("drope", "DroPE", layout(layers=["nope"]), 0.4).role == (
-        "drope_temperature"
-    )
 
 
 def test_what_applies_to_what():
@@ -58,8 +39,6 @@ def test_what_applies_to_what():
     assert not rotates(layout(layers=["nope"]))
     assert is_free_of_positions(layout(layers=["nope"]))
     assert not is_free_of_positions(layout(layers=["alibi"]))
-    original = layout()
-    assert as_is("rope", "RoPE", original).layout_at(8.0) is original
 
 
 def test_a_window_is_no_wider_than_the_training_length():

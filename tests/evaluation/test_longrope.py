@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from trainer.errors import UserError
 from trainer.evaluation import longrope
+from trainer.evaluation.layouts import with_factors
 from trainer.evaluation.longrope import search_longrope, starting_points
 from trainer.evaluation.loss import losses_by_position
-from trainer.evaluation.layouts import with_factors
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import RESCALINGS, at_length

@@ -10,24 +10,22 @@ import pytest
 import torch
 
 from trainer.evaluation import dope
-from trainer.evaluation.dope import DopeSettings
-from trainer.evaluation.config import (
-    PARTS,
-    EvaluationConfig,
-    LongRopeSettings,
-    TemperatureSettings,
-    part_problems,
-)
+from trainer.evaluation.config import PARTS, EvaluationConfig, part_problems
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import MAKERS, Recipe, recipe
+from trainer.evaluation.settings import (
+    DopeSettings,
+    LongRopeSettings,
+    TemperatureSettings,
+    WeightedRopeSettings,
+)
 from trainer.evaluation.store import Store
-from trainer.evaluation.weighted_rope import WeightedRopeSettings
 from trainer.positional.rescaling import RESCALINGS, at_length
 
 CONFIG = EvaluationConfig(
     dope=DopeSettings(heads=1),
     longrope=LongRopeSettings(evaluations=9, windows=1),
-    temperature=TemperatureSettings(grid=[0.0, 0.5]),
+    temperature=TemperatureSettings(grid=[0.0, 0.5], models="all"),
 )
 
 
@@ -109,9 +107,20 @@ def test_dropping_leaves_no_encoding(fitting):
 
 def test_a_model_without_rotation_has_no_rescaling(fitting):
     layout = fitting(layers=["nope"]).model.layout
-    assert recipe("yarn", layout, CONFIG) == "YaRN"
-    assert recipe("dope+temperature", layout, CONFIG) == "DoPE"
+    why = "has no rotation, so there is nothing to do for {}"
+    assert recipe("yarn", layout, CONFIG) == (why, "YaRN")
+    assert recipe("dope+temperature", layout, CONFIG) == (why, "DoPE")
     assert isinstance(recipe("temperature", layout, CONFIG), Recipe)
+
+
+def test_a_temperature_is_for_models_without_positions_unless_all_are_asked_for(fitting):
+    free = replace(CONFIG, temperature=TemperatureSettings(models="free"))
+    for layers, fits in ((["nope"], True), (["rope"], False), (["alibi"], False)):
+        layout = fitting(layers=layers).model.layout
+        assert isinstance(recipe("temperature", layout, free), Recipe) == fits
+        made = recipe("temperature", layout, CONFIG)
+        assert isinstance(made, Recipe)
+        assert "models" not in made.settings["temperature"]
 
 
 def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from trainer.report.outcomes import Outcomes, Row
 from trainer.report.plotting import (
+    OVERLAY,
     Frame,
     Series,
     blank,
@@ -23,13 +24,15 @@ from trainer.report.plotting import (
     reference_handles,
 )
 
-FEW = 6
-_BESIDE = 6  # names of a legend beside each other
+_BESIDE, _WIDE = (
+    6,
+    96,
+)  # names of a legend beside each other, and characters of them and their lines
 _DODGE = 0.03  # octaves between lines of one panel, so that their intervals stay apart
 
 
 def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> Figure:
-    """One line a row. Up to ``FEW``, or all of one model or one method: as any figure has them.
+    """One line a row. Up to ``OVERLAY``, or all of one model or one method: as any figure has them.
     Otherwise a panel for each model with its methods or for each method with its models, whichever
     leaves fewer lines to a panel, over all the others in grey."""
     if not is_panelled(lines):
@@ -63,7 +66,7 @@ def is_panelled(lines: Iterable[Row]) -> bool:
     """Whether the lines are shared out among panels, several to each."""
     rows = list(lines)
     shapes = (len({model for model, _ in rows}), len({method for _, method in rows}))
-    return len(rows) > FEW and 1 not in shapes
+    return len(rows) > OVERLAY and 1 not in shapes
 
 
 def pair(series: Sequence[Sequence[Series]], frames: Sequence[Frame]) -> Figure:
@@ -127,5 +130,6 @@ def _trim(grid: Sequence[Axes], used: int, columns: int) -> None:
 def _legend(figure: Figure, lines: Sequence[Series], frame: Frame) -> None:
     handles = [line_handle(line) for line in lines]
     handles += reference_handles(frame, with_vertical=True)
-    rows = math.ceil(len(handles) / _BESIDE)
+    characters = sum(len(str(handle.get_label())) + 6 for handle in handles)
+    rows = math.ceil(max(len(handles) / _BESIDE, characters / _WIDE))
     legend_above(figure, handles, math.ceil(len(handles) / rows))

@@ -18,7 +18,7 @@ from trainer.report.results import Report
 from trainer.report.table import MISSING, Entry, Table, tables
 
 WIDTH = 100
-_CELL, _LOSS = len("100.0 ±10.5↑"), len("  4.123")
+_CELL, _CELL_WITH_LOSS = len("131072 tokens"), len("100.0 ±10.5↑ 4.123")
 _NAME = 19
 _COLUMNS = 4  # as many as fit into WIDTH beside the names of a model and a method
 
@@ -95,7 +95,7 @@ def _terminal(table: Table, start: int) -> rich_table.Table:
     )
     for name in ("model",) if table.with_losses else ("model", "method"):
         drawn.add_column(f"\n{name}", overflow="fold", width=_NAME)
-    cell = _CELL + (_LOSS if table.with_losses else 0)
+    cell = _CELL_WITH_LOSS if table.with_losses else _CELL
     for head in table.columns[chosen]:
         drawn.add_column(Text("\n".join(head)), justify="right", width=cell, overflow="fold")
     for model, method, entries, is_last in _grouped(table):
@@ -131,7 +131,7 @@ def _terminal_cell(entry: Entry | None) -> Text:
         text.append(f" ±{entry.half:<4}", style="dim")
         text.append(entry.mark or " ", style={"↑": "green", "↓": "red"}.get(entry.mark, ""))
     if entry.loss:
-        text.append(f"{entry.loss:>{_LOSS}}", style="cyan")
+        text.append(f"{entry.loss:>6}", style="cyan")
     return text
 
 

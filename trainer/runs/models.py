@@ -101,7 +101,7 @@ def _find(given: str) -> Candidate:
     state = read_state(path)
     # Only read, not checked: that would run the plugins a checkpoint names.
     config = validated(RunConfig, state["config"])[0]
-    dropped = config.drop_step is not None and state["step"] > config.drop_step
+    dropped = None if config.drop_step is None else state["step"] > config.drop_step
     name = label(config, dropped=dropped)
     if state["step"] != config.trainer.max_steps:
         name = f"{name} ({path.name})"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.report.length.examples import cell, report
+from tests.report.examples import cell, report, statements
 from trainer.report.outcomes import Outcomes, labelled, natural
 
 
@@ -70,12 +70,11 @@ def test_buckets_are_sorted_by_their_numbers():
     assert sorted(buckets, key=natural) == ["0–4K", "4–8K", "8–16K", "16–32K"]
 
 
-def test_a_report_refuses_what_contradicts_itself():
-    with pytest.raises(ValueError, match="2 cells are of RoPE / none / multi_key / 2048"):
-        report(cell([1.0]), cell([0.0]))
-    with pytest.raises(ValueError, match="2 scores but 1 depths"):
-        cell([1.0, 0.0], depths=(0.5,))
-    with pytest.raises(ValueError, match="not between 0 and 1"):
-        cell([30.0])
-    with pytest.raises(ValueError, match="1 losses but 1 edges"):
-        cell([], edges=(0,), losses=(3.0,))
+def test_a_result_is_what_a_row_retrieves_and_loses_at_a_length():
+    made = report(*statements("RoPE", (100, None, 50, 25), (4.0, 4.1, 4.2, 4.3)))
+    results = Outcomes(made).results()
+    assert [(r.name, r.length, r.loss) for r in results] == [
+        *(("RoPE", 64, 4.0), ("RoPE", 128, 4.1), ("RoPE", 256, 4.2), ("RoPE", 512, 4.3)),
+    ]
+    assert [r.retrieval and r.retrieval.mean for r in results] == [1.0, None, 0.5, 0.25]
+    assert Outcomes(report(cell([1.0]))).results() == []

@@ -1,24 +1,24 @@
-"""The directory of a length report: figures with their numbers, one page that needs nothing else,
-and the report itself as the last file."""
+"""The renderings of a report: figures with their numbers, and one page that needs nothing else."""
 
 import csv
-import json
 import math
 import re
+import sys
 from html.parser import HTMLParser
+from subprocess import run
 
 import numpy as np
 import pytest
 
-from tests.report.length.examples import DEPTHS, TRAINED, cell, example, report
-from trainer.errors import UserError
-from trainer.report.figures import write_length_figures
+from tests.report.examples import DEPTHS, EXPERIMENT, TRAINED, cell, example, report, statements
+from trainer.report.figures import write_figures
 from trainer.report.heatmap import Depths
 from trainer.report.html import lead, measured
 from trainer.report.outcomes import Outcomes
 from trainer.report.panels import is_panelled
-from trainer.report.writing import read_length_report, write_length_report
 from trainer.report.results import PERPLEXITY
+from trainer.report.training_curves import smoothed
+from trainer.report.writing import write_renderings
 
 FIGURES = {
     "success_mean",
@@ -40,7 +40,7 @@ def small():
 @pytest.fixture(scope="module")
 def written(small, tmp_path_factory):
     directory = tmp_path_factory.mktemp("lengths")
-    write_length_report(small, directory)
+    write_renderings(small, directory)
     return directory
 
 
@@ -51,39 +51,14 @@ def read_csv(path):
 
 def test_everything_is_there_and_nothing_temporary(written):
     names = {path.name for path in written.iterdir()}
-    assert names == {"report.json", "report.html", "table.md", "table.tex", "table.csv", "figures"}
+    assert names == {"report.html", "table.md", "table.tex", "table.csv", "figures"}
     assert {path.name for path in (written / "figures").iterdir()} == {
         f"{name}.{kind}" for name in FIGURES for kind in ("svg", "png", "csv")
     }
 
 
-def test_the_report_comes_back_and_a_cell_is_a_line(small, written):
-    assert read_length_report(written / "report.json") == small
-    text = (written / "report.json").read_text()
-    assert sum(line.startswith('{"model"') for line in text.splitlines()) == len(small.cells)
-    json.loads(text, parse_constant=pytest.fail)
-
-
-def test_the_report_is_the_last_file(small, tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("trainer.report.writing.write_length_html", fail)
-    monkeypatch.setattr("trainer.report.writing.write_length_figures", lambda *_: [])
-    with pytest.raises(OSError, match="disk full"):
-        write_length_report(small, tmp_path)
-    assert not (tmp_path / "report.json").exists()
-
-
-@pytest.mark.parametrize("text", ["{", '{"name": 1}', "[]"])
-def test_what_is_no_report_is_refused_by_name(tmp_path, text):
-    (tmp_path / "report.json").write_text(text)
-    with pytest.raises(UserError, match=r"report\.json is not a length report"):
-        read_length_report(tmp_path / "report.json")
-
-
 def test_figures_are_the_same_in_every_repetition(small, written, tmp_path):
-    drawn = write_length_figures(small, tmp_path)
+    drawn = write_figures(small, tmp_path)
     assert {figure.path.stem for figure in drawn} == FIGURES
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (written / "figures" / path.name).read_bytes(), path.name
@@ -98,6 +73,7 @@ def test_the_numbers_of_a_figure_lie_beside_it(small, written):
         own = found[row["model"], row["method"], PERPLEXITY, 8192]
         index = own.edges.index(int(row["from_position"]))
         assert float(row["perplexity"]) == pytest.approx(math.exp(own.losses[index]))
+        assert float(row["loss"]) == own.losses[index]
     for row in read_csv(written / "figures" / "depth_multi_key.csv"):
         own = found[row["model"], row["method"], "multi_key", int(row["length"])]
         near = [
@@ -108,6 +84,43 @@ def test_the_numbers_of_a_figure_lie_beside_it(small, written):
     assert {(row["model"], row["method"]) for row in rows} == {
         *(("RoPE", "none"), ("RoPE", "crop"), ("RoPE", "yarn"), ("DroPE", "none")),
     }
+
+
+def test_an_experiment_has_its_training_curves_and_its_story(tmp_path):
+    made = report(*statements("RoPE", (100, 90, 50, 10)), **EXPERIMENT, training_length=64)
+    drawn = write_renderings(made, tmp_path)
+    assert [figure.path.stem for figure in drawn] == [
+        *("perplexity_and_retrieval", "success_statements", "training"),
+    ]
+    rows = read_csv(tmp_path / "figures" / "training.csv")
+    assert [(r["arm"], int(r["step"]), r["training_loss"]) for r in rows] == [
+        (arm.name, step, "" if loss is None else repr(loss))
+        for arm in made.arms
+        for step, loss in arm.curve
+    ]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
+    for words in (
+        "Trained at 64 tokens and tested at up to 512 (8×).",
+        "Of 3 observations of the papers: 1 shown, 1 not shown, 1 not judged.",
+        "just before 4.100",
+        "100.0 ±0.7 4.000",
+        "50% of the training sequences carried such statements, at the training length only",
+        "right in 1.0% of trials",
+        "✓ shown first claim.",
+        "✗ not shown second claim.",
+        "– not judged third claim.",
+        "51 000",
+    ):
+        assert words in text, words
+
+
+def test_smoothing_is_a_centred_mean_that_skips_what_is_missing():
+    nan = float("nan")
+    assert smoothed([1, 2, 3, 4, 5], 3) == [1.5, 2, 3, 4, 4.5]
+    assert smoothed([1, nan, 3], 3) == [1, 2, 3]
+    assert smoothed([7, 8], 1) == [7, 8]
+    assert smoothed([], 3) == []
 
 
 def test_depths_are_rows_of_their_own_until_there_are_many():
@@ -125,14 +138,14 @@ def test_depths_are_rows_of_their_own_until_there_are_many():
 def test_many_lines_are_shared_out_among_panels():
     assert not is_panelled([("RoPE", str(i)) for i in range(20)])
     assert not is_panelled([("RoPE", "a"), ("RoPE", "b"), ("DroPE", "a")])
-    assert is_panelled([(model, str(i)) for model in ("RoPE", "DroPE") for i in range(4)])
+    assert is_panelled([(model, str(i)) for model in ("RoPE", "DroPE") for i in range(5)])
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("factors", "within"), [((0.25, 0.5), 0), ((0.5, 1), 1), ((2, 4), 0)])
 def test_the_training_length_is_marked_where_it_was_measured(tmp_path, factors, within):
     made = [cell([1.0, 0.0], length=int(TRAINED * factor)) for factor in factors]
-    (drawn,) = write_length_figures(report(*made), tmp_path)
+    (drawn,) = write_figures(report(*made), tmp_path)
     # A drawn text stands in a comment beside its outlines.
     assert drawn.path.read_text().count("<!-- training length -->") == within
 
@@ -140,7 +153,7 @@ def test_the_training_length_is_marked_where_it_was_measured(tmp_path, factors, 
 def test_many_models_and_methods_are_drawn(tmp_path):
     made = example(methods=("none", "yarn"), factors=(1, 2), trials=10)
     made = report(*(c for c in made.cells if c.task == "multi_key"))
-    drawn = write_length_figures(made, tmp_path)
+    drawn = write_figures(made, tmp_path)
     assert [figure.path.name for figure in drawn] == [
         *("success_multi_key.svg", "depth_multi_key.svg"),
     ]
@@ -154,12 +167,12 @@ def test_models_that_differ_in_punctuation_share_no_file(tmp_path):
         for method in map(str, range(8))
         for n in (1024,)
     ]
-    drawn = write_length_figures(report(*cells), tmp_path)
+    drawn = write_figures(report(*cells), tmp_path)
     assert len({figure.path for figure in drawn}) == len(drawn) == 2
 
 
 def test_a_report_without_numbers_draws_nothing(tmp_path):
-    assert write_length_figures(report(), tmp_path) == []
+    assert write_figures(report(), tmp_path) == []
 
 
 class _Page(HTMLParser):
@@ -167,14 +180,30 @@ class _Page(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.loads, self.tags, self.words = [], [], []
+        self.loads, self.tags, self.words, self.open, self.alts = [], [], [], [], []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
+        if tag == "img":
+            self.alts.append(dict(attrs).get("alt"))
+        elif tag not in ("meta", "br"):
+            self.open.append(tag)
         self.loads += [v for k, v in attrs if k in ("src", "href", "data", "srcset", "poster")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
 
     def handle_data(self, data):
         self.words.append(data)
+
+
+def test_the_tables_and_the_observations_load_no_plotting_library():
+    code = (
+        "import sys, trainer.report.text, trainer.report.observations; "
+        "print({'torch', 'lightning', 'hydra', 'matplotlib'} & set(sys.modules))"
+    )
+    result = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
 
 
 def test_the_page_needs_nothing_else(written):
@@ -184,6 +213,8 @@ def test_the_page_needs_nothing_else(written):
     assert len(page.loads) == len(FIGURES)
     assert all(load.startswith("data:image/svg+xml;base64,") for load in page.loads)
     assert "script" not in page.tags
+    assert page.open == []
+    assert all(alt for alt in page.alts)
     assert not re.search(r"@import|url\(", text)
     words = " ".join(" ".join(page.words).split())
     for part in ("<script>alert(1)</script>", "A note.", "Figure 5 of", "McNemar"):

@@ -2,15 +2,16 @@
 
 import csv
 import re
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from tests.report.length.examples import METHODS, cell, example, report
+from tests.report.examples import METHODS, cell, example, report, statements
 from trainer.report.latex import escaped, latex_tables
-from trainer.report.text import csv_table, markdown_tables, terminal_length_tables
 from trainer.report.results import PERPLEXITY
+from trainer.report.text import csv_table, markdown_tables, terminal_tables
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def small():
 def lines(made, width=100):
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(terminal_length_tables(made))
+        console.print(terminal_tables(made))
     return capture.get().splitlines()
 
 
@@ -46,6 +47,24 @@ def test_a_row_has_every_number_and_names_its_model_once(small):
     assert [row.split()[0] for row in rows] == ["RoPE", "cropped", "YaRN", "DroPE", "cropped"]
     assert all(row.count("±") == 4 for row in rows)
     assert sum("exact sign test" in line for line in shown) == 1
+
+
+def test_the_only_task_has_the_losses_beside_its_scores():
+    cells = statements("RoPE", (100, 90, 50, 10), (4.0, 4.1, 4.2, 10.534))
+    cells += [replace(c, method="yarn") for c in cells]
+    made = report(*cells, statements("DroPE", (90, 80, 70, 60))[0], training_length=64)
+    shown = lines(made)
+    rows = [line for line in shown if "±" in line and line[0] in "RD "]
+    assert rows[0].split() == [
+        *("RoPE", "100.0", "±0.7", "4.000", "89.8", "±3.7", "4.100"),
+        *("50.0", "±6.1", "4.200", "10.2", "±3.7", "10.534"),
+    ]
+    assert rows[1].startswith("  + YaRN ")
+    assert rows[2].split() == ["DroPE", "89.8", "±3.7", "↓", "·", "·", "·", "·"]
+    assert "held-out loss in nats" in " ".join(" ".join(shown).split())
+    assert "perplexity" not in " ".join(shown)
+    assert "| **89.8** ±3.7 / 4.100 |" in markdown_tables(made)
+    assert "/ 4.100 &" in latex_tables(made)
 
 
 def test_names_are_text_not_markup():

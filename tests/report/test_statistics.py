@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap
 
-from trainer.report.statistics import Estimate, average, estimate, sign_test
+from trainer.report.statistics import Estimate, average, estimate, sign_test, wilson_interval
 
 bits = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=60)
 quarters = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=2, max_size=60)
@@ -86,3 +86,23 @@ def test_a_difference_is_marked_by_its_direction():
 def test_pairs_come_in_pairs():
     with pytest.raises(ValueError, match="longer"):
         sign_test([1.0], [1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "interval"),
+    [
+        # Newcombe, Statistics in Medicine 17 (1998), Table I, method 3.
+        (81, 263, (0.2553, 0.3662)),
+        (15, 148, (0.0624, 0.1605)),
+        (0, 20, (0.0, 0.1611)),
+        (1, 29, (0.0061, 0.1718)),
+    ],
+)
+def test_the_wilson_interval_gives_published_values(successes, trials, interval):
+    assert wilson_interval(successes, trials) == pytest.approx(interval, abs=5e-5)
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(-1, 10), (11, 10), (0, 0)])
+def test_what_is_no_success_rate_has_no_interval(successes, trials):
+    with pytest.raises(ValueError, match="not a success rate"):
+        wilson_interval(successes, trials)
