@@ -1,4 +1,4 @@
-"""The length evaluation of finished runs: what it writes, and what it refuses."""
+"""The evaluation of finished runs: what it writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from trainer.errors import UserError
-from trainer.evaluation.config import EvaluationConfig, TemperatureSettings
+from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.settings import TemperatureSettings
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
 from trainer.runs.models import find_candidate
 from trainer.workflows.evaluate import LengthRequest, evaluate_lengths
@@ -22,7 +23,7 @@ CONFIG = EvaluationConfig(
     windows=2,
     fit_windows=2,
     needles=NeedleTaskSettings(trials=4, needles=2),
-    temperature=TemperatureSettings(grid=[0.3]),
+    temperature=TemperatureSettings(grid=[0.3], models="all"),
 )
 
 
@@ -135,7 +136,8 @@ def test_every_task_that_does_not_fit_is_named_at_once(runs, tmp_path):
 
 def test_a_method_that_applies_to_no_checkpoint_is_refused(runs, tmp_path):
     alone = replace(request(runs, tmp_path), checkpoint=str(runs), compare=[])
-    with pytest.raises(UserError, match="'yarn' changes a rotation, which 'DroPE' does not have"):
+    alone = replace(alone, evaluation=replace(CONFIG, methods=["yarn"]))
+    with pytest.raises(UserError, match=r"DroPE has no rotation, so .* for YaRN"):
         evaluate_lengths(alone)
 
 
