@@ -7,11 +7,15 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.settings import TemperatureSettings
+from trainer.model.backends import BACKENDS
+from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
 from trainer.runs.models import find_candidate
 from trainer.workflows.evaluate import LengthRequest, evaluate_lengths
@@ -80,6 +84,29 @@ def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):
     timeless = [replace(c, seconds=0.0) for c in second.cells]
     assert timeless == [replace(c, seconds=0.0) for c in first.cells]
     assert len((output / "report.json").read_bytes()) == pytest.approx(len(written), abs=200)
+
+
+def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_runs_here(
+    runs, tmp_path, monkeypatch
+):
+    read, seen, measure = [], set(), Perplexity.measure
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def load(path, state, device):
+        read.append((path.name, device))
+        model = load_decoder(path, state, device)
+        model.config = replace(model.config, attention_backend="flash")
+        return model
+
+    def looking(task, model, *rest):
+        seen.update((model.norm.weight.dtype, block.self_attn.attend) for block in model.layers)
+        return measure(task, model, *rest)
+
+    monkeypatch.setattr("trainer.runs.models.load_decoder", load)
+    monkeypatch.setattr(Perplexity, "measure", looking)
+    evaluate_lengths(request(runs, tmp_path, dtype="bf16", lengths=[1]))
+    assert read == [("before-drop", "cpu"), ("step-000012", "cpu")]
+    assert seen == {(torch.bfloat16, BACKENDS["sdpa"])}
 
 
 def test_a_finished_evaluation_says_again_what_was_chosen(runs, tmp_path):
