@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.data.corpus import prepare_corpus
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.engine import Subject, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import losses_by_position, windows_with_common_ends
-from trainer.evaluation.measurements import Perplexity, Prompted, Statements
+from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.methods import recipe
-from trainer.evaluation.prompts import Prompt
 from trainer.evaluation.settings import TemperatureSettings
 from trainer.evaluation.store import Store
 
 LENGTHS = [32, 64]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("text")
-    path = directory / "a.jsonl"
-    texts = (f"Sentence {i} of a text that is {i * i} long. " for i in range(900))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = DataConfig(
-        source="files", files=[str(path)], sequence_length=32, cache_dir=str(directory / "cache")
-    )
-    return prepare_corpus(config, TokenizerConfig(vocab_size=300))
-
-
-@pytest.fixture
-def model(tiny_decoder, corpus):
-    return tiny_decoder(model={"vocab_size": corpus.tokenizer.get_vocab_size()})
 
 
 def perplexity(corpus, lengths=LENGTHS):
@@ -184,60 +162,3 @@ def test_what_was_fitted_is_told_again_when_nothing_is_left_to_measure(
         "tiny, temperature: logits times 1 + 0.3 ln s, fitted on validation text"
     ]
     assert go(lambda: pytest.fail("read again")) == first
-
-
-def test_ranks_share_trials_and_windows(corpus):
-    vocabulary = NeedleVocabulary.of(corpus.tokenizer)
-    whole = Statements.of(corpus.test, LENGTHS, vocabulary, corpus.end_of_text, 6, 2, 1)
-    parts = [whole.part(rank, 2).trials[64] for rank in range(2)]
-    assert (parts[1].prompts == whole.trials[64].prompts[1::2]).all()
-    assert sum(len(part.answers) for part in parts) == len(parts[0].depths) * 2 == 6
-    assert (perplexity(corpus).part(1, 2).windows[32] == perplexity(corpus).windows[32][1::2]).all()
-
-
-def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
-    asked = []
-
-    class Quarter:
-        name, stop = "quarter", None
-
-        def score(self, text, answers):
-            asked.append(tuple(answers))
-            return 0.25
-
-        def prompts(self, length):
-            tokens = (0, *range(1, length - 2))
-            return [Prompt(tokens, (str(i),), 2, depth=0.5, label="a") for i in range(3)]
-
-    task = Prompted(Quarter(), corpus.tokenizer)
-    assert task.sequences(64) == 3
-    assert task.fingerprint(64) == Prompted(Quarter(), corpus.tokenizer).fingerprint(64)
-    assert task.fingerprint(64) != task.fingerprint(32)
-    read = []
-    found = task.measure(model, 64, 32, 4096, read.append)
-    assert found == {"scores": (0.25,) * 3, "depths": (0.5,) * 3, "labels": ("a",) * 3}
-    assert sum(read) == 3
-    assert asked == [("0",), ("1",), ("2",)]
-
-
-def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "trainer.evaluation.measurements.answers",
-        lambda model, tokenizer, prompts, *_: asked.extend(prompts) or [""] * len(prompts),
-    )
-
-    class One:
-        name, stop = "one", None
-
-        def score(self, text, answers):
-            return 0.0
-
-        def prompts(self, length):
-            return [Prompt((7, *range(100, 100 + length - 3)), ("x",), 2)]
-
-    Prompted(One(), corpus.tokenizer).measure(model, 64, 32, 4096, lambda _: None)
-    (prompt,) = asked
-    assert len(prompt.tokens) == 30
-    assert prompt.tokens[0] == 7
-    assert prompt.tokens[-1] == 160

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from dataclasses import replace
@@ -66,6 +67,8 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     if not ranks.is_first:
         return None
     directory = Path(config.run_dir)
+    # A trainer that is done is a circle of references: only now its memory is free for evaluation.
+    gc.collect()
     with stopping_between_files():
         report = make_report(config, configs, runs, corpus)
         figures = write_renderings(report, directory)

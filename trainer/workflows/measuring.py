@@ -211,15 +211,15 @@ def _recipes(
         UserError: none does anything to any of the models.
     """
     found: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
-    idle: dict[str, list[str]] = defaultdict(list)
+    idle: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in config.methods or METHODS:
         for subject in subjects:
             made = recipe(name, subject.layout, config)
             if isinstance(made, Recipe):
                 found[subject.name].append(made)
             else:
-                idle[f"{subject.name} {made[0]}"].append(made[1])
-    notes = [f"{why.format(', '.join(titles))}." for why, titles in idle.items()]
+                idle[subject.name, made[0]].append(made[1])
+    notes = [f"{name} {why.format(', '.join(titles))}." for (name, why), titles in idle.items()]
     if not any(found.values()):
         raise UserError(*(f"evaluation.methods: {note}" for note in notes))
     return found, notes
