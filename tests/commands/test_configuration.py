@@ -106,6 +106,7 @@ def test_every_yaml_key_is_in_its_schema_and_every_schema_key_in_the_yaml():
         (["evaluation.methods=[none,yarm]"], "unknown method 'yarm'. Did you mean 'yarn'?"),
         (["evaluation.lengths=[0]"], "evaluation.lengths: expected positive multiples"),
         (["evaluation.methods=[yarn]"], "evaluation.methods: expected 'none' among them"),
+        (["evaluation.tasks=[statements]"], "evaluation.tasks: nothing but statements"),
         (["plugins=[nowhere.py]"], "plugins: there is no file 'nowhere.py'"),
         (["+controls.x.modell.hidden_size=1"], "controls.x: modell: unknown key"),
         (["positional.encodings.rope.bas=2"], "rope.bas: unknown key. Did you mean 'base'?"),

@@ -14,6 +14,7 @@ from trainer.positional.config import PositionalConfig, build_layout, unknown_en
 from trainer.positional.encodings import ENCODINGS
 from trainer.recalibration.config import DropConfig
 from trainer.recalibration.schedule import ScheduleConfig
+from trainer.report.results import STATEMENTS
 from trainer.runs.monitoring import MonitorConfig
 
 
@@ -253,6 +254,12 @@ class RunConfig:
         if self.evaluation.enabled and "none" not in (self.evaluation.methods or ["none"]):
             found.append(
                 "evaluation.methods: expected 'none' among them; a run is reported as it is first."
+            )
+        unheard = set(self.evaluation.tasks) == {STATEMENTS} and not self.data.needles.share
+        if self.evaluation.enabled and unheard:
+            found.append(
+                "evaluation.tasks: nothing but statements, which the training text does not carry; "
+                "set data.needles.share, or add perplexity."
             )
         if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
             near = did_you_mean(self.drop.to, ENCODINGS)
