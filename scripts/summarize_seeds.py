@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from statistics import mean
 
+from trainer.report.outcomes import Outcomes, Result
 from trainer.report.results import Report
 
 
@@ -20,15 +21,19 @@ def spread(values: list[float], form: str) -> str:
 
 def table(reports: list[Report]) -> str:
     """Retrieval in % and text loss in nats per token, a row a method, a column a length."""
-    first = reports[0]
-    head = [f"{factor:g}x ({length} tokens)" for length, factor in first.lengths.items()]
+    found: dict[tuple[str, int], list[Result]] = {}
+    for report in reports:
+        for result in Outcomes(report).results():
+            found.setdefault((result.name, result.length), []).append(result)
+    lengths = dict(sorted({(r.length, r.factor) for own in found.values() for r in own}))
+    head = [f"{factor:g}x ({length} tokens)" for length, factor in lengths.items()]
     rows = [["method", *head], ["---"] * (len(head) + 1)]
-    for method in first.methods:
+    for method in dict.fromkeys(name for name, _ in found):
         row = [method]
-        for length in first.lengths:
-            cells = [cell for r in reports if (cell := r.cell(method, length)) is not None]
-            retrieval = [100 * c.retrieval for c in cells if c.retrieval is not None]
-            loss = [c.loss for c in cells if c.loss is not None]
+        for length in lengths:
+            own = found.get((method, length), [])
+            retrieval = [100 * r.retrieval.mean for r in own if r.retrieval is not None]
+            loss = [r.loss for r in own if r.loss is not None]
             row.append(f"{spread(retrieval, '.1f')}<br>{mean(loss):.3f}" if retrieval else "")
         rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from trainer.data.corpus import prepare_corpus
+from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.parsing import merged, parse_config
 from trainer.training.run import train
 
@@ -60,3 +61,8 @@ def run(base, tmp_path):
         return config, train(config, prepare_corpus(config.data, config.tokenizer))
 
     return go
+
+
+def decoder_of(trained):
+    """The decoder of a finished run as it was saved last."""
+    return load_decoder(trained.checkpoint, read_state(trained.checkpoint))

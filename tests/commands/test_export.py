@@ -11,7 +11,7 @@ from trainer.commands import export as command
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
 from trainer.interchange.export import directory as export_directory
-from trainer.report.results import Cell, Report
+from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.parsing import parse_config
 from trainer.training.run import train
@@ -40,9 +40,15 @@ def trained(tmp_path_factory):
     )
     (place / "tiny").mkdir()
     train(config, prepare_corpus(config.data, config.tokenizer))
-    table = (Cell("DroPE", 64, 2.0, 0.25, (0.1, 0.4), 3.5), Cell("RoPE", 64, 2.0, 0.5, None, 4.5))
+    own = {"method": "none", "length": 64, "factor": 2.0}
+    cells = (
+        Cell("DroPE", task=STATEMENTS, scores=(1.0, 0.0, 0.0, 0.0), **own),
+        Cell("DroPE", task=PERPLEXITY, last_loss=3.5, **own),
+        Cell("RoPE", task=PERPLEXITY, last_loss=4.5, **own),
+    )
     environment = {"corpus": "0123456789abcdef"}
-    Report("tiny", {}, environment, table=table).write(place / "tiny" / "report.json")
+    report = Report("tiny", 32, cells, {}, {}, (), {}, environment)
+    report.write(place / "tiny" / "report.json")
     return place / "tiny"
 
 

@@ -15,9 +15,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TRAIN = [
     "trainer.max_steps=8", "trainer.batch_size=4", "trainer.micro_batch_size=2",
-    "trainer.threads=1", "drop.effect_sequences=2", "evaluation.trials=4",
-    "evaluation.loss_windows=2", "evaluation.fit_windows=1",
-    "evaluation.temperature_grid=[0.0,0.1]",
+    "trainer.threads=1", "drop.effect_sequences=2", "evaluation.needles.trials=4",
+    "evaluation.windows=2", "evaluation.fit_windows=1", "evaluation.temperature.grid=[0.0,0.1]",
 ]  # fmt: skip
 BENCHMARK = [
     "--precision=fp32", "--vocab=64", "--warmup=0", "--repeats=1", "--no-compiled", "--no-memory",
@@ -34,7 +33,6 @@ LENGTHS = [
     "threads=1", "evaluation.windows=2", "evaluation.fit_windows=1",
     "evaluation.needles.trials=2", "evaluation.longrope.evaluations=2",
 ]  # fmt: skip
-EVALUATE = ["evaluation.trials=4", "evaluation.loss_windows=2", "evaluation.fit_windows=1"]
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -52,14 +50,15 @@ def small(words: list[str]) -> list[str]:
         return [words[0], *SCRIPTS[words[0]]]
     if words[0].startswith("scripts/") or {"--help", "--cfg"} & set(words):
         return words
-    if {"+evaluation=extension", "+evaluation=niah"} & set(words):
+    kinds = {word for word in words if word.startswith("+evaluation=")}
+    lengths = kinds <= {"+evaluation=extension", "+evaluation=niah"}
+    if "evaluate" in words and lengths:
         return [*words, *LENGTHS]
-    others = any(word.startswith("+evaluation=") for word in words)
-    if others or {"generate", "export", "analyze"} & set(words):
+    if kinds or {"generate", "export", "analyze"} & set(words):
         return words
     if "+experiment=drope_smollm2_135m_local" in words:
         return [*words, *TRAIN, "data.sequence_length=32", "trainer.max_steps=2"]
-    return [*words, *(EVALUATE if "evaluate" in words else TRAIN)]
+    return [*words, *TRAIN]
 
 
 def test_every_page_shows_commands():

@@ -15,7 +15,7 @@ from trainer.runs.checkpoints import find_checkpoint, read_state
 GUIDE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 SMALL = [
     "trainer.max_steps=20", "drop.at=10", "trainer.batch_size=4", "trainer.threads=1",
-    "evaluation.trials=8", "evaluation.loss_windows=4", "evaluation.fit_windows=2",
+    "evaluation.needles.trials=8", "evaluation.windows=4", "evaluation.fit_windows=2",
     "evaluation.lengths=[1,2]", "trainer.checkpoint_every=10", "~controls.nope", "~controls.rope",
 ]  # fmt: skip
 

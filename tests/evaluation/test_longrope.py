@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.positional.examples import one_layer, slowed
 from trainer.errors import UserError
 from trainer.evaluation import longrope
+from trainer.evaluation.layouts import with_factors
 from trainer.evaluation.longrope import search_longrope, starting_points
 from trainer.evaluation.loss import losses_by_position
-from trainer.evaluation.methods import with_factors
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.rescaling import RESCALINGS
 

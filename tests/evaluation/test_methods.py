@@ -1,98 +1,167 @@
-"""Methods change the layout for a length, and nothing at the training length."""
+"""Methods by name: what a part does, how parts combine, and what they say of models without
+rotation."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
-from trainer.evaluation.methods import (
-    TITLES,
-    as_is,
-    is_free_of_positions,
-    rescaled,
-    rotates,
-    tempered,
-    windowed,
-    with_factors,
-    with_temperature,
+from trainer.evaluation import dope
+from trainer.evaluation.config import PARTS, EvaluationConfig, part_problems
+from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.methods import MAKERS, Recipe, recipe
+from trainer.evaluation.settings import (
+    DopeSettings,
+    LongRopeSettings,
+    TemperatureSettings,
+    WeightedRopeSettings,
 )
-from trainer.positional.config import PositionalConfig, build_layout
+from trainer.evaluation.store import Store
 from trainer.positional.rescaling import RESCALINGS
 
+CONFIG = EvaluationConfig(
+    dope=DopeSettings(heads=1),
+    longrope=LongRopeSettings(evaluations=9, windows=1),
+    temperature=TemperatureSettings(grid=[0.0, 0.5], models="all"),
+)
 
-def layout(**positional):
-    return build_layout(
-        PositionalConfig(**positional),
-        num_layers=3,
-        num_key_value_heads=2,
-        head_dim=8,
-        training_length=64,
+
+@pytest.fixture
+def fitting(tiny_decoder, tmp_path):
+    def make(**positional):
+        windows = {
+            length: np.random.default_rng(0).integers(1, 50, (2, length)) for length in (32, 64)
+        }
+        text = FitText(windows, 0, "text")
+        return Fitting(tiny_decoder(**positional), "weights", text, Store(tmp_path), 4096)
+
+    return make
+
+
+def layout_of(name, fitting, factor, config=CONFIG):
+    made = recipe(name, fitting.model.layout, config)
+    assert isinstance(made, Recipe)
+    return made.make(fitting).layout_at(factor)
+
+
+def test_every_part_that_can_be_named_can_be_made():
+    assert set(MAKERS) == set(PARTS)
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_every_part_leaves_the_model_as_it_was_and_gives_a_layout_that_runs(fitting, name):
+    have = fitting()
+    before = have.model.layout
+    changed = layout_of(name, have, 2.0)
+    assert have.model.layout == before
+    have.model.layout = changed
+    assert torch.isfinite(have.model(torch.randint(50, (1, 64)))).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "crop", "pi", "yarn", "dynamic_yarn", "longrope", "temperature"]
+)
+def test_at_the_training_length_nothing_changes(fitting, name):
+    have = fitting()
+    ids = torch.randint(50, (2, 32))
+    before = have.model(ids)
+    have.model.layout = layout_of(name, have, 1.0)
+    torch.testing.assert_close(have.model(ids), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted(RESCALINGS))
+def test_the_dynamic_part_is_the_static_one_at_its_length(fitting, name):
+    have = fitting()
+    static = layout_of(name, have, 2.0).at(64)
+    dynamic = layout_of(f"dynamic_{name}", have, 2.0).at(64)
+    for a, b in zip(static.spectra, dynamic.spectra, strict=True):
+        np.testing.assert_allclose(a.inv_freq, b.inv_freq, rtol=1e-12)
+
+
+def test_joined_parts_apply_from_left_to_right(fitting):
+    have = fitting()
+    joined = layout_of("yarn+weighted_rope", have, 2.0)
+    alone = layout_of("yarn", have, 2.0)
+    assert joined.spectra == alone.spectra
+    config = EvaluationConfig(weighted_rope=[WeightedRopeSettings(tau=1.0, alpha=0.5)])
+    weighted = layout_of("pi+weighted_rope", have, 2.0, config)
+    assert all(layer.intervention is not None for layer in weighted.layers)
+    assert weighted.spectra == layout_of("pi", have, 2.0).spectra
+
+
+def test_cropping_reads_as_many_tokens_as_in_training(fitting):
+    have = fitting()
+    made = recipe("crop", have.model.layout, CONFIG)
+    assert made.make(have).reads == 32
+    assert recipe("none", have.model.layout, CONFIG).make(have).reads is None
+
+
+def test_dropping_leaves_no_encoding(fitting):
+    have = fitting()
+    dropped = layout_of("drop", have, 2.0)
+    assert not any(s.rotates for s in dropped.spectra)
+
+
+def test_a_model_without_rotation_has_no_rescaling(fitting):
+    layout = fitting(layers=["nope"]).model.layout
+    why = "has no rotation, so there is nothing to do for {}"
+    assert recipe("yarn", layout, CONFIG) == (why, "YaRN")
+    assert recipe("dope+temperature", layout, CONFIG) == (why, "DoPE")
+    assert isinstance(recipe("temperature", layout, CONFIG), Recipe)
+
+
+def test_a_temperature_is_for_models_without_positions_unless_all_are_asked_for(fitting):
+    free = replace(CONFIG, temperature=TemperatureSettings(models="free"))
+    for layers, fits in ((["nope"], True), (["rope"], False), (["alibi"], False)):
+        layout = fitting(layers=layers).model.layout
+        assert isinstance(recipe("temperature", layout, free), Recipe) == fits
+        made = recipe("temperature", layout, CONFIG)
+        assert isinstance(made, Recipe)
+        assert "models" not in made.settings["temperature"]
+
+
+def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
+    have = fitting(layers=["nope"])
+    first = layout_of("temperature", have, 2.0)
+    assert "fitted on validation text" in have.notes[0]
+    assert have.temperature["lengths"] == [64]
+    monkeypatch.setattr(
+        "trainer.evaluation.methods.fit_coefficient",
+        lambda *_: pytest.fail("fitted a second time"),
     )
+    assert layout_of("temperature", have, 2.0) == first
 
 
-@pytest.mark.parametrize("rescaling", RESCALINGS)
-@pytest.mark.parametrize("layers", [["rope"], ["rope", "nope"], ["half_rope"]])
-def test_rescalings_are_the_identity_at_the_training_length(rescaling, layers):
-    original = layout(layers=layers)
-    method = rescaled("rope", "RoPE", original, rescaling)
-    assert method.layout_at(1.0) == original
-    changed = method.layout_at(4.0)
-    assert changed != original
-    for before, after in zip(original.layers, changed.layers, strict=True):
-        if not before.spectra[0].rotates:
-            assert not after.spectra[0].rotates
+@pytest.mark.parametrize("name", ["longrope", "temperature", "yarn+temperature", "dope", "pi"])
+def test_what_a_fit_reads_is_known_before(fitting, name):
+    have, read = fitting(), []
+    have.read = lambda sequences, length: read.append((sequences, length))
+    made = recipe(name, have.model.layout, replace(CONFIG, fit_windows=2))
+    made.make(have).layout_at(2.0)
+    assert sum(n for n, _ in read) == made.fits(2.0)
+    assert {length for _, length in read} <= {64}
 
 
-def test_temperature_is_one_at_the_training_length_and_grows_with_the_logarithm():
-    spectrum = tempered(layout(layers=["nope"]), 0.4).layers[0].spectra[0]
-    assert spectrum.temperature.at(64, 64).scale == 1
-    assert spectrum.temperature.at(512, 64).scale == pytest.approx(1 + 0.4 * math.log(8))
-    assert with_temperature("drope", "DroPE", layout(layers=["nope"]), 0.4).role == (
-        "drope_temperature"
-    )
+def test_a_choice_is_made_once_for_all_tasks(fitting, monkeypatch):
+    have, chosen = fitting(), []
+    select = dope.select
+    monkeypatch.setattr(dope, "select", lambda *a: chosen.append(a) or select(*a))
+    method = recipe("dope", have.model.layout, CONFIG).make(have)
+    assert method.layout_at(2.0) == method.layout_at(2.0)
+    assert len(chosen) == 1
 
 
-def test_what_applies_to_what():
-    assert rotates(layout(layers=["nope", "rope"]))
-    assert not rotates(layout(layers=["nope"]))
-    assert is_free_of_positions(layout(layers=["nope"]))
-    assert not is_free_of_positions(layout(layers=["alibi"]))
-    original = layout()
-    assert as_is("rope", "RoPE", original).layout_at(8.0) is original
+def test_unknown_names_are_told_with_the_nearest():
+    assert part_problems("none") == []
+    assert part_problems("yarm+dope") == [
+        "evaluation.methods: unknown method 'yarm'. Did you mean 'yarn'?"
+    ]
 
 
-def test_a_window_is_no_wider_than_the_training_length():
-    original = layout(windows=[None, 16])
-    changed = windowed(original)
-    assert [layer.window for layer in original.layers] == [None, 16, None]
-    assert [layer.window for layer in changed.layers] == [64, 16, 64]
-    assert changed.spectra == original.spectra
-
-
-@pytest.mark.parametrize(("coefficient", "exponent"), [(0.412, 1.0), (0.1, 2.0)])
-@pytest.mark.parametrize("per", ["sequence", "query"])
-def test_temperatures_of_the_papers(coefficient, exponent, per):
-    (spectrum,) = tempered(layout(), coefficient, per, exponent).spectra
-    assert spectrum.temperature.per == per
-    temperature = spectrum.temperature
-    assert (temperature.coefficient, temperature.exponent) == (coefficient, exponent)
-    if per == "sequence":
-        expected = (1 + coefficient * math.log(4)) ** exponent
-        assert temperature.at(256, 64).scale == pytest.approx(expected)
-    assert spectrum.inv_freq == layout().spectra[0].inv_freq
-
-
-def test_factors_divide_the_frequencies_beyond_the_training_length():
-    original = layout(layers=["rope", "nope"])
-    changed = with_factors(original, ((1.0, 2.0, 4.0, 8.0), ()))
-    assert changed.layers[1] == original.layers[1]
-    before, after = original.layers[0].spectra[0], changed.layers[0].spectra[0]
-    assert after.at(64, 64).inv_freq == before.inv_freq
-    slow = [f / by for f, by in zip(before.inv_freq, (1.0, 2.0, 4.0, 8.0), strict=True)]
-    assert after.at(65, 64).inv_freq == pytest.approx(slow)
-
-
-def test_every_rescaling_has_a_title_of_its_own():
-    assert list(TITLES) == list(RESCALINGS)
-    assert len(set(TITLES.values())) == len(TITLES)
+@pytest.mark.parametrize("name", ["pi+pi", "none+yarn"])
+def test_a_part_twice_is_a_mistake(name):
+    (problem,) = part_problems(name)
+    assert problem.startswith(f"evaluation.methods: {name!r} does one thing twice")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.evaluation import temperature
-from trainer.evaluation.methods import tempered
+from trainer.evaluation.layouts import tempered
 from trainer.evaluation.temperature import fit_coefficient
 
 C, GRID = 8, [0.0, 0.5, 1.0, 2.0]

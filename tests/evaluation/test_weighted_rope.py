@@ -8,7 +8,8 @@ import torch
 from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy import frequency_entropies
 from trainer.errors import UserError
-from trainer.evaluation.weighted_rope import PAPER, WeightedRopeSettings, apply, select
+from trainer.evaluation.settings import WeightedRopeSettings
+from trainer.evaluation.weighted_rope import PAPER, apply, select
 from trainer.generation.generate import generate
 from trainer.positional.rescaling import RESCALINGS
 

@@ -2,13 +2,19 @@
 
 import pytest
 
-from tests.report.examples import cells
+from tests.report.examples import report, statements
 from trainer.report.comparison import certainly_exceeds
 from trainer.report.observations import ROLES, observe
-from trainer.report.results import Arm, Cell, Drop, wilson_interval
+from trainer.report.outcomes import Outcomes, Result
+from trainer.report.results import Arm, Drop
+from trainer.report.statistics import estimate, wilson_interval
 
 GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 60, 55), (100, 60, 20, 10)
 ASTRAY = (30, 20, 15, 10)  # never learned the task
+
+
+def results(*cells):
+    return Outcomes(report(*cells, training_length=64)).results()
 
 
 def judge(claim, roles, **others):
@@ -19,10 +25,10 @@ def judge(claim, roles, **others):
     table = []
     for role, numbers in roles.items():
         rates, losses = numbers if isinstance(numbers[0], tuple) else (numbers, (4.0,) * 4)
-        table += cells(ROLES[role], rates, losses)
+        table += statements(ROLES[role], rates, losses)
     found = [
         o
-        for o in observe(table, {role: ROLES[role] for role in roles}, **others)
+        for o in observe(results(*table), {role: ROLES[role] for role in roles}, **others)
         if claim in o.claim
     ]
     assert len(found) == 1, [o.claim for o in found]
@@ -192,9 +198,9 @@ def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
 
 def test_claims_about_absent_methods_are_left_out():
     assert observe((), {}) == ()
-    claims = [o.claim for o in observe(cells("ALiBi", GOOD), {"alibi": "ALiBi"})]
+    claims = [o.claim for o in observe(results(*statements("ALiBi", GOOD)), {"alibi": "ALiBi"})]
     assert claims == []
-    claims = [o.claim for o in observe(cells("RoPE", GOOD), {"rope": "RoPE"})]
+    claims = [o.claim for o in observe(results(*statements("RoPE", GOOD)), {"rope": "RoPE"})]
     assert all(claim.startswith("RoPE") for claim in claims)
 
 
@@ -210,11 +216,11 @@ def test_an_unknown_role_is_a_mistake_of_the_caller():
 
 
 def test_exceeding_takes_the_intervals_of_both_sides():
-    def cell(rate, trials):
-        return Cell("m", 64, 1.0, rate, wilson_interval(round(rate * trials), trials))
+    def result(rate, trials):
+        hits = round(rate * trials)
+        return Result("m", 64, 1.0, estimate([1.0] * hits + [0.0] * (trials - hits)))
 
-    assert not certainly_exceeds(cell(0.6, 50), cell(0.5, 50), 1)
-    assert certainly_exceeds(cell(0.6, 5000), cell(0.5, 5000), 1)
-    assert not certainly_exceeds(cell(0.6, 5000), cell(0.5, 20), 1)
-    assert not certainly_exceeds(cell(0.0, 100), cell(0.0, 100), 2)
-    assert certainly_exceeds(Cell("m", 64, 1.0, 0.6), Cell("m", 64, 1.0, 0.5), 1)
+    assert not certainly_exceeds(result(0.6, 50), result(0.5, 50), 1)
+    assert certainly_exceeds(result(0.6, 5000), result(0.5, 5000), 1)
+    assert not certainly_exceeds(result(0.6, 5000), result(0.5, 20), 1)
+    assert not certainly_exceeds(result(0.0, 100), result(0.0, 100), 2)

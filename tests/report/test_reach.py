@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 
+from tests.report.examples import report
 from trainer.report.figures import write_figures
 from trainer.report.html import write_html
-from trainer.report.results import Drop, Reach, Report
+from trainer.report.results import Drop, Reach
 
 EDGES = tuple(range(0, 257, 32))
 
@@ -16,10 +17,10 @@ def reach(step, dropped, retrieval=(1.0, 0.5, 0.25), losses=(4.0,) * 8):
 
 
 def drawn(directory, history, **others):
-    report = Report("r", {}, {}, drop=Drop(8, 4.0, 5.0), reach={"DroPE": history, **others})
-    figures = write_figures(report, directory)
-    write_html(report, figures, directory / "report.html")
-    return figures
+    made = report(drop=Drop(8, 4.0, 5.0), reach={"DroPE": history, **others})
+    figures = write_figures(made, directory)
+    write_html(made, figures, directory / "report.html")
+    return [figure.path.stem for figure in figures]
 
 
 def rows_of(path):
@@ -30,7 +31,7 @@ def rows_of(path):
 def test_numbers_lie_beside_the_figures(tmp_path):
     history = (reach(4, False), reach(8, False), reach(8, True, losses=(*EDGES[:7], None)))
     figures = drawn(tmp_path, history, RoPE=history[:2], NoPE=())
-    assert list(figures) == ["reach", "reach_by_position"]
+    assert figures == ["reach", "reach_by_position"]
     rows = rows_of(tmp_path / "reach.csv")
     assert len(rows) == 3 * 3 + 2 * 3
     last = rows[8]
@@ -60,4 +61,4 @@ def test_other_lengths_after_a_resume_are_drawn(tmp_path):
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path):
-    assert drawn(tmp_path, ()) == {}
+    assert drawn(tmp_path, ()) == []

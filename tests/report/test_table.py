@@ -1,76 +1,87 @@
-"""The terminal table is readable at 100 columns, whatever the methods are called."""
+"""What stands in the tables, before it is written in any format."""
 
-import re
+import math
 
-import pytest
-from rich.console import Console
-
-from tests.report.examples import cells, example
-from trainer.report.results import Cell, Report
-from trainer.report.summary import summary
-from trainer.report.table import markdown_table, terminal_table
+from tests.report.examples import cell, example, report
+from trainer.report.results import PERPLEXITY
+from trainer.report.table import number, perplexity, tables
 
 
-def lines(report, width=100):
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        console.print(terminal_table(report))
-    return capture.get().splitlines()
+def by_key(made):
+    return {table.key: table for table in tables(made)}
 
 
-@pytest.mark.parametrize("width", [100, 240])
-def test_twenty_methods_with_long_names_fit_100_columns(width):
-    names = [f"method {i} " + "with a very long name " * 3 for i in range(20)]
-    assert max(map(len, lines(example(names), width))) <= 100
+def test_the_mean_comes_first_and_perplexity_last():
+    made = example(models=("RoPE", "DroPE"), methods=("none", "yarn"), trials=18, longbench=True)
+    titles = [table.title for table in tables(made)]
+    assert titles == [
+        "Mean over tasks",
+        "Multi-key needles",
+        "Multi-value needles",
+        "LongBench",
+        "LongBench by label",
+        "LongBench by label",
+        "Held-out perplexity",
+    ]
 
 
-def test_a_short_name_takes_one_line_with_every_number():
-    report = example(["RoPE + NTK-aware"])
-    (row,) = [line for line in lines(report) if "NTK" in line]
-    numbers = " ".join(re.findall(r"[\d.]+", row))
-    assert numbers == "100.0 0.7 4.00 89.8 3.7 4.10 50.0 6.1 4.20 10.2 3.7 10.50"
+def test_a_cell_is_a_mean_half_its_interval_and_a_mark():
+    better = cell([1.0] * 9 + [0.0] * 11, method="yarn")
+    table = by_key(report(cell([0.0] * 20), better))["multi_key"]
+    (_, _, (plain,)), (_, _, (yarn,)) = table.rows
+    assert (plain.value, plain.mark, plain.best) == ("0.0", "", False)
+    # Wilson: 9 of 20 is 25.8 to 65.8; nine discordant pairs in one direction: p = 2 / 2^9.
+    assert (yarn.value, yarn.half, yarn.mark, yarn.best) == ("45.0", "20.0", "↑", True)
 
 
-def test_names_are_text_not_markup():
-    assert any("[red]RoPE[/red]" in line for line in lines(example(["[red]RoPE[/red]"])))
+def test_columns_are_lengths_and_say_which_was_trained():
+    table = by_key(report(cell([1.0], length=2048), cell([1.0], length=1024)))["multi_key"]
+    assert table.columns == (("1024 tokens", "1× (trained)"), ("2048 tokens", "2×"))
 
 
-def test_the_training_length_and_the_units_are_named():
-    text = " ".join(lines(example()))
-    for words in ("64 tokens", "1× (trained)", "8×", "retrieval in %", "95% Wilson", "nats"):
-        assert words in text
-
-
-def test_more_than_four_lengths_continue_below():
-    table = tuple(Cell("m", 64 * n, float(n), 0.5, (0.4, 0.6), 4.0) for n in range(1, 8))
-    text = lines(Report("r", {}, {}, table=table))
-    assert max(map(len, text)) <= 100
-    assert sum(line.strip().startswith("m ") for line in text) == 2
-
-
-def test_what_was_not_measured_is_a_dot():
-    report = Report("r", {}, {}, table=(Cell("a", 64, 1.0, None, None, 4.0), Cell("b", 128, 2.0)))
-    (row,) = [line for line in lines(report) if line.strip().startswith("a ")]
-    assert row.split() == ["a", "·", "4.00", "·", "·"]
-    assert "| a | · / 4.000 | · |" in markdown_table(report)
-
-
-def test_markdown_has_one_row_per_method_with_whole_intervals():
-    rows = markdown_table(example(["a|b", "c"])).splitlines()
-    assert rows[0].startswith("| method | 64 tokens, 1× (trained) |")
-    assert rows[2].startswith("| a\\|b | 100.0 (98.5–100.0) / 4.000 |")
-    assert len({line.replace("\\|", "").count("|") for line in rows[:4]}) == 1
-
-
-def test_the_summary_is_made_of_the_numbers():
-    assert summary(example()) == (
-        "Trained at 64 tokens and tested at up to 512 (8×), where retrieval ranges from 10.2% "
-        "(RoPE) to 12.1% (DroPE). Of 3 observations of the papers: 1 shown, 1 not shown, "
-        "1 not judged."
+def test_what_was_not_measured_is_empty_and_rows_of_nothing_are_left_out():
+    made = report(
+        cell([1.0], length=1024),
+        cell([1.0], "DroPE", length=2048),
+        cell([], "NoPE", task=PERPLEXITY, last_loss=3.0),
     )
-    alone = Report("r", {}, {}, table=tuple(cells("RoPE", (100, 50, 25, None))))
-    assert summary(alone) == (
-        "Trained at 64 tokens and tested at up to 256 (4×), where RoPE retrieves 25.0% of the "
-        "needles."
+    table = by_key(made)["multi_key"]
+    assert [(model, [e is None for e in entries]) for model, _, entries in table.rows] == [
+        ("RoPE", [False, True]),
+        ("DroPE", [True, False]),
+    ]
+    (row,) = by_key(made)[PERPLEXITY].rows
+    assert row[0] == "NoPE"
+
+
+def test_perplexity_is_exp_of_the_last_loss_and_the_lowest_is_best():
+    made = report(
+        cell([], task=PERPLEXITY, last_loss=math.log(20)),
+        cell([], "DroPE", task=PERPLEXITY, last_loss=math.log(12.345)),
     )
-    assert summary(Report("r", {}, {})) == ""
+    table = by_key(made)[PERPLEXITY]
+    assert [(e.value, e.best) for _, _, (e,) in table.rows] == [("20.00", False), ("12.35", True)]
+    assert perplexity(1e4) == math.inf
+    assert [number(x) for x in (9.876, 123.4, 1e7, math.inf)] == ["9.88", "123", "1e+07", "inf"]
+
+
+def test_averages_by_each_part_of_a_label():
+    labels = ("qa|8–16K", "qa|0–4K", "code|0–4K")
+    made = report(
+        cell([0.2, 0.4, 0.6], task="longbench", labels=labels),
+        cell([0.1, 0.4, 0.9], task="longbench", labels=labels, method="yarn"),
+    )
+    kinds, buckets = (t for t in tables(made) if t.detail)
+    assert kinds.columns == (("code", "1 trial"), ("qa", "2 trials"))
+    assert [e.value for e in kinds.rows[0][2]] == ["60.0", "30.0"]
+    assert buckets.columns == (("0–4K", "2 trials"), ("8–16K", "1 trial"))
+    assert [e.value for e in buckets.rows[1][2]] == ["65.0", "10.0"]
+
+
+def test_a_label_that_all_trials_share_makes_no_table():
+    made = report(cell([0.2, 0.4], task="longbench", labels=("qa", "qa")))
+    assert [table.key for table in tables(made)] == ["longbench"]
+
+
+def test_a_report_without_cells_has_no_tables():
+    assert tables(report()) == []

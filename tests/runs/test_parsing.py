@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import UserError
+from trainer.evaluation.config import EvaluationConfig
+from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse_config, validated
 from trainer.workflows.evaluate import LengthRequest
 
@@ -32,3 +34,13 @@ def test_keys_of_groups_that_may_be_missing_or_are_listed_are_checked():
         "text.sorce: unknown key. Did you mean 'source'?",
         "evaluation.weighted_rope.tua: unknown key. Did you mean 'tau'?",
     ]
+
+
+def test_what_an_earlier_version_kept_of_evaluations_is_left_out():
+    """A checkpoint's configuration is read for what it has in common with today's."""
+    old = {"enabled": True, "lengths": [1, 2], "trials": 256, "needles": 4, "loss_windows": 96}
+    old |= {"rescalings": ["pi"], "temperature_grid": [0.0], "fit_windows": 7, "seed": 1}
+    config, problems = validated(RunConfig, {"seed": 5, "evaluation": old})
+    assert (config.seed, config.evaluation.lengths, config.evaluation.fit_windows) == (5, [1, 2], 7)
+    assert config.evaluation.needles == EvaluationConfig().needles
+    assert problems

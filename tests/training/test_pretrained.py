@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.small_runs import decoder_of
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
@@ -86,7 +87,7 @@ def test_shape_and_positions_are_the_published_ones(begin):
     (spectrum,) = before["layout"]["spectra"]
     assert spectrum["inv_freq"] == pytest.approx([500.0 ** (-m / 4) for m in range(4)])
     assert spectrum["training_length"] == 64
-    layout = run.model().layout
+    layout = decoder_of(run).layout
     assert layout.training_length == 64
     assert not any(s.rotates for s in layout.spectra)
     assert all(layer.qk_norm for layer in layout.layers)
@@ -116,7 +117,7 @@ def test_matched_gains_keep_the_size_of_the_logits_at_the_crossing(begin):
 @pytest.mark.parametrize("targets", ["both", "q", "k"])
 def test_every_kind_of_norm_comes_on(begin, kind, targets):
     config, run = begin(model={"qk_norm": {"kind": kind, "targets": targets}})
-    attention = run.model().layers[0].self_attn
+    attention = decoder_of(run).layers[0].self_attn
     sizes = {"q": 32, "k": 16} if kind == "full" else {"q": 8, "k": 8}
     for side in ("q", "k"):
         norm = getattr(attention, f"{side}_norm")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.small_runs import decoder_of
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
 from trainer.recalibration.gain import match_gains
@@ -95,7 +96,7 @@ def test_checkpoint_before_the_drop_rotates_and_the_last_does_not(run):
     before = read_state(Path(config.run_dir) / "checkpoints" / BEFORE_DROP)["layout"]
     assert any(spectrum["inv_freq"] for spectrum in before["spectra"])
     assert not any(layer["qk_norm"] for layer in before["layers"])
-    layout = trained.model().layout
+    layout = decoder_of(trained).layout
     assert not any(spectrum.rotates for spectrum in layout.spectra)
     assert all(layer.qk_norm for layer in layout.layers)
 
@@ -124,7 +125,7 @@ def test_learning_rates_follow_the_phases(run):
 
 def test_only_chosen_layers_drop(run):
     _, trained = run(drop={"layers": [-1]})
-    first, last = trained.model().layout.layers
+    first, last = decoder_of(trained).layout.layers
     assert first.spectra[0].rotates
     assert not first.qk_norm
     assert not last.spectra[0].rotates
@@ -135,7 +136,7 @@ def test_matched_gain_is_the_rms_of_queries_and_keys(run):
     config, trained = run(drop={"at": None}, model={"qk_norm": {"when": "always"}})
     corpus = prepare_corpus(config.data, config.tokenizer)
     ids = effect_batch(config, corpus)["input_ids"]
-    model = trained.model()
+    model = decoder_of(trained)
     first = model.layers[0]
     match_gains(model, ids)
     inputs = first.input_layernorm(model.embed_tokens(ids))
@@ -154,7 +155,7 @@ def test_control_branches_off_before_the_drop(run, base, tmp_path):
     (tmp_path / "rope").mkdir()
     branch = Path(main.run_dir) / "checkpoints" / BEFORE_DROP
     control = train(config, prepare_corpus(config.data, config.tokenizer), branch)
-    assert control.model().layout.layers[0].spectra[0].rotates
+    assert decoder_of(control).layout.layers[0].spectra[0].rotates
     # The same run from the beginning, without the drop, ends at the same weights.
     whole, _ = run("whole", drop={"enabled": False})
     assert_same_tensors(checkpoint_of(config), checkpoint_of(whole))

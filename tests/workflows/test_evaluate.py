@@ -1,4 +1,4 @@
-"""The length evaluation of finished runs: what it writes, and what it refuses."""
+"""The evaluation of finished runs: what it writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from trainer.errors import UserError
-from trainer.evaluation.lengths.config import LengthConfig, TemperatureSettings
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.settings import TemperatureSettings
+from trainer.model.backends import BACKENDS
+from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
 from trainer.runs.models import find_candidate
 from trainer.workflows.evaluate import LengthRequest, evaluate_lengths
 
-CONFIG = LengthConfig(
+CONFIG = EvaluationConfig(
     lengths=[1, 2],
     methods=["none", "yarn", "temperature"],
     tasks=["perplexity", "statements"],
     windows=2,
     fit_windows=2,
     needles=NeedleTaskSettings(trials=4, needles=2),
-    temperature=TemperatureSettings(grid=[0.3]),
+    temperature=TemperatureSettings(grid=[0.3], models="all"),
 )
 
 
@@ -81,6 +86,29 @@ def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):
     assert len((output / "report.json").read_bytes()) == pytest.approx(len(written), abs=200)
 
 
+def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_runs_here(
+    runs, tmp_path, monkeypatch
+):
+    read, seen, measure = [], set(), Perplexity.measure
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def load(path, state, device):
+        read.append((path.name, device))
+        model = load_decoder(path, state, device)
+        model.config = replace(model.config, attention_backend="flash")
+        return model
+
+    def looking(task, model, *rest):
+        seen.update((model.norm.weight.dtype, block.self_attn.attend) for block in model.layers)
+        return measure(task, model, *rest)
+
+    monkeypatch.setattr("trainer.runs.models.load_decoder", load)
+    monkeypatch.setattr(Perplexity, "measure", looking)
+    evaluate_lengths(request(runs, tmp_path, dtype="bf16", lengths=[1]))
+    assert read == [("before-drop", "cpu"), ("step-000012", "cpu")]
+    assert seen == {(torch.bfloat16, BACKENDS["sdpa"])}
+
+
 def test_a_finished_evaluation_says_again_what_was_chosen(runs, tmp_path):
     first, _ = evaluate_lengths(request(runs, tmp_path))
     second, _ = evaluate_lengths(request(runs, tmp_path))
@@ -135,7 +163,8 @@ def test_every_task_that_does_not_fit_is_named_at_once(runs, tmp_path):
 
 def test_a_method_that_applies_to_no_checkpoint_is_refused(runs, tmp_path):
     alone = replace(request(runs, tmp_path), checkpoint=str(runs), compare=[])
-    with pytest.raises(UserError, match="'yarn' changes a rotation, which 'DroPE' does not have"):
+    alone = replace(alone, evaluation=replace(CONFIG, methods=["yarn"]))
+    with pytest.raises(UserError, match=r"DroPE has no rotation, so .* for YaRN"):
         evaluate_lengths(alone)
 
 

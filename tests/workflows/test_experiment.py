@@ -1,4 +1,4 @@
-"""Roles and labels of runs, and what reports say of where they were made."""
+"""What an experiment leaves behind, how it goes on, and how reports call its runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trainer.commands.train import read_config
+from trainer.errors import UserError
+from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.runs.descriptions import label, role, without_home
-from trainer.workflows.experiment import label_problems
+from trainer.runs.fitted_temperature import FILE
+from trainer.runs.models import find_candidate
+from trainer.runs.parsing import parse_config
+from trainer.workflows.evaluate import LengthRequest, evaluate_lengths
+from trainer.workflows.experiment import label_problems, run_experiment
 
 EXPECTED = {
     (): ("rope", "RoPE"),
@@ -44,3 +51,94 @@ def test_runs_that_tables_could_not_tell_apart_are_refused():
     configs = {"main": config, "again": config, "other": replace(config, label="Other")}
     (problem,) = label_problems(configs)
     assert problem.startswith("controls.again.label: 'RoPE' is what main is called too")
+
+
+EVALUATION = {
+    "lengths": [1, 2],
+    "windows": 2,
+    "fit_windows": 2,
+    "needles": {"trials": 4, "needles": 2},
+    "temperature": {"grid": [0.3]},
+}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What was measured: (task, length) of every cell; the list's ``limit`` interrupts."""
+
+    class Measured(list):
+        limit = None
+
+    found = Measured()
+    for kind in (Perplexity, Statements):
+
+        def counting(task, model, length, *rest, measure=kind.measure):
+            if len(found) == found.limit:
+                raise KeyboardInterrupt
+            found.append((task.key, length))
+            return measure(task, model, length, *rest)
+
+        monkeypatch.setattr(kind, "measure", counting)
+    return found
+
+
+def test_an_evaluation_that_was_interrupted_goes_on_with_its_next_cell(base, tmp_path, measured):
+    run_dir = tmp_path / "run"
+    config = parse_config({**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
+    measured.limit = 3
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(config)
+    assert not (run_dir / "report.json").exists()
+
+    measured.limit = None
+    report, existed = run_experiment(config)
+    assert not existed
+    # As it is and with its temperature, two tasks at two lengths; none of them twice.
+    assert len(measured) == len(report.cells) == 8
+    assert {(cell.model, cell.method) for cell in report.cells} == {
+        ("DroPE", "none"),
+        ("DroPE", "temperature"),
+    }
+    assert report.temperature == {"DroPE + temperature": 0.3}
+    assert find_candidate(str(run_dir)).path.joinpath(FILE).is_file()
+    (arm,) = report.arms
+    assert (arm.name, arm.encoding) == ("DroPE", "rope, dropped at step 6")
+    assert arm.final_loss == report.cells[0].last_loss
+    assert report.drop.step == 6
+    assert any("Recalibration wins back" in o.claim for o in report.observations)
+
+    # `evaluate` has nothing left to measure, and a finished run is shown as it was.
+    again, output = evaluate_lengths(LengthRequest(str(run_dir), evaluation=config.evaluation))
+    assert output == run_dir / "evaluation"
+    assert again.cells == report.cells
+    assert len(measured) == 8
+    assert run_experiment(config) == (report, True)
+
+
+def test_a_run_of_an_earlier_version_is_evaluated_again_once_its_report_is_away(
+    base, tmp_path, measured
+):
+    run_dir = tmp_path / "run"
+    config = parse_config({**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
+    run_experiment(config)
+    trained = (run_dir / "metrics.csv").read_text()
+    record = yaml.safe_load((run_dir / "config.yaml").read_text())
+    record["evaluation"] = {"enabled": True, "trials": 256, "needles": 4, "rescalings": ["pi"]}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(record))
+    (run_dir / "report.json").write_text('{"name": "tiny", "table": []}')
+    with pytest.raises(UserError, match=r"report\.json' is damaged, or of an earlier") as caught:
+        run_experiment(config)
+    assert len(caught.value.problems) == 1
+    (run_dir / "report.json").unlink()
+    _, existed = run_experiment(config)
+    assert not existed
+    assert (run_dir / "metrics.csv").read_text() == trained
+    assert len(measured) == 8
+
+
+def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
+    changes = {"run_dir": str(tmp_path / "run"), "evaluation": {"enabled": False}}
+    report, _ = run_experiment(parse_config({**base, **changes}))
+    assert (measured, report.cells) == ([], ())
+    assert report.arms[0].final_loss is None
+    assert (tmp_path / "run" / "report.html").is_file()

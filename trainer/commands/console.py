@@ -10,7 +10,7 @@ from rich.logging import RichHandler
 
 from trainer.report.progress import console
 from trainer.report.results import Report
-from trainer.report.table import terminal_table
+from trainer.report.text import terminal_tables
 
 WIDTH = 100
 
@@ -31,10 +31,10 @@ def set_up_console(quiet: bool = False) -> None:
 
 
 def print_report(report: Report, run_dir: str, existing: bool) -> None:
-    """The table, the observations in words, and where the rest lies."""
+    """The tables, the observations in words, and where the rest lies."""
     out = Console(width=WIDTH)
-    if report.table:
-        out.print(terminal_table(report))
+    if report.cells:
+        out.print(terminal_tables(report))
     if (drop := report.drop) is not None:
         losses = (drop.loss_before, drop.loss_after, drop.loss_end)
         before, after, end = ("?" if x is None else f"{x:.3f}" for x in losses)
@@ -46,6 +46,8 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
         out.print(f"{marks[observation.shown]}: {observation.claim} [dim]({observation.source})[/]")
+    for note in report.notes:
+        out.print(f"Note: {note}", highlight=False, markup=False)
     if existing:
         out.print("This run was finished before; nothing was trained. overwrite=true starts again.")
     out.print(f"Report: {Path(run_dir) / 'report.html'}", highlight=False)

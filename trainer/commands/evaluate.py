@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.commands.configuration import compose_values
 from trainer.errors import UserError, did_you_mean
-from trainer.runs.parsing import parse_request
 
 BENCHMARKS = ("multiple_choice", "harness")
 LENGTHS = ("extension", "niah", "ruler", "longbench", "many_shot")
@@ -23,19 +21,9 @@ def run(words: list[str]) -> None:
 
         benchmarks.run(kind, words)
         return
-    if kind in LENGTHS:
-        from trainer.commands import lengths
+    from trainer.commands import lengths
 
-        lengths.run(kind, words)
-        return
-    request = parse_request(*compose_values(words, "evaluate"))
-    from trainer.commands.console import print_report, set_up_console
-
-    set_up_console()
-    from trainer.workflows.standalone import evaluate_checkpoints
-
-    report, output = evaluate_checkpoints(request)
-    print_report(report, str(output), existing=False)
+    lengths.run(kind, words)
 
 
 def split_kind(words: list[str]) -> tuple[str, list[str]]:
@@ -62,7 +50,8 @@ as it is and with every context extension that applies to it.
   checkpoint=  a run directory (its newest checkpoint) or a checkpoint in it
   compare=     further checkpoints of the same training length and tokenizer
   output=      where the report goes; default: evaluation/ in the run directory
-  evaluation.  lengths, trials, needles, rescalings, temperature_grid, ...: see --cfg job of train
+  evaluation.  lengths, methods, tasks, needles.trials, dtype, ...: see conf/evaluation/default.yaml
+  text.        another source of held-out text, such as 'text={source: files, files: [a.txt]}'
 
 python -m trainer evaluate checkpoint=PATH +evaluation=extension [evaluation.KEY=VALUE ...]
 

@@ -1,64 +1,124 @@
-"""The ``evaluation`` configuration group."""
+"""The ``evaluation`` configuration group: which methods, tasks and lengths; free of torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from trainer.errors import did_you_mean
+from trainer.evaluation.longbench.tasks import LongBenchSettings
+from trainer.evaluation.many_shot import ManyShotSettings
+from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.ruler.tasks import RulerSettings
+from trainer.evaluation.settings import (
+    DopeSettings,
+    LongRopeSettings,
+    TemperatureSettings,
+    WeightedRopeSettings,
+)
 from trainer.positional.rescaling import RESCALINGS
+from trainer.report.results import PERPLEXITY, STATEMENTS
+
+RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
+METHODS = (
+    *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
+    *("dope", "weighted_rope", "temperature"),
+)
+PARTS = (
+    *("none", "crop", "window"),
+    *RESCALINGS,
+    *(f"dynamic_{name}" for name in RESCALINGS),
+    *("longrope", "temperature", "temperature_rope_id", "dope", "weighted_rope", "drop"),
+)
+"""What ``evaluation.methods`` joins by ``+``."""
+TASKS = (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What is measured, and how carefully.
+    """Methods, tasks and lengths, and how carefully; the defaults are those of a run at its end.
 
-    ``lengths``: multiples of the training length. ``trials``: retrieval trials a length, the same
-    for every method; 0 leaves retrieval out. ``needles``: statements in each trial.
-    ``loss_windows``: held-out windows a length. ``rescalings``: methods tried on models that
-    rotate. ``temperature_grid``: coefficients c of 1 + c ln s tried on models without rotation, on
-    validation text; empty leaves them out. ``fit_windows``: validation sequences a length for that.
-    ``batch_tokens``: tokens in one forward pass. ``enabled``: whether a training run ends with an
-    evaluation.
+    ``enabled``: whether a training run ends with an evaluation. ``lengths``: multiples of the
+    training length. ``methods``: names, or several joined by ``+`` (``yarn+dope``), applied from
+    left to right; null: those of :data:`METHODS` that do something to a checkpoint. ``tasks``: of
+    :data:`TASKS`. ``windows``: held-out windows of the perplexity at each length, of which the
+    ``last`` tokens are reported (null: as many as the training length, or the shortest length if
+    that is less); ``fit_windows``: validation windows for what is fitted. ``batch_tokens``: tokens
+    in one forward pass. ``dtype``: of the weights. ``needles``: of the trained statements and of
+    all tasks with needles; ``ruler``, ``longbench``, ``many_shot``: of those tasks.
     """
 
     enabled: bool = True
-    lengths: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
-    trials: int = 256
-    needles: int = 4
-    loss_windows: int = 96
-    rescalings: list[str] = field(default_factory=lambda: ["pi", "ntk", "yarn"])
-    temperature_grid: list[float] = field(
-        default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
+    lengths: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
+    methods: list[str] | None = field(
+        default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"]
     )
-    fit_windows: int = 64
+    tasks: list[str] = field(default_factory=lambda: [PERPLEXITY, STATEMENTS])
+    windows: int = 96
+    last: int | None = None
+    fit_windows: int = 32
     batch_tokens: int = 16384
-    seed: int = 1
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
+    longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
+    dope: DopeSettings = field(default_factory=DopeSettings)
+    weighted_rope: list[WeightedRopeSettings] = field(
+        default_factory=lambda: [WeightedRopeSettings()]
+    )
+    needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
+    ruler: RulerSettings = field(default_factory=RulerSettings)
+    longbench: LongBenchSettings = field(default_factory=LongBenchSettings)
+    many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
 
     def problems(self, training_length: int | None = None) -> list[str]:
         """What is impossible (for models of that training length), one sentence each."""
         found = []
-        if not self.lengths or min(self.lengths) < 1:
+        if not self.lengths or min(self.lengths) <= 0:
             found.append(
-                "evaluation.lengths: expected multiples of the training length, 1 or more, "
-                f"got {self.lengths}."
+                "evaluation.lengths: expected positive multiples of the training length, got "
+                f"{self.lengths}."
             )
-        for key in ("loss_windows", "fit_windows", "batch_tokens", "needles"):
-            if getattr(self, key) < 1:
-                found.append(f"evaluation.{key}: expected 1 or more, got {getattr(self, key)}.")
-        if any(c < 0 for c in self.temperature_grid):
-            found.append("evaluation.temperature_grid: expected coefficients of 0 or more.")
-        if self.trials < 0:
-            found.append(f"evaluation.trials: expected 0 or more, got {self.trials}.")
+        for key in ("methods", "tasks"):
+            if getattr(self, key) == []:
+                found.append(f"evaluation.{key}: expected one or more, got none.")
+        for key in ("windows", "last", "fit_windows", "batch_tokens"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                found.append(f"evaluation.{key}: expected 1 or more, got {value}.")
+        if not self.temperature.grid or min(self.temperature.grid) < 0:
+            found.append("evaluation.temperature.grid: expected coefficients of 0 or more.")
+        for key in ("evaluations", "windows"):
+            if getattr(self.longrope, key) < 1:
+                found.append(f"evaluation.longrope.{key}: expected 1 or more.")
         found += [
-            f"evaluation.rescalings: unknown method {name!r}.{did_you_mean(name, RESCALINGS)}"
-            for name in self.rescalings
-            if name not in RESCALINGS
+            f"evaluation.tasks: unknown task {name!r}.{did_you_mean(name, TASKS)}"
+            for name in self.tasks
+            if name not in TASKS
         ]
-        if training_length is None or found or not self.trials:
+        for method in self.methods or ():
+            found += part_problems(method)
+        groups = (self.dope, *self.weighted_rope, self.needles, self.ruler, self.longbench)
+        for group in (*groups, self.many_shot):
+            found += group.problems()
+        if training_length is None or found or STATEMENTS not in self.tasks:
             return found
-        if 3 * self.needles + 2 > training_length * min(self.lengths):
+        shortest = round(training_length * min(self.lengths))
+        if 3 * self.needles.needles + 2 > shortest:
             found.append(
-                f"evaluation.needles: {self.needles} statements of 3 tokens do not fit "
-                f"{training_length * min(self.lengths)} tokens."
+                f"evaluation.needles.needles: {self.needles.needles} statements of 3 tokens do not "
+                f"fit {shortest} tokens."
             )
         return found
+
+
+def part_problems(name: str) -> list[str]:
+    """What is wrong with a method's name, one sentence each."""
+    parts = name.split("+")
+    found = [
+        f"evaluation.methods: unknown method {part!r}.{did_you_mean(part, PARTS)}"
+        for part in parts
+        if part not in PARTS
+    ]
+    if len(set(parts)) < len(parts) or ("none" in parts and len(parts) > 1):
+        found.append(f"evaluation.methods: {name!r} does one thing twice, or 'none' and more.")
+    return found

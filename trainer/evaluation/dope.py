@@ -12,67 +12,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.matrix_entropy import Stage, matrix_entropy_of
-from trainer.analysis.pairs import Side
+from trainer.analysis.matrix_entropy import matrix_entropy_of
 from trainer.errors import UserError
 from trainer.evaluation.interventions import reading_with, require_rotation, with_intervention
+from trainer.evaluation.settings import DopeSettings
 from trainer.model.decoder import Decoder
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
-
-
-@dataclass(frozen=True)
-class DopeSettings:
-    """Which heads lose what; the defaults are the paper's best at 64k tokens (Table 1), but for
-    fewer heads: it takes 5 of about a thousand.
-
-    ``variant``: ``by_parts`` takes the bands slower than one turn in the training length, those
-    with 0 < theta < 2 pi / C (Eq. 33; the figure's reading of Eq. 32), ``by_all`` all of them, and
-    ``by_gaussian`` puts noise in the place of the head (Eq. 36 and 37).
-    ``by``: entropies of queries or of keys. ``entropy``: the mean over the bands (``vanilla``,
-    Eq. 26) or the truncated effective rank (``trunc``, Eq. 30) with ``r`` eigenvalues, null for
-    all; with r = 1 heads are ranked by the largest eigenvalue, the larger the lower their entropy.
-    ``stage``: of the encoding, see :mod:`trainer.analysis.matrix_entropy`. ``order``: heads of low
-    (``ascending``) or high entropy. ``heads``: how many.
-    ``removal``, of ``by_parts`` and ``by_all``: ``unrotate`` lets the bands of whole key-value
-    heads, with all queries that read them, stand still; a key-value head's score by queries is then
-    the mean of theirs. ``zero`` multiplies the bands of query heads (by query) or key heads (by
-    key) by 0. ``seed``: of the noise.
-    """
-
-    variant: Literal["by_parts", "by_all", "by_gaussian"] = "by_all"
-    by: Side = "query"
-    entropy: Literal["vanilla", "trunc"] = "trunc"
-    r: int | None = 1
-    stage: Stage = "post_ntk"
-    order: Literal["ascending", "descending"] = "ascending"
-    heads: int = 1
-    removal: Literal["unrotate", "zero"] = "unrotate"
-    seed: int = 0
-
-    @property
-    def unrotates(self) -> bool:
-        """Whether whole key-value heads change their spectra, rather than heads of one side get
-        interventions."""
-        return self.variant != "by_gaussian" and self.removal == "unrotate"
-
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        found = []
-        if self.r is not None and self.r < 1:
-            found.append(f"evaluation.dope.r: expected 1 or more, or null for all, got {self.r}.")
-        if self.heads < 0:
-            found.append(f"evaluation.dope.heads: expected 0 or more, got {self.heads}.")
-        if self.seed < 0:
-            found.append(f"evaluation.dope.seed: expected 0 or more, got {self.seed}.")
-        return found
 
 
 @dataclass(frozen=True)

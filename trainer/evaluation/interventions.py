@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from trainer.errors import UserError
-from trainer.evaluation.methods import rotates
 from trainer.model.decoder import Decoder
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
@@ -26,7 +25,7 @@ def reading_with(model: Decoder, layout: Layout) -> Iterator[None]:
 
 def require_rotation(layout: Layout, key: str) -> None:
     """Raises UserError, which names ``key``, where no head rotates."""
-    if not rotates(layout):
+    if not layout.rotates:
         raise UserError(
             f"{key}: expected a model with a rotary encoding, got one without rotation in any head."
         )

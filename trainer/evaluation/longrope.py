@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from trainer.data.order import Integers
 from trainer.errors import UserError
+from trainer.evaluation.layouts import LongRopeFactors, with_factors
 from trainer.evaluation.loss import losses_by_position
-from trainer.evaluation.methods import LongRopeFactors, rotates, with_factors
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import Rescaling, ntk_aware, ntk_by_parts, position_interpolation
@@ -95,7 +95,7 @@ def search_longrope(
 
 def _check(layout: Layout, windows: Integers, factor: float, budget: int) -> None:
     C, T = layout.training_length, windows.shape[1]
-    if not rotates(layout):
+    if not layout.rotates:
         raise UserError("evaluation.methods: longrope needs heads that rotate; none does.")
     if T <= C or factor <= 1:
         raise UserError(

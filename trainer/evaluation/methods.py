@@ -1,101 +1,260 @@
-"""Methods: what can be done to a trained model's positions at no cost, at a given length."""
+"""Methods by their names: parts that change a layout for an extension factor, joined by ``+``.
+
+What a part chooses on held-out text it chooses for the layout that the parts before it give, so
+that every intervention goes with every rescaling.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
 
+from trainer.evaluation import dope, weighted_rope
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.fitting import TEXTS, Fitting
+from trainer.evaluation.interventions import reading_with
+from trainer.evaluation.layouts import (
+    TITLES,
+    is_free_of_positions,
+    tempered,
+    windowed,
+    with_factors,
+)
+from trainer.evaluation.longrope import search_longrope
+from trainer.evaluation.temperature import fit_coefficient
 from trainer.positional.layout import Layout
-from trainer.positional.rescaling import RESCALINGS, longrope
+from trainer.positional.rescaling import RESCALINGS, Rescaling
+from trainer.positional.spectrum import Spectrum
+from trainer.report.outcomes import AS_IS_TITLE
 
-Per = Literal["sequence", "query"]
-LongRopeFactors = tuple[tuple[float, ...], ...]
-"""One for every pair of every distinct spectrum of a layout; none where nothing rotates."""
-
-TITLES = {
-    "pi": "PI",
-    "ntk": "NTK-aware",
-    "ntk_by_parts": "NTK-by-parts",
-    "yarn": "YaRN",
-    "llama3": "Llama 3",
-    "yarn_full_range": "YaRN over all frequencies",
-}
-"""Of :data:`~trainer.positional.rescaling.RESCALINGS`."""
+LayoutAt = Callable[[float], Layout]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A layout for every extension factor.
+    """A layout for every extension factor. ``reads``: how many of the last tokens the model reads
+    at all (None: every token)."""
 
-    ``role``: what it is, for comparisons (``rope``, ``rope_yarn``, ``drope_temperature``);
-    ``name``: how tables call it. ``reads``: how many of the last tokens the model reads at all
-    (None: every token).
-    """
-
-    role: str
-    name: str
-    layout_at: Callable[[float], Layout]
+    layout_at: LayoutAt
     reads: int | None = None
 
 
-def as_is(role: str, name: str, layout: Layout) -> Method:
-    """The model as it was trained."""
-    return Method(role, name, lambda _: layout)
+@dataclass(frozen=True)
+class Part:
+    """One thing that is done. ``rotation``: whether it does something to rotating heads only.
+    ``uses``: keys of the configuration that it depends on. ``fits``: how many held-out sequences it
+    reads at an extension factor to choose something. ``make``: from the layouts before it to those
+    after it."""
+
+    title: str
+    make: Callable[[LayoutAt, Fitting, EvaluationConfig], LayoutAt]
+    rotation: bool = False
+    uses: tuple[str, ...] = ()
+    fits: Callable[[EvaluationConfig, float], int] = lambda config, factor: 0
 
 
-def windowed(layout: Layout) -> Layout:
-    """Every query sees no more keys than in training."""
-    C = layout.training_length
-    return replace(
-        layout, layers=tuple(replace(x, window=min(x.window or C, C)) for x in layout.layers)
-    )
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A method that is not made yet; ``settings``: all that it depends on beside the model;
+    ``fits``: how many sequences its choices take at an extension factor."""
+
+    key: str
+    title: str
+    settings: dict[str, Any]
+    fits: Callable[[float], int]
+    make: Callable[[Fitting], Method]
 
 
-def rescaled(role: str, name: str, layout: Layout, rescaling: str) -> Method:
-    """Every rotation rescaled for the length (DroPE, Eq. 3), beyond the training length."""
-    change = RESCALINGS[rescaling]
-    return Method(
-        f"{role}_{rescaling}",
-        f"{name} + {TITLES[rescaling]}",
-        lambda factor: layout.rescaled(change, max(factor, 1.0)),
-    )
+def recipe(name: str, layout: Layout, config: EvaluationConfig) -> Recipe | tuple[str, str]:
+    """The method of that name for a model, or why there is nothing to do and for which parts: a
+    sentence with braces for their titles."""
+    keys = name.split("+")
+    parts = [MAKERS[key] for key in keys]
+    if (idle := [part.title for part in parts if part.rotation]) and not layout.rotates:
+        return "has no rotation, so there is nothing to do for {}", " + ".join(idle)
+    only_free = config.temperature.models == "free"
+    if "temperature" in keys and only_free and not is_free_of_positions(layout):
+        why = "has positions, and a {} is for models without (evaluation.temperature.models)"
+        return why, MAKERS["temperature"].title
+
+    def make(fitting: Fitting) -> Method:
+        at: LayoutAt = lambda factor: layout  # noqa: E731
+        for part in parts:
+            at = cache(part.make(at, fitting, config))  # a choice is made once for all tasks
+        return Method(at, layout.training_length if "crop" in keys else None)
+
+    title = " + ".join(part.title for part in parts)
+    used = {key: _plain(getattr(config, key)) for part in parts for key in part.uses}
+    return Recipe(name, title, used, lambda s: sum(p.fits(config, s) for p in parts), make)
 
 
-def with_factors(layout: Layout, factors: LongRopeFactors) -> Layout:
-    """The layout with these factors beyond the training length, for its distinct spectra in turn.
-
-    Raises:
-        ValueError: there are not as many as spectra, or in one as pairs.
-    """
-    of = dict(zip(layout.spectra, factors, strict=True))
-    C = layout.training_length
-    return layout.map(lambda s: longrope(s, (1.0,) * len(s.inv_freq), of[s], C))
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    # Which models have a temperature changes nothing of those that do.
+    return {key: of_key for key, of_key in asdict(value).items() if key != "models"}
 
 
-def tempered(
-    layout: Layout, coefficient: float, per: Per = "sequence", exponent: float = 1.0
-) -> Layout:
-    """Logits times (1 + c ln s)^exponent beyond the training length, in place of what depended on
-    the length before: DroPE's (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's (App. A.4)."""
-    return layout.map(
-        lambda spectrum: spectrum.with_temperature(
-            coefficient=coefficient, exponent=exponent, per=per
+def _unchanged(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    return before
+
+
+def _rescaled(rescaling: Rescaling) -> Callable[..., LayoutAt]:
+    """Every rotation slowed for the factor, which is at least 1."""
+
+    def make(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+        return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0))
+
+    return make
+
+
+def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
+    """Every rotation slowed with the length of each sequence."""
+
+    def make(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+        return lambda factor: before(factor).dynamically_rescaled(rescaling)
+
+    return make
+
+
+def _windowed(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    return lambda factor: windowed(before(factor))
+
+
+def _dropped(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    """No encoding at all, without recalibration."""
+    return lambda factor: before(factor).map(lambda _: Spectrum())
+
+
+def _longrope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    settings = config.longrope
+    C = fitting.model.layout.training_length
+
+    def search(factor: float, layout: Layout) -> list[list[float]]:
+        windows = fitting.text.windows[round(factor * C)][: settings.windows]
+        with reading_with(fitting.model, layout):
+            found = search_longrope(
+                fitting.model,
+                windows,
+                fitting.text.end_of_text,
+                factor,
+                budget=settings.evaluations,
+                seed=settings.seed,
+                batch_tokens=fitting.batch_tokens,
+                read=fitting.read,
+            )
+        return [list(factors) for factors in found]
+
+    def at(factor: float) -> Layout:
+        layout = before(factor)
+        if factor <= 1:
+            return layout
+        asked = [factor, asdict(settings), layout.to_dict()]
+        factors = fitting.kept("longrope", asked, lambda: search(factor, layout))
+        return with_factors(layout, tuple(tuple(row) for row in factors))
+
+    return at
+
+
+def _temperature(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    """1 + c ln s (DroPE, App. C.2), c fitted on the lengths beyond the training length."""
+    per = config.temperature.per
+
+    def tempered_with(coefficient: float) -> LayoutAt:
+        return lambda factor: tempered(before(factor), coefficient, per)
+
+    def fit() -> float:
+        return fit_coefficient(
+            fitting.model,
+            tempered_with,
+            fitting.beyond(),
+            fitting.text.end_of_text,
+            config.temperature.grid,
+            fitting.batch_tokens,
+            fitting.read,
         )
-    )
+
+    if not fitting.beyond():
+        return before
+    layouts = [before(n / C).to_dict() for n in fitting.beyond() if (C := _length(fitting))]
+    asked = [layouts, _plain(config.temperature)]
+    coefficient = fitting.kept("temperature", asked, fit)
+    fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, fitted on validation text")
+    fitting.temperature = {
+        "coefficient": coefficient,
+        "per": per,
+        "lengths": list(fitting.beyond()),
+        "tokens": sum(windows.size for windows in fitting.beyond().values()),
+        "text": fitting.text.fingerprint,
+    }
+    return tempered_with(coefficient)
 
 
-def with_temperature(role: str, name: str, layout: Layout, coefficient: float) -> Method:
-    """The model with the fitted softmax temperature."""
-    changed = tempered(layout, coefficient)
-    return Method(f"{role}_temperature", f"{name} + temperature", lambda _: changed)
+def _length(fitting: Fitting) -> int:
+    return fitting.model.layout.training_length
 
 
-def rotates(layout: Layout) -> bool:
-    """Whether any head rotates, so that a rescaling does something."""
-    return layout.rotates
+def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4)."""
+    return lambda factor: tempered(before(factor), 0.1, config.temperature.per, exponent=2.0)
 
 
-def is_free_of_positions(layout: Layout) -> bool:
-    """Whether no head has any encoding, so that only the temperature is left to choose."""
-    return not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra)
+def _dope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    def at(factor: float) -> Layout:
+        layout = before(factor)
+        ids = fitting.ids(factor)
+        chosen = dope.select(fitting.model, ids, config.dope, layout)
+        return dope.apply(layout, chosen)
+
+    return at
+
+
+def _weighted_rope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    def at(factor: float) -> Layout:
+        layout = before(factor)
+        ids = fitting.ids(factor)
+        weights = weighted_rope.select(fitting.model, ids, config.weighted_rope, layout)
+        changed = weighted_rope.apply(layout, weights)
+        said = "at some lengths no pair has such an entropy, and nothing changes"
+        if changed == layout and said not in fitting.notes:
+            fitting.notes.append(said)
+        return changed
+
+    return at
+
+
+def _longrope_fits(config: EvaluationConfig, factor: float) -> int:
+    settings = config.longrope
+    return settings.evaluations * min(settings.windows, config.fit_windows) if factor > 1 else 0
+
+
+def _temperature_fits(config: EvaluationConfig, factor: float) -> int:
+    return len(config.temperature.grid) * config.fit_windows if factor > 1 else 0
+
+
+def _texts(config: EvaluationConfig, factor: float) -> int:
+    return min(TEXTS, config.fit_windows)
+
+
+MAKERS: dict[str, Part] = {
+    "none": Part(AS_IS_TITLE, _unchanged),
+    "crop": Part("cropped", _unchanged),
+    "window": Part("sliding window", _windowed),
+    **{
+        name: Part(TITLES[name], _rescaled(rescaling), rotation=True)
+        for name, rescaling in RESCALINGS.items()
+    },
+    **{
+        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), rotation=True)
+        for name, rescaling in RESCALINGS.items()
+    },
+    "longrope": Part("LongRoPE", _longrope, True, ("longrope",), _longrope_fits),
+    "temperature": Part("temperature", _temperature, False, ("temperature",), _temperature_fits),
+    "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
+    "dope": Part("DoPE", _dope, True, ("dope",), _texts),
+    "weighted_rope": Part("Weighted RoPE", _weighted_rope, True, ("weighted_rope",), _texts),
+    "drop": Part("dropped", _dropped),
+}
+"""By the names of :data:`~trainer.evaluation.config.PARTS`."""

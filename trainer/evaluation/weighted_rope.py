@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,29 +19,10 @@ from trainer.analysis.frequency_entropy import FrequencyEntropy, frequency_entro
 from trainer.analysis.pairs import Side
 from trainer.errors import UserError
 from trainer.evaluation.interventions import reading_with, require_rotation, with_intervention
+from trainer.evaluation.settings import WeightedRopeSettings
 from trainer.model.decoder import Decoder
 from trainer.positional.intervention import Factors, Intervention
 from trainer.positional.layout import Layout
-
-
-@dataclass(frozen=True)
-class WeightedRopeSettings:
-    """Pairs whose ``entropy`` (SpectrumFE or SequenceFE) is ``side`` (below or above) the threshold
-    ``tau`` are multiplied by ``alpha``."""
-
-    entropy: Literal["spectrum", "sequence"] = "sequence"
-    side: Literal["below", "above"] = "below"
-    tau: float = 0.6
-    alpha: float = 0.1
-
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        return [
-            f"evaluation.weighted_rope.{key}: expected a number from 0 to 1, got {value}."
-            for key in ("tau", "alpha")
-            if not 0 <= (value := getattr(self, key)) <= 1
-        ]
-
 
 PAPER = (
     WeightedRopeSettings("sequence", "below", 0.6),

@@ -41,13 +41,8 @@ def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> 
     """
     for candidate in _candidates(spectrum, head_dim, training_length):
         with suppress(UserError):  # a guess may be out of all bounds
-<<<<<<< HEAD
-            held = spectrum_from_rope_parameters(candidate, head_dim, training_length)
-            if _turns_alike(held, spectrum, head_dim // 2):
-=======
-            read_back = spectrum_from_rope_parameters(candidate, head_dim, spectrum.training_length)
+            read_back = spectrum_from_rope_parameters(candidate, head_dim, training_length)
             if _rotate_alike(read_back, spectrum, head_dim // 2):
->>>>>>> libs
                 return candidate
     return None
 
@@ -64,11 +59,7 @@ def _rotate_alike(read_back: Spectrum, wanted: Spectrum, pairs: int) -> bool:
 
     if not close(read_back.inv_freq, wanted.inv_freq):
         return False
-<<<<<<< HEAD
-    theirs, ours = held.long, wanted.long
-=======
-    theirs, ours = read_back.beyond, wanted.beyond
->>>>>>> libs
+    theirs, ours = read_back.long, wanted.long
     if theirs is None or ours is None:
         return theirs is ours or (theirs is not None and close(theirs.inv_freq, read_back.inv_freq))
     return (

@@ -74,11 +74,11 @@ class Pretrained:
             else:
                 parameter.copy_(model.initial_value(name, seed=0))
 
-    def decoder(self) -> Decoder:
-        """The model on the CPU; takes its size in memory and hardly more."""
+    def decoder(self, device: str = "cpu") -> Decoder:
+        """The model, read straight onto the device; takes its size in memory and hardly more."""
         with torch.device("meta"):
             model = Decoder(self.config, self.layout).to(self.dtype)
-        model.to_empty(device="cpu")
+        model.to_empty(device=device)
         self.fill(model)
         return model
 

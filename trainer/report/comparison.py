@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.report.results import Cell
-from trainer.report.summary import percent
+from trainer.report.outcomes import Result
+from trainer.report.statistics import Estimate
+from trainer.report.words import percent
 
 # Below this retrieval at the training length a model has not learned the task: how far it reaches
 # with what it does not know is not a question.
@@ -26,37 +27,33 @@ _BASE = {
 }
 
 
-def certainly_exceeds(a: Cell, b: Cell, times: float) -> bool:
+def certainly_exceeds(a: Result, b: Result, times: float) -> bool:
     """Whether the retrieval of ``a`` is above ``times`` that of ``b`` with 95% confidence.
 
     True when the lower limit of a − k b is positive, with the limits of a and b put together as
     Newcombe (Statistics in Medicine 17, 1998, method 10) does for differences and Zou and Donner
     (ibid. 27, 2008) for linear combinations: a − k b − sqrt((a − low a)² + k² (high b − b)²). It
-    takes the two as independent, which is cautious where they were asked the same questions. A cell
-    without an interval counts as exact.
+    takes the two as independent, which is cautious where they were asked the same questions.
     """
     p, q = _retrieval(a), _retrieval(b)
-    low = a.retrieval_ci[0] if a.retrieval_ci else p
-    high = b.retrieval_ci[1] if b.retrieval_ci else q
-    return p - times * q - math.hypot(p - low, times * (high - q)) > 0
+    least = math.hypot(p.mean - p.low, times * (q.high - q.mean))
+    return p.mean - times * q.mean - least > 0
 
 
-def loss_change(cell: Cell, reference: Cell) -> float:
+def loss_change(cell: Result, reference: Result) -> float:
     """Relative difference of two losses: 0.01 when ``cell`` is 1% above ``reference``."""
     if cell.loss is None or reference.loss is None:
         raise ValueError("a loss that was not measured cannot be compared")
     return cell.loss / reference.loss - 1
 
 
-def in_words(cell: Cell) -> str:
+def in_words(cell: Result) -> str:
     """``DroPE 95.6% (92.4–97.5)``."""
-    text = f"{cell.method} {percent(_retrieval(cell))}%"
-    if cell.retrieval_ci is None:
-        return text
-    return f"{text} ({percent(cell.retrieval_ci[0])}–{percent(cell.retrieval_ci[1])})"
+    own = _retrieval(cell)
+    return f"{cell.name} {percent(own.mean)}% ({percent(own.low)}–{percent(own.high)})"
 
 
-def pair_in_words(a: Cell, b: Cell) -> str:
+def pair_in_words(a: Result, b: Result) -> str:
     """Two retrieval rates with their intervals: at one length, or of one method."""
     if a.length == b.length:
         return f"At {a.length} tokens {in_words(a)}, {in_words(b)}."
@@ -65,34 +62,34 @@ def pair_in_words(a: Cell, b: Cell) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """The cells of a run by the role of their method."""
+    """The results of a run by the role of their method."""
 
-    cells: Sequence[Cell]
+    cells: Sequence[Result]
     roles: Mapping[str, str]
 
     def with_temperature(self, role: str) -> str:
         """The role with a temperature where that was measured, else the role itself."""
         scaled = f"{role}_temperature"
-        return scaled if any(c.method == self.roles.get(scaled) for c in self.cells) else role
+        return scaled if any(c.name == self.roles.get(scaled) for c in self.cells) else role
 
-    def at(self, role: str, length: int) -> Cell | None:
+    def at(self, role: str, length: int) -> Result | None:
         """The cell of a role's method at a length, if there is one."""
         method = self.roles.get(role)
-        return next((c for c in self.cells if (c.method, c.length) == (method, length)), None)
+        return next((c for c in self.cells if (c.name, c.length) == (method, length)), None)
 
-    def cell(self, role: str, length: int) -> Cell:
+    def cell(self, role: str, length: int) -> Result:
         """The cell of a role's method at a length. Raises ``KeyError`` when there is none."""
         cell = self.at(role, length)
         if cell is None:
             raise KeyError((role, length))
         return cell
 
-    def trained(self, role: str, quantity: str = "retrieval") -> Cell | None:
+    def trained(self, role: str, quantity: str = "retrieval") -> Result | None:
         """The cell at the training length that has ``quantity``; an extension or temperature not
         measured there is what it extends."""
         for candidate in (role, _BASE.get(role)):
             for cell in self.cells:
-                same = candidate is not None and cell.method == self.roles.get(candidate)
+                same = candidate is not None and cell.name == self.roles.get(candidate)
                 if same and cell.factor == 1 and getattr(cell, quantity) is not None:
                     return cell
         return None
@@ -112,7 +109,7 @@ class Measured:
             cell = self.trained(role)
             if cell is None:
                 return f"Not judged: {self.roles[role]} was not measured at its training length."
-            if _retrieval(cell) < LEARNED:
+            if _retrieval(cell).mean < LEARNED:
                 return (
                     f"Not judged: within its training length of {cell.length} tokens "
                     f"{in_words(cell)} has not learned the task (below {100 * LEARNED:g}%)."
@@ -120,7 +117,7 @@ class Measured:
         return None
 
 
-def _retrieval(cell: Cell) -> float:
+def _retrieval(cell: Result) -> Estimate:
     if cell.retrieval is None:
-        raise ValueError(f"{cell.method!r} has no retrieval at {cell.length} tokens")
+        raise ValueError(f"{cell.name!r} has no retrieval at {cell.length} tokens")
     return cell.retrieval

@@ -4,67 +4,26 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.report.atomic import write_atomically
-from trainer.report.results import Report
-from trainer.report.summary import VERDICTS, factor_label, percent, summary
+from trainer.report.drawn import Drawn
+from trainer.report.outcomes import Outcomes
+from trainer.report.results import PERPLEXITY, Observation, Report
+from trainer.report.table import tables
+from trainer.report.words import VERDICTS, factor_label, percent
 
-_MEDIA = {".svg": "image/svg+xml", ".png": "image/png"}
 _OWN_COLUMN = "tokens_per_second"  # of the table of arms
 
-# Name of a figure: what is plotted and how, and what someone who cannot see it should know of it.
-_FIGURES = {
-    "training": (
-        "Training loss over training steps for each arm. Thick: centred mean over 1/40 of the "
-        "logged points, taken on each side of the drop by itself; thin: as logged. The vertical "
-        "line is the step at which the positional encoding was dropped. The training loss weighs "
-        "needle statements and text as the configuration says, so it is not comparable with the "
-        "held-out text loss.",
-        "Line chart of the training loss of each arm over training steps.",
-    ),
-    "retrieval": (
-        "Needle retrieval at multiples of the training length (logarithmic axis). Bars are 95% "
-        "Wilson score intervals over trials, not over training seeds; methods at one length are "
-        "set slightly apart where they share a panel. In small multiples grey lines are all other "
-        "methods.",
-        "Line chart of the retrieval rate of each method over sequence length; the same numbers "
-        "are in the table of results.",
-    ),
-    "loss_by_position": (
-        "Held-out text loss by position in the longest sequences, averaged over buckets of "
-        "positions and drawn at their middles. Positions right of the dashed line were never seen "
-        "in training.",
-        "Line chart of the held-out loss of each method over the position in the sequence.",
-    ),
-    "reach": (
-        "How far models reach while they train, on validation text: the run at every length, its "
-        "controls at the longest. Where the encoding was dropped the run was measured on both "
-        "sides.",
-        "Line chart over training steps of retrieval, or of loss where that was not measured, with "
-        "a line for each length.",
-    ),
-    "reach_by_position": (
-        "Held-out loss of the run by position in its longest validation sequences, less the mean "
-        "over the positions within the training length. A column is a measurement; steps are not "
-        "to scale. Positions above the dotted line were never seen in training; the dashed line is "
-        "the drop.",
-        "Heat map of the excess loss over measurements and positions.",
-    ),
-}
 
-
-def write_html(report: Report, figures: Mapping[str, Path], path: Path) -> None:
-    """Write the page, complete or not at all.
-
-    ``figures`` is what ``write_figures`` returned (SVG or PNG files, here embedded). The page
-    holds nothing but the report's data and fixed text. Raises ``OSError`` when a figure cannot be
-    read, ``ValueError`` when it is neither SVG nor PNG.
-    """
+def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
+    """Write the page, complete or not at all; it holds nothing but the report's data, the figures
+    and fixed text. Raises ``OSError`` when a figure cannot be read."""
     page = Environment(
         loader=PackageLoader("trainer.report"),
         autoescape=True,
@@ -73,17 +32,18 @@ def write_html(report: Report, figures: Mapping[str, Path], path: Path) -> None:
         lstrip_blocks=True,
     )
     page.filters |= {
+        "by_model": lambda rows: [(m, list(own)) for m, own in groupby(rows, lambda row: row[0])],
+        "embedded": lambda svg: b64encode(svg.read_bytes()).decode(),
         "percent": percent,
-        "factor": factor_label,
-        "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
         "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
+        "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
     }
     text = page.get_template("report.html.j2").render(
         report=report,
-        summary=summary(report),
-        task=report.task,
-        best=_best(report),
-        figures=[_figure(name, figures[name]) for name in figures],
+        lead=" ".join(filter(None, (lead(report), tally(report.observations)))),
+        measured=measured(report),
+        tables=tables(report),
+        figures=figures,
         verdicts=VERDICTS,
         rates=report.timing.get(_OWN_COLUMN, {}),
         timing={key: value for key, value in report.timing.items() if key != _OWN_COLUMN},
@@ -91,18 +51,69 @@ def write_html(report: Report, figures: Mapping[str, Path], path: Path) -> None:
     write_atomically(path, text)
 
 
-def _best(report: Report) -> dict[int, float]:
-    """The highest retrieval at each length."""
-    best: dict[int, float] = {}
-    for cell in report.table:
-        if cell.retrieval is not None:
-            best[cell.length] = max(cell.retrieval, best.get(cell.length, 0.0))
-    return best
+def lead(report: Report) -> str:
+    """The result in two sentences, made of the numbers alone; empty where nothing has a score."""
+    outcomes = Outcomes(report)
+    tasks = outcomes.averaged or outcomes.scored[:1]
+    if not tasks:
+        return ""
+    longest, factor = list(outcomes.lengths(tasks).items())[-1]
+    found = {row: outcomes.estimate(row, tasks, longest) for row in outcomes.rows}
+    ranked = sorted(
+        ((row, own) for row, own in found.items() if own is not None),
+        key=lambda item: -item[1].mean,
+    )
+    what = outcomes.task(tasks[0]) if len(tasks) == 1 else f"the mean over {len(tasks)} tasks"
+    text = (
+        f"Trained at {report.training_length} tokens and tested at up to {longest} "
+        f"({factor_label(factor)})."
+    )
+    if not ranked:
+        return text
+    (best, own), first = ranked[0], outcomes.rows[0]
+    reached = f"{percent(own.mean)}% ({percent(own.low)}–{percent(own.high)})"
+    if len(ranked) == 1:
+        return f"{text} {outcomes.name(best)} reaches {reached} there in {what}."
+    of_all = f"{len(ranked)} combinations of model and method"
+    if own.mean == 0:
+        return f"{text} None of {of_all} finds anything there in {what}: {reached}."
+    text += f" Of {of_all} {outcomes.name(best)} reaches most there in {what}: {reached}"
+    reference = found[first]
+    if reference is None or best == first:
+        return f"{text}."
+    limits = f"{percent(reference.low)}–{percent(reference.high)}"
+    return f"{text}; {outcomes.name(first)} has {percent(reference.mean)}% ({limits})."
 
 
-def _figure(name: str, path: Path) -> dict[str, Any]:
-    if path.suffix not in _MEDIA:
-        raise ValueError(f"a figure is {' or '.join(_MEDIA)}, not {path.name}")
-    caption, alt = _FIGURES.get(name, (name.replace("_", " "), name.replace("_", " ")))
-    data = b64encode(path.read_bytes()).decode()
-    return {"source": f"data:{_MEDIA[path.suffix]};base64,{data}", "caption": caption, "alt": alt}
+def tally(observations: Sequence[Observation]) -> str:
+    """How many of the papers' observations show; empty where none was held against the numbers."""
+    if not observations:
+        return ""
+    counts = Counter(VERDICTS[observation.shown] for observation in observations)
+    said = ", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word])
+    return f"Of {len(observations)} observations of the papers: {said}."
+
+
+def measured(report: Report) -> list[tuple[str, str]]:
+    """What was measured, in words: a term and what it was."""
+    outcomes = Outcomes(report)
+    lengths = dict(sorted({(cell.length, cell.factor) for cell in report.cells}))
+    spans = (f"{length} ({factor_label(factor)})" for length, factor in lengths.items())
+    words = [
+        ("Models", ", ".join(outcomes.models)),
+        ("Methods", ", ".join(map(outcomes.method, outcomes.methods))),
+        ("Lengths in tokens", ", ".join(spans)),
+    ]
+    for task in outcomes.scored:
+        counts = sorted({len(c.scores) for c in report.cells if c.task == task and c.scores})
+        trials = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        text = f"{trials} trials at each length, the same for all models and methods"
+        words.append((outcomes.task(task), text))
+    if any(cell.task == PERPLEXITY for cell in report.cells):
+        text = "held-out text; windows of all lengths end with the same tokens"
+        words.append((outcomes.task(PERPLEXITY), text))
+    seconds = sum(cell.seconds for cell in report.cells)
+    if seconds:
+        time = f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} minutes"
+        words.append(("Time", f"{time} of measuring {len(report.cells)} cells"))
+    return words

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.report.comparison import Measured, certainly_exceeds, loss_change, pair_in_words
-from trainer.report.results import Arm, Cell, Observation
+from trainer.report.outcomes import Result
+from trainer.report.results import Arm, Observation
 
 _OPEN = " The rates agree with the claim, but their 95% intervals leave it open."
 
@@ -26,7 +27,7 @@ class Claim:
 def judge(
     run: Measured,
     claim: Claim,
-    pairs: Sequence[tuple[Cell, Cell]],
+    pairs: Sequence[tuple[Result, Result]],
     times: float,
     learned: Sequence[str],
     *,
@@ -39,7 +40,7 @@ def judge(
         return claim.judged(None, obstacle)
     shown = all(certainly_exceeds(a, b, times) for a, b in pairs)
     evidence = " ".join(pair_in_words(a, b) for a, b in pairs) + note
-    if not shown and all((a.retrieval or 0) > times * (b.retrieval or 0) for a, b in pairs):
+    if not shown and all(_rate(a) > times * _rate(b) for a, b in pairs):
         evidence += _OPEN
     return claim.judged(shown, evidence)
 
@@ -118,11 +119,15 @@ def slower(claim: Claim, fast: Arm, slow: Arm, margin: float) -> Iterator[Observ
         yield claim.judged(a / b - 1 > margin, evidence)
 
 
-def losses_in_words(a: Cell, b: Cell) -> str:
+def losses_in_words(a: Result, b: Result) -> str:
     """``Text loss at 64 tokens: DroPE 4.388, RoPE 4.083 nats/token (+7.5%).``"""
     change = f"nats/token ({loss_change(a, b):+.1%})."
     if a.length == b.length:
-        head = f"Text loss at {a.length} tokens: {a.method} {a.loss:.3f}, {b.method} {b.loss:.3f}"
+        head = f"Text loss at {a.length} tokens: {a.name} {a.loss:.3f}, {b.name} {b.loss:.3f}"
         return f"{head} {change}"
-    head = f"Text loss of {a.method} at {a.length} tokens {a.loss:.3f}, at {b.length} {b.loss:.3f}"
-    return f"{head} {change}" if a.method == b.method else f"{head} ({b.method}) {change}"
+    head = f"Text loss of {a.name} at {a.length} tokens {a.loss:.3f}, at {b.length} {b.loss:.3f}"
+    return f"{head} {change}" if a.name == b.name else f"{head} ({b.name}) {change}"
+
+
+def _rate(result: Result) -> float:
+    return 0.0 if result.retrieval is None else result.retrieval.mean

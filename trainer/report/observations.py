@@ -24,7 +24,8 @@ from trainer.report.judging import (
     same_loss,
     slower,
 )
-from trainer.report.results import Arm, Cell, Drop, Observation
+from trainer.report.outcomes import Result
+from trainer.report.results import Arm, Drop, Observation
 
 # Role to a short name for claims. A caller maps roles to the display names of its methods.
 ROLES = {
@@ -53,7 +54,7 @@ RISEN_LOSS = 0.05  # a longer context should lower the loss, so this is far outs
 
 
 def observe(
-    cells: Sequence[Cell],
+    results: Sequence[Result],
     roles: Mapping[str, str],
     *,
     drop: Drop | None = None,
@@ -62,14 +63,14 @@ def observe(
 ) -> tuple[Observation, ...]:
     """Judge every claim that the given methods allow.
 
-    ``roles`` maps a role of ``ROLES`` to the display name of its method in ``cells``; ``arms`` maps
+    ``roles`` maps a role of ``ROLES`` to the name of its row in ``results``; ``arms`` maps
     a role to its training run (for the speed of learning); ``temperature`` a method's display name
     to its fitted coefficient. Raises ``ValueError`` for a role that is not in ``ROLES``.
     """
     for role in (*roles, *(arms or {})):
         if role not in ROLES:
             raise ValueError(f"{role!r} is not a role.{did_you_mean(role, ROLES)}")
-    run = Measured(cells, roles)
+    run = Measured(results, roles)
     return (
         *_rope(run),
         *_nope(run, arms or {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,35 +12,45 @@ from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from trainer.report.drawn import Plan
 from trainer.report.plotting import Frame, Series, blank, draw
 from trainer.report.results import Reach, Report
-from trainer.report.summary import factor_label
+from trainer.report.words import factor_label
 
 Reaches = dict[str, tuple[Reach, ...]]
 """Measurements by arm, the run itself first."""
 HEAD = ("arm", "step", "dropped", "length", "loss", "retrieval")
 
 
-class Drawing(NamedTuple):
-    """A figure and its numbers."""
-
-    figure: Figure
-    head: tuple[str, ...]
-    rows: Iterator[tuple[Any, ...]]
-
-
-def reach_figures(report: Report) -> dict[str, Drawing]:
+def reach_figures(report: Report) -> Iterator[Plan]:
     """``reach`` and ``reach_by_position``, or nothing where no arm was measured in training."""
     arms = {name: history for name, history in report.reach.items() if history}
     if not arms:
-        return {}
-    places = ("arm", "step", "dropped", "from_position", "to_position", "loss")
-    return {
-        "reach": Drawing(_lines(report, arms), HEAD, by_length(arms)),
-        "reach_by_position": Drawing(
-            _heat_map(next(iter(arms.values()))), places, _by_position(arms)
-        ),
-    }
+        return
+    yield Plan(
+        "reach",
+        "Reach while training",
+        "How far models reach while they train, on validation text: the run at every length, its "
+        "controls at the longest. Where the encoding was dropped the run was measured on both "
+        "sides.",
+        "Line chart over training steps of retrieval, or of loss where that was not measured, with "
+        "a line for each length.",
+        lambda: _lines(report, arms),
+        HEAD,
+        by_length(arms),
+    )
+    yield Plan(
+        "reach_by_position",
+        "Loss by position while training",
+        "Held-out loss of the run by position in its longest validation sequences, less the mean "
+        "over the positions within the training length. A column is a measurement; steps are not "
+        "to scale. Positions above the dotted line were never seen in training; the dashed line is "
+        "the drop.",
+        "Heat map of the excess loss over measurements and positions.",
+        lambda: _heat_map(next(iter(arms.values()))),
+        ("arm", "step", "dropped", "from_position", "to_position", "loss"),
+        _by_position(arms),
+    )
 
 
 def _lines(report: Report, arms: Reaches) -> Figure:

@@ -1,9 +1,9 @@
-"""What a run leaves behind, as plain data: ``report.json`` and the types in it.
+"""What an evaluation and a run leave behind, as plain data: ``report.json`` and the types in it.
 
-Units throughout: lengths in tokens, losses in nats per token, retrieval as a fraction of trials
-(0 to 1). A number that was not measured, or is not finite, is ``None`` (``null`` in the file), so
-that every file is strict JSON. Everything but ``timing`` is a function of what was trained and
-evaluated, hence the same in every repetition of a run.
+Units throughout: lengths in tokens, losses in nats per token, scores as fractions (0 to 1). A
+number that was not measured, or is not finite, is ``None`` (``null`` in the file), so that every
+file is strict JSON. Everything but ``timing`` and the seconds of cells is a function of what was
+trained and evaluated, hence the same in every repetition.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +20,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import UserError
 from trainer.report.atomic import write_atomically
+
+PERPLEXITY = "perplexity"
+"""The task whose cells have losses by position instead of scores."""
+STATEMENTS = "statements"
+"""The task that training sequences can carry, which is what a report calls retrieval."""
 
 
 class Json:
@@ -37,40 +43,39 @@ class Json:
 
 @dataclass(frozen=True)
 class Cell(Json):
-    """One method at one length. ``factor`` is the length in units of the training length."""
+    """One method on one model in one task at one length.
 
+    ``factor``: the length in units of the training length. ``scores``: of every trial, in the order
+    of the task's prompts, the same trials for all methods and models. ``depths``, ``labels``: of
+    every trial, or empty. ``edges``, ``losses``: mean held-out loss from position ``edges[i]``
+    (included) to ``edges[i + 1]`` (excluded). ``last_loss``: mean loss on the last tokens, the same
+    tokens at every length. ``seconds``: what it took.
+    """
+
+    model: str
     method: str
+    task: str
     length: int
     factor: float
-    retrieval: float | None = None
-    retrieval_ci: tuple[float, float] | None = None  # 95%, see wilson_interval
-    loss: float | None = None
+    scores: tuple[float, ...] = ()
+    depths: tuple[float, ...] = ()
+    labels: tuple[str, ...] = ()
+    edges: tuple[int, ...] = ()
+    losses: tuple[float | None, ...] = ()
+    last_loss: float | None = None
+    seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for value in (self.retrieval, *(self.retrieval_ci or ())):
-            if value is not None and not 0 <= value <= 1:
+        where = f"{self.task!r} of {self.model!r} with {self.method!r} at {self.length}"
+        for name in ("depths", "labels"):
+            if getattr(self, name) and len(getattr(self, name)) != len(self.scores):
                 raise ValueError(
-                    f"retrieval of {self.method!r} at {self.length} is a fraction of trials, "
-                    f"so between 0 and 1, not {value}"
+                    f"{where} has {len(self.scores)} scores but {len(getattr(self, name))} {name}"
                 )
-
-
-@dataclass(frozen=True)
-class LossByPosition(Json):
-    """Held-out loss along sequences of ``length`` tokens: ``losses[i]`` is the mean over the
-    positions ``edges[i]`` (included) to ``edges[i + 1]`` (excluded)."""
-
-    method: str
-    length: int
-    edges: tuple[int, ...]
-    losses: tuple[float | None, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.edges) != len(self.losses) + 1:
-            raise ValueError(
-                f"{len(self.losses)} losses of {self.method!r} need {len(self.losses) + 1} edges, "
-                f"not {len(self.edges)}"
-            )
+        if self.losses and len(self.edges) != len(self.losses) + 1:
+            raise ValueError(f"{where} has {len(self.losses)} losses but {len(self.edges)} edges")
+        if not all(0 <= score <= 1 for score in self.scores):
+            raise ValueError(f"{where} has a score that is not between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -131,77 +136,66 @@ class Observation(Json):
 
 @dataclass(frozen=True)
 class Report(Json):
-    """Everything a run reports.
+    """All cells of an evaluation and, where it ended an experiment, what its runs did.
 
-    ``task`` describes the retrieval task. The report's text uses these keys, each of which may be
-    absent: ``n_trials`` (per method and length), ``needles`` (statements per sequence, one of which
-    is asked for), ``chance`` (success rate of a guess among all values), ``chance_listed`` (success
-    rate of answering any of the sequence's own values), ``training_needles`` (bool: whether
-    training sequences carried such statements), ``training_share`` (which share of them did).
+    ``training_length``: C. ``methods``: titles by key, in the order of tables, for instance
+    ``{"none": "as is", "yarn": "YaRN"}``. ``tasks``: titles by key. ``notes``: a sentence each, for
+    what was not run and why, and for values that were fitted. ``config``: of the run, or of the
+    evaluation alone, under ``evaluation`` either way.
+    ``task`` describes :data:`STATEMENTS` where they were measured: ``needles`` (statements per
+    sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
+    ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
+    of the training sequences carried such statements).
     ``reach`` holds what was measured while an arm trained, by arm, the run itself first.
-    ``temperature`` holds the fitted coefficient c of the softmax temperature 1 + c ln(s) by method.
+    ``temperature`` holds the fitted coefficient c of 1 + c ln s by row, ``DroPE + temperature``.
     ``timing`` is free-form; ``timing["tokens_per_second"]``, a number by arm, becomes a column of
-    the table of arms. Raises ``ValueError`` when two arms share a name, or two cells a method and
-    a length.
+    the table of arms. Raises ``ValueError`` when two arms share a name, or two cells a place.
     """
 
     name: str
+    training_length: int
+    cells: tuple[Cell, ...]
+    methods: dict[str, str]
+    tasks: dict[str, str]
+    notes: tuple[str, ...]
     config: dict[str, Any]
     environment: dict[str, Any]
     arms: tuple[Arm, ...] = ()
     drop: Drop | None = None
-    table: tuple[Cell, ...] = ()
-    loss_by_position: tuple[LossByPosition, ...] = ()
     observations: tuple[Observation, ...] = ()
     task: dict[str, Any] = field(default_factory=dict)
-    temperature: dict[str, float | None] = field(default_factory=dict)
+    temperature: dict[str, float] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)
     reach: dict[str, tuple[Reach, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _refuse_repeats("arm", [arm.name for arm in self.arms])
-        _refuse_repeats("cell", [(cell.method, cell.length) for cell in self.table])
+        places = Counter((cell.model, cell.method, cell.task, cell.length) for cell in self.cells)
+        for place, times in places.items():
+            if times > 1:
+                raise ValueError(f"{times} cells are of {' / '.join(map(str, place))}")
+        for name, times in Counter(arm.name for arm in self.arms).items():
+            if times > 1:
+                raise ValueError(f"{times} arms are called {name}")
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        """The methods of the table, in the order of their first cells."""
-        return tuple(dict.fromkeys(cell.method for cell in self.table))
-
-    @property
-    def lengths(self) -> dict[int, float]:
-        """Length to factor, ascending."""
-        return dict(sorted((cell.length, cell.factor) for cell in self.table))
-
-    @property
-    def training_length(self) -> int | None:
-        """The training length in tokens, from the table; ``None`` when there is no table."""
-        return round(self.table[0].length / self.table[0].factor) if self.table else None
-
-    def cell(self, method: str, length: int) -> Cell | None:
-        """The cell of one method and length, ``None`` when it was not evaluated."""
-        return next((c for c in self.table if (c.method, c.length) == (method, length)), None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As ``report.json`` has it: the arms lie under ``training``, by name."""
-        data = super().to_dict()
-        arms = {arm.pop("name"): arm for arm in data.pop("arms")}
-        head = {key: data.pop(key) for key in ("name", "config", "environment")}
-        return {**head, "training": {"arms": arms}, **data}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The inverse of ``to_dict``. Raises pydantic's ``ValidationError``, ``KeyError`` where
-        ``training`` or its arms are missing, ``TypeError`` where they are not objects."""
-        arms = [{**arm, "name": name} for name, arm in dict(data["training"]["arms"]).items()]
-        return super().from_dict({**data, "arms": arms})
+    def last(self) -> int:
+        """Tokens at the end of every window that ``last_loss`` is of."""
+        asked = self.config.get("evaluation", {}).get("last")
+        lengths = [cell.length for cell in self.cells if cell.task == PERPLEXITY]
+        return asked if isinstance(asked, int) else min([self.training_length, *lengths])
 
     def write(self, path: Path) -> None:
-        """Write ``report.json``, complete or not at all. Raises ``TypeError`` when a free-form
-        dictionary holds something that JSON has no word for."""
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        """Write ``report.json``, complete or not at all, one cell a line, so that files can be
+        searched and compared by lines. Raises ``TypeError`` when a free-form dictionary holds
+        something that JSON has no word for."""
+        data = self.to_dict()
+        cells = [
+            json.dumps(cell, ensure_ascii=False, allow_nan=False) for cell in data.pop("cells")
+        ]
+        head = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
         # Lists of plain numbers, such as the points of a curve, stay on one line.
-        text = re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", _one_line, text)
-        write_atomically(path, text + "\n")
+        head = re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", _one_line, head)
+        write_atomically(path, head + ',\n  "cells": [\n' + ",\n".join(cells) + "\n  ]\n}\n")
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -211,37 +205,11 @@ class Report(Json):
         except OSError as error:
             raise UserError(f"Cannot read the report {path}: {error.strerror}.") from error
         except ValidationError as error:
-            raise UserError(*(_problem(path, item) for item in error.errors())) from error
-        except KeyError as error:
-            raise UserError(f"{path} is not a report: the key {error} is missing.") from error
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"])) or "the report"
+            raise UserError(f"{path} is not a report: {where}: {problem['msg']}.") from error
         except (ValueError, TypeError) as error:
             raise UserError(f"{path} is not a report: {error}.") from error
-
-
-def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Score interval of a success rate, 95% for the default ``z``:
-
-        (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n),   p = successes / n, n = trials
-
-    Unlike p ± z sqrt(p (1 - p) / n) it keeps its coverage near 0 and 1, where many cells lie.
-    Raises ``ValueError`` unless 0 <= successes <= trials and trials > 0. Source: E. B. Wilson,
-    Probable Inference, the Law of Succession, and Statistical Inference, JASA 22 (1927).
-    """
-    if not 0 <= successes <= trials or trials == 0:
-        raise ValueError(f"{successes} successes in {trials} trials is not a success rate")
-    p, square = successes / trials, z * z / trials
-    middle = p + square / 2
-    half = math.sqrt(square * p * (1 - p) + square * square / 4)
-    # At 0 and at n the bound equals p exactly; rounding would leave it 1e-17 on the wrong side.
-    low = 0.0 if successes == 0 else (middle - half) / (1 + square)
-    high = 1.0 if successes == trials else (middle + half) / (1 + square)
-    return low, high
-
-
-def _refuse_repeats(kind: str, names: list[Any]) -> None:
-    repeated = {name for name in names if names.count(name) > 1}
-    if repeated:
-        raise ValueError(f"more than one {kind} is called {', '.join(map(str, sorted(repeated)))}")
 
 
 def _plain(value: Any) -> Any:
@@ -254,8 +222,3 @@ def _plain(value: Any) -> Any:
 
 def _one_line(match: re.Match[str]) -> str:
     return f"[{' '.join(match[1].split())}]"
-
-
-def _problem(path: Path, item: Any) -> str:
-    where = ".".join(map(str, item["loc"])) or "the report"
-    return f"{path} is not a report: {where}: {item['msg']}."

@@ -1,102 +1,242 @@
-"""The results as tables: for a terminal of 100 columns and as Markdown."""
+"""The tables of a report, whatever the format: what stands in each cell."""
 
 from __future__ import annotations
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-from trainer.report.results import Cell, Report
-from trainer.report.summary import factor_label, half_width, percent
+from trainer.report.outcomes import Outcomes, Row, labelled, natural, parts
+from trainer.report.results import PERPLEXITY, Report
+from trainer.report.statistics import Comparison, Estimate, estimate
+from trainer.report.words import factor_label, percent
 
-WIDTH = 100
-_LENGTHS_PER_TABLE = 4  # as many as fit into WIDTH beside a method's name
-_CELL = len("100.0 ±10.5 10.53")
-
-
-def terminal_table(report: Report) -> RenderableType:
-    """One row per method, one column per length, at most ``WIDTH`` columns wide; more than four
-    lengths continue in further tables below."""
-    lengths = list(report.lengths)
-    starts = range(0, len(lengths), _LENGTHS_PER_TABLE)
-    parts = [lengths[i : i + _LENGTHS_PER_TABLE] for i in starts]
-    tables: list[RenderableType] = [_part(report, part) for part in parts]
-    return Group(*tables, Text(_legend(report), style="dim"))
+MISSING = "·"
 
 
-def _legend(report: Report) -> str:
-    """What the cells that are there mean."""
-    retrieval = [cell.retrieval for cell in report.table]
-    measured = [rate for rate in retrieval if rate is not None]
-    if not measured:
-        return "Each cell: held-out text loss in nats per token; retrieval was not measured."
-    text = (
-        "Each cell: retrieval in %, ± half of its 95% Wilson interval, then held-out text loss in\n"
-        "nats per token. Bold: the highest retrieval at a length."
-    )
-    return text if len(measured) == len(retrieval) else f"{text} · not measured."
+@dataclass(frozen=True)
+class Entry:
+    """What stands in a cell: ``97.3``, half of its interval ``1.2`` (may be empty), the mark ``↑``
+    or ``↓`` of a difference, whether it is the best of its column, and the loss beside it."""
+
+    value: str
+    half: str = ""
+    mark: str = ""
+    best: bool = False
+    loss: str = ""
 
 
-def markdown_table(report: Report) -> str:
-    """The same as a Markdown table, with whole intervals; ends without a newline."""
-    lengths = report.lengths
-    heads = ["method", *(_head(n, factor).replace("\n", ", ") for n, factor in lengths.items())]
-    rows = [
-        [_escaped(method), *(_markdown_cell(report.cell(method, n)) for n in lengths)]
-        for method in report.methods
+@dataclass(frozen=True)
+class Table:
+    """``key`` names it in links. ``note``: what is particular to it; ``legend``: what its cells
+    mean, mostly the same for all. ``columns``: two lines each. ``rows``: model, method and an entry
+    for every column, None where nothing was measured. ``detail``: of less interest.
+    ``with_losses``: whether its entries have losses."""
+
+    key: str
+    title: str
+    note: str
+    legend: str
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, str, tuple[Entry | None, ...]], ...]
+    detail: bool = False
+    with_losses: bool = False
+
+
+def tables(report: Report) -> list[Table]:
+    """The mean over tasks where there are several, a table for each task, followed by its averages
+    by label where it has labels, and perplexity as the last.
+
+    A task that is the only one has the held-out losses beside its scores, if both were measured at
+    the same lengths; the table of perplexity is then a detail.
+    """
+    outcomes = Outcomes(report)
+    made = []
+    if outcomes.averaged:
+        made.append(_scores(outcomes, "summary", "Mean over tasks", outcomes.averaged))
+    lengths = outcomes.lengths([PERPLEXITY], losses=True)
+    beside = len(outcomes.scored) == 1 and outcomes.lengths(outcomes.scored) == lengths
+    for task in outcomes.scored:
+        made.append(_scores(outcomes, task, outcomes.task(task), [task], with_losses=beside))
+        made += _by_label(outcomes, task)
+    return made + _perplexity(outcomes, detail=beside)
+
+
+def heads(lengths: dict[int, float]) -> list[tuple[str, str]]:
+    """Two lines for each length: ``2048 tokens`` and ``2×``."""
+    return [
+        (f"{length} tokens", f"{factor_label(factor)}{' (trained)' if factor == 1 else ''}")
+        for length, factor in lengths.items()
     ]
-    lines = [heads, ["---", *["---:"] * len(lengths)], *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss in nats per token; infinite where that is beyond a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def number(value: float) -> str:
+    """A perplexity with about four digits."""
+    if value < 100:
+        return f"{value:.2f}"
+    return f"{value:.0f}" if value < 100_000 else f"{value:.0e}"
+
+
+def _scores(
+    outcomes: Outcomes, key: str, title: str, tasks: list[str], with_losses: bool = False
+) -> Table:
+    lengths = outcomes.lengths(tasks)
+
+    def column(length: int) -> dict[Row, Entry]:
+        found = {row: outcomes.estimate(row, tasks, length) for row in outcomes.rows}
+        entries = _column(found, lambda row: outcomes.comparison(row, tasks, length))
+        if not with_losses:
+            return entries
+        losses = _losses(outcomes, length)
+        return {
+            row: replace(entry, loss=f"{losses[row]:.3f}" if row in losses else MISSING)
+            for row, entry in entries.items()
+        }
+
+    what, legend = _what(outcomes, tasks), _legend(outcomes)
+    if with_losses:
+        legend = f"{legend} {_LOSSES.format(outcomes.report.last)}"
+    columns = [column(length) for length in lengths]
+    made = _table(outcomes, key, title, what, legend, heads(lengths), columns)
+    return replace(made, with_losses=with_losses)
+
+
+_LOSSES = "Then the held-out loss in nats per token, on the last {} tokens of each window."
+
+
+def _losses(outcomes: Outcomes, length: int) -> dict[Row, float]:
+    cells = {row: outcomes.cell(row, PERPLEXITY, length) for row in outcomes.rows}
+    return {row: c.last_loss for row, c in cells.items() if c and c.last_loss is not None}
+
+
+def _by_label(outcomes: Outcomes, task: str) -> list[Table]:
+    """A table for every part of the labels that has more than one value, at every length."""
+    made = []
+    for length, factor in outcomes.lengths([task]).items():
+        cells = [outcomes.cell(row, task, length) for row in outcomes.rows]
+        labels = {tuple(parts(label)) for cell in cells if cell for label in cell.labels}
+        for index in range(max(map(len, labels), default=0)):
+            values = sorted({label[index] for label in labels if len(label) > index}, key=natural)
+            if len(values) < 2:
+                continue
+            columns, counts = zip(
+                *(_label(outcomes, task, length, (index, value)) for value in values), strict=True
+            )
+            top = [
+                (value, f"{n} {'trial' if n == 1 else 'trials'}")
+                for value, n in zip(values, counts, strict=True)
+            ]
+            made.append(
+                _table(
+                    outcomes,
+                    f"{task}-{length}-label-{index + 1}",
+                    f"{outcomes.task(task)} by label",
+                    f"At {length} tokens ({factor_label(factor)}).",
+                    _legend(outcomes),
+                    top,
+                    list(columns),
+                    detail=True,
+                )
+            )
+    return made
+
+
+def _label(
+    outcomes: Outcomes, task: str, length: int, label: tuple[int, str]
+) -> tuple[dict[Row, Entry], int]:
+    """A column, and of how many trials it is the average."""
+    cells = {row: outcomes.cell(row, task, length) for row in outcomes.rows}
+    scores = {row: labelled(cell, label) for row, cell in cells.items() if cell and cell.labels}
+    found = {row: estimate(own) if own else None for row, own in scores.items()}
+    column = _column(found, lambda row: outcomes.comparison(row, [task], length, label))
+    return column, max(map(len, scores.values()))
+
+
+def _perplexity(outcomes: Outcomes, detail: bool) -> list[Table]:
+    lengths = outcomes.lengths([PERPLEXITY], losses=True)
+    columns = []
+    for length in lengths:
+        losses = _losses(outcomes, length)
+        least = min(losses.values())
+        columns.append(
+            {
+                row: Entry(number(perplexity(loss)), best=loss == least)
+                for row, loss in losses.items()
+            }
+        )
+    note = (
+        f"exp of the mean loss on the last {outcomes.report.last} tokens of held-out "
+        "sequences, the same tokens at every length, so that more context only adds what lies "
+        "before them."
+    )
+    legend = "Bold: the lowest of a column."
+    title = outcomes.task(PERPLEXITY)
+    if not columns:
+        return []
+    return [_table(outcomes, PERPLEXITY, title, note, legend, heads(lengths), columns, detail)]
+
+
+def _column(
+    found: dict[Row, Estimate | None], comparison: Callable[[Row], Comparison | None]
+) -> dict[Row, Entry]:
+    best = max((e.mean for e in found.values() if e is not None), default=None)
+    column = {}
+    for row, own in found.items():
+        if own is not None:
+            held = comparison(row)
+            mark = "" if held is None else held.mark
+            column[row] = Entry(percent(own.mean), percent(own.half), mark, own.mean == best)
+    return column
+
+
+def _table(
+    outcomes: Outcomes,
+    key: str,
+    title: str,
+    note: str,
+    legend: str,
+    columns: Iterable[tuple[str, str]],
+    entries: list[dict[Row, Entry]],
+    detail: bool = False,
+) -> Table:
+    """Rows in which nothing was measured are left out."""
+    rows = tuple(
+        (row[0], outcomes.method(row[1]), tuple(column.get(row) for column in entries))
+        for row in outcomes.rows
+        if any(row in column for column in entries)
+    )
+    if any(None in cells for *_, cells in rows):
+        legend += f" {MISSING} not measured."
+    return Table(key, title, note, legend, tuple(columns), rows, detail)
+
+
+def _what(outcomes: Outcomes, tasks: list[str]) -> str:
+    """How many trials a cell has."""
+    counts = {len(c.scores) for c in outcomes.report.cells if c.task in tasks and c.scores}
+    trials = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    if len(tasks) == 1:
+        return f"{trials} trials a cell."
+    titles = ", ".join(outcomes.task(task) for task in tasks)
     return (
-        f"{table}\n\nCells: retrieval in % (95% interval) / held-out text loss in nats per token."
+        f"Unweighted mean over {titles}; {trials} trials of each. Differences are tested on the "
+        "trials of all of them together."
     )
 
 
-def _part(report: Report, lengths: list[int]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, width=WIDTH, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("\nmethod", overflow="fold", ratio=1)
-    for length in lengths:
-        head = _head(length, report.lengths[length])
-        table.add_column(head, justify="right", width=_CELL, no_wrap=True)
-    best = {length: _best(report, length) for length in lengths}
-    for method in report.methods:
-        cells = [_terminal_cell(report.cell(method, n), best[n]) for n in lengths]
-        table.add_row(Text(method), *cells)
-    return table
-
-
-def _head(length: int, factor: float) -> str:
-    return f"{length} tokens\n{factor_label(factor)}{' (trained)' if factor == 1 else ''}"
-
-
-def _best(report: Report, length: int) -> float | None:
-    rates = [cell.retrieval for cell in report.table if cell.length == length]
-    return max((rate for rate in rates if rate is not None), default=None)
-
-
-def _terminal_cell(cell: Cell | None, best: float | None) -> Text:
-    text = Text()
-    if cell is None or cell.retrieval is None:
-        text.append(f"{'·':>5}      ", style="dim")
-    else:
-        style = "bold" if cell.retrieval == best else ""
-        text.append(f"{percent(cell.retrieval):>5} ", style=style)
-        width = half_width(cell)
-        text.append("     " if width is None else f"±{percent(width):<4}", style="dim")
-    loss = "·" if cell is None or cell.loss is None else f"{cell.loss:.2f}"
-    text.append(f" {loss:>5}", style="cyan")
-    return text
-
-
-def _markdown_cell(cell: Cell | None) -> str:
-    if cell is None:
-        return "·"
-    retrieval = "·" if cell.retrieval is None else percent(cell.retrieval)
-    if cell.retrieval is not None and cell.retrieval_ci is not None:
-        retrieval += f" ({percent(cell.retrieval_ci[0])}–{percent(cell.retrieval_ci[1])})"
-    return f"{retrieval} / {'·' if cell.loss is None else f'{cell.loss:.3f}'}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _legend(outcomes: Outcomes) -> str:
+    first = outcomes.name(outcomes.rows[0])
+    others = f"; of other models as they are: {first}" if len(outcomes.models) > 1 else ""
+    arrows = (
+        " ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, "
+        f"not corrected for the number of tests). Reference: the same model as it is{others}."
+    )
+    compared = any(outcomes.reference(row) in outcomes.rows for row in outcomes.rows)
+    return (
+        f"Success in %, ± half of its 95% interval.{arrows if compared else ''} "
+        "Bold: the highest of a column."
+    )

@@ -197,15 +197,17 @@ def model_config(state: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**shape | {"qk_norm": QKNormConfig(**shape["qk_norm"])})
 
 
-def load_decoder(path: Path, state: dict[str, Any]) -> Decoder:
-    """The decoder a checkpoint holds, with its layout as it was, on the CPU; runs no code from it.
+def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Decoder:
+    """The decoder a checkpoint holds, with its layout as it was, read straight onto the device.
+
+    Runs no code from it.
 
     Raises:
         UserError: weights and description do not fit each other.
     """
     with torch.device("meta"):
         model = Decoder(model_config(state), Layout.from_dict(state["layout"]))
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     check_shapes(weights, read_metadata(path), path.name)
     load(weights, path)

@@ -14,6 +14,7 @@ from trainer.positional.config import PositionalConfig, build_layout, unknown_en
 from trainer.positional.encodings import ENCODINGS
 from trainer.recalibration.config import DropConfig
 from trainer.recalibration.schedule import ScheduleConfig
+from trainer.report.results import STATEMENTS
 from trainer.runs.monitoring import MonitorConfig
 
 
@@ -252,6 +253,16 @@ class RunConfig:
                 self.data.sequence_length if self.data.sequence_length > 1 else None
             ),
         ]
+        if self.evaluation.enabled and "none" not in (self.evaluation.methods or ["none"]):
+            found.append(
+                "evaluation.methods: expected 'none' among them; a run is reported as it is first."
+            )
+        unheard = set(self.evaluation.tasks) == {STATEMENTS} and not self.data.needles.share
+        if self.evaluation.enabled and unheard:
+            found.append(
+                "evaluation.tasks: nothing but statements, which the training text does not carry; "
+                "set data.needles.share, or add perplexity."
+            )
         if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
             near = did_you_mean(self.drop.to, ENCODINGS)
             found.append(f"drop.to: unknown encoding {self.drop.to!r}.{near}")
@@ -279,18 +290,3 @@ class RunConfig:
             except UserError as error:
                 found += [problem for problem in error.problems if problem not in found]
         return found
-
-
-@dataclass(frozen=True)
-class EvaluationRequest:
-    """What the ``evaluate`` command is asked for.
-
-    ``checkpoint``: a run directory or a checkpoint. ``compare``: more of them, of the same training
-    length and tokenizer. ``output``: where the report goes (null: ``evaluation/`` in the run).
-    """
-
-    checkpoint: str | None = None
-    compare: list[str] = field(default_factory=list)
-    output: str | None = None
-    threads: int | None = None
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -12,7 +12,6 @@ import torch
 import trainer
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NAMES, WORDS
-from trainer.evaluation.table import Subject
 from trainer.runs.config import RunConfig
 
 ENCODING_TITLES = {
@@ -27,10 +26,9 @@ ENCODING_TITLES = {
 }
 
 
-def reference_first(subjects: list[Subject]) -> list[Subject]:
-    """RoPE, what was made of it, then everything else, as tables are read."""
-    order = {"rope": 0, "drope": 1}
-    return sorted(subjects, key=lambda subject: order.get(subject.role, 2))
+def reference_first(role: str | None) -> int:
+    """A key that sorts roles as tables are read: RoPE, what was made of it, everything else."""
+    return {"rope": 0, "drope": 1}.get(role or "", 2)
 
 
 def is_dropped(config: RunConfig, step: int) -> bool:
@@ -72,16 +70,18 @@ def checkpoint_label(config: RunConfig, step: int, name: str) -> str:
     return called if step == config.trainer.max_steps else f"{called} ({name})"
 
 
-def describe_task(config: RunConfig) -> dict[str, Any]:
-    """What the retrieval trials are, for the report's text."""
-    share = config.data.needles.share
+def describe_task(training_share: float, needles: int) -> dict[str, Any]:
+    """What the retrieval trials are, for the report's text.
+
+    Args:
+        training_share: of the training sequences that carried such statements.
+        needles: statements in a trial.
+    """
     return {
-        "n_trials": config.evaluation.trials if share else 0,
-        "needles": config.evaluation.needles,
+        "needles": needles,
         "chance": 1 / (len(WORDS) - len(NAMES)),
-        "chance_listed": 1 / config.evaluation.needles,
-        "training_needles": bool(share),
-        "training_share": share,
+        "chance_listed": 1 / needles,
+        "training_share": training_share,
     }
 
 

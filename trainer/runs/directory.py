@@ -55,6 +55,7 @@ OWN = frozenset(
     {
         *("config.yaml", MARK, "metrics.csv", "log.txt", "heartbeat.json", "wandb_id", ".lock"),
         *("report.json", "report.html", "figures", "checkpoints", "controls"),
+        *("table.md", "table.tex", "table.csv"),
         *("evaluation", "lengths", "analysis", "wandb", "tensorboard"),
     }
 )

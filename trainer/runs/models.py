@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -19,7 +21,7 @@ from trainer.positional.layout import Layout
 from trainer.runs.checkpoint_files import MANIFEST, checksum
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, model_config, read_state
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import checkpoint_label
+from trainer.runs.descriptions import checkpoint_label, is_dropped, role
 from trainer.runs.parsing import validated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -31,7 +33,9 @@ class Candidate:
     """A model that can be loaded, under the name that tables use.
 
     ``given``: what the user called it. ``run``: the configuration of the run that trained it (None:
-    published weights). ``fingerprint``: changes whenever its weights do.
+    published weights). ``fingerprint``: changes whenever its weights do. ``load``: reads them onto
+    a device, the CPU unless another is given. ``role``: what it is in comparisons, such as
+    ``drope``. ``state``: what its checkpoint says of itself.
     """
 
     given: str
@@ -42,7 +46,9 @@ class Candidate:
     layout: Layout
     fingerprint: str
     run: RunConfig | None
-    load: Callable[[], Decoder]
+    load: Callable[..., Decoder]
+    role: str | None = None
+    state: dict[str, Any] = field(default_factory=dict)
 
     @property
     def home(self) -> Path:
@@ -57,6 +63,13 @@ class Candidate:
         if own:
             return own[0]
         return end_of_text(self.tokenizer) if self.run is not None else None
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights are; nothing is read."""
+        with torch.device("meta"):
+            model = Decoder(self.config, self.layout)
+        return sum(parameter.numel() for parameter in model.parameters())
 
 
 def find_candidate(given: str, key: str = "checkpoint") -> Candidate:
@@ -89,7 +102,9 @@ def _find(given: str) -> Candidate:
         )
     path = find_checkpoint(given)
     state = read_state(path)
+    # Only read, not checked: that would run the plugins a checkpoint names.
     config = validated(RunConfig, state["config"])[0]
+    dropped = None if config.drop_step is None else is_dropped(config, state["step"])
     return Candidate(
         given,
         checkpoint_label(config, state["step"], path.name),
@@ -99,5 +114,7 @@ def _find(given: str) -> Candidate:
         Layout.from_dict(state["layout"]),
         checksum(path / MANIFEST),
         config,
-        lambda: load_decoder(path, state),
+        partial(load_decoder, path, state),
+        role(config, dropped),
+        state,
     )

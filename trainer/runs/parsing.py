@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import UserError, did_you_mean
 from trainer.positional.encodings import load_plugins
-from trainer.runs.config import EvaluationRequest, RunConfig
+from trainer.runs.config import RunConfig
 
 T = TypeVar("T")
 
@@ -149,21 +149,6 @@ def parse_as(schema: type[R], values: dict[str, Any], found: Sequence[str] = ())
     """
     request, wrong = validated(schema, values)
     if problems := [*found, *wrong, *request.problems()]:
-        raise UserError(*problems)
-    return request
-
-
-def parse_request(values: dict[str, Any], found: Sequence[str] = ()) -> EvaluationRequest:
-    """A checked request of the ``evaluate`` command.
-
-    Raises:
-        UserError: with every problem that can be seen before the checkpoint is read.
-    """
-    request, problems = validated(EvaluationRequest, values)
-    problems = [*found, *problems, *request.evaluation.problems()]
-    if not request.checkpoint:
-        problems.append("checkpoint: give checkpoint=runs/NAME, or a checkpoint in it.")
-    if problems:
         raise UserError(*problems)
     return request
 

@@ -12,8 +12,8 @@ from urllib.parse import urlparse
 from lightning.pytorch.loggers.logger import Logger
 
 from trainer.errors import UserError
+from trainer.report.outcomes import Result
 from trainer.report.reach import HEAD, Reaches, by_length
-from trainer.report.results import Cell
 from trainer.runs.config import RunConfig
 
 
@@ -71,7 +71,7 @@ def close(loggers: list[Logger]) -> None:
 
 def log_table(
     config: RunConfig,
-    cells: Sequence[Cell],
+    results: Sequence[Result],
     reach: Reaches | None = None,
     images: Mapping[str, Path] | None = None,
 ) -> None:
@@ -81,23 +81,21 @@ def log_table(
     trained, and ``images`` (PNG files).
     """
     loggers = other_loggers(config)
-    for length in sorted({cell.length for cell in cells}):
-        row: dict[str, float] = {"evaluation/length": length}
-        for cell in cells:
-            if cell.length == length:
-                measured = {"retrieval": cell.retrieval, "loss": cell.loss}
-                row |= {
-                    f"evaluation/{key}/{cell.method}": value
-                    for key, value in measured.items()
-                    if value is not None
-                }
-        for logger in loggers:
+    rows: dict[int, dict[str, float]] = {}
+    for result in sorted(results, key=lambda result: result.length):
+        row = rows.setdefault(result.length, {"evaluation/length": result.length})
+        if result.retrieval is not None:
+            row[f"evaluation/retrieval/{result.name}"] = result.retrieval.mean
+        if result.loss is not None:
+            row[f"evaluation/loss/{result.name}"] = result.loss
+    for logger in loggers:
+        for length, row in rows.items():
             logger.log_metrics(row, step=length)
     for logger in loggers:
         if type(logger).__name__ == "WandbLogger":
             if reach:
-                rows = [list(row) for row in by_length(reach)]
-                logger.log_table("length/history", list(HEAD), rows)
+                history = [list(row) for row in by_length(reach)]
+                logger.log_table("length/history", list(HEAD), history)
             for name, path in (images or {}).items():
                 logger.log_image(f"length/{name}", [str(path)])
     close(loggers)

@@ -22,15 +22,11 @@ from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.errors import PreemptedError, UserError
 from trainer.interchange.pretrained import read_pretrained
-from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
-from trainer.report.results import Reach
 from trainer.runs.checkpoints import (
     check_same_model,
     description,
-    load_decoder,
-    read_state,
     step_name,
 )
 from trainer.runs.config import RunConfig
@@ -72,15 +68,6 @@ class TrainedRun:
     checkpoint: Path
     effect: dict[str, Any]
     seconds: float
-
-    def model(self) -> Decoder:
-        """The decoder as it was saved last."""
-        return load_decoder(self.checkpoint, read_state(self.checkpoint))
-
-    def reach(self) -> tuple[Reach, ...]:
-        """What was measured of lengths while it trained."""
-        history = read_state(self.checkpoint)["callbacks"].get("Lengths", {"history": []})
-        return tuple(Reach.from_dict(reach) for reach in history["history"])
 
 
 def device_problems(config: RunConfig) -> list[str]:

@@ -66,7 +66,7 @@ def analyze(request: AnalysisRequest, kind: str) -> tuple[GeometryReport, Path]:
     _check_memory(candidate.config, ids, models=1 if other is None else 2, device=device)
 
     def target(of: Candidate) -> Target:
-        model = of.load().to(device=device, dtype=DTYPES[config.dtype]).eval()
+        model = of.load(device).to(DTYPES[config.dtype]).eval()
         return Target(
             of.name, model, ids.to(device), tuple((a, b) for a, b in config.chosen), config.seed
         )

@@ -110,7 +110,7 @@ def run_benchmarks(request: BenchmarkRequest) -> tuple[dict[str, list[Score]], P
 
 
 def _scores(candidate: Candidate, config: BenchmarkConfig) -> list[Score]:
-    model = candidate.load().to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model = candidate.load("cuda" if torch.cuda.is_available() else "cpu").eval()
     encoder = Encoder(
         candidate.tokenizer,
         config.max_length or model.layout.training_length,

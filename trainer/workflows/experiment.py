@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.errors import UserError
-from trainer.evaluation.table import Measurements, Subject, evaluate
 from trainer.interchange.pretrained import read_pretrained
-from trainer.model.decoder import Decoder
-from trainer.report.figures import write_figures
-from trainer.report.html import write_html
-from trainer.report.observations import ROLES, observe
-from trainer.report.results import Arm, Drop, Report
+from trainer.report.outcomes import Outcomes
+from trainer.report.results import Arm, Drop, Reach, Report
+from trainer.report.writing import write_renderings
 from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import (
-    describe_task,
-    environment,
-    label,
-    reference_first,
-    role,
-    without_home,
-)
+from trainer.runs.descriptions import label, reference_first, without_home
 from trainer.runs.directory import (
     RunLock,
     log_to_file,
@@ -33,6 +25,7 @@ from trainer.runs.directory import (
     writable_problem,
 )
 from trainer.runs.metrics_file import read_metrics
+from trainer.runs.models import Candidate, find_candidate
 from trainer.runs.parsing import control_config
 from trainer.runs.ranks import Ranks, first_does, join, leave
 from trainer.training.callbacks.preemption import stopping_between_files
@@ -40,6 +33,7 @@ from trainer.training.loggers import log_table
 from trainer.training.run import TrainedRun, device_problems, set_threads, train
 from trainer.training.strategy import strategy_problems
 from trainer.training.user_callbacks import callback_problems
+from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +68,15 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     if not ranks.is_first:
         return None
     directory = Path(config.run_dir)
+    # A trainer that is done is a circle of references: only now its memory is free for evaluation.
+    gc.collect()
     with stopping_between_files():
         report = make_report(config, configs, runs, corpus)
-        figures = write_figures(report, directory / "figures")
-        write_html(report, figures, directory / "report.html")
-        images = {k: path.with_suffix(".png") for k, path in figures.items() if "reach" in k}
-        log_table(config, report.table, report.reach, images)
+        figures = write_renderings(report, directory)
+        images = {
+            f.path.stem: f.path.with_suffix(".png") for f in figures if "reach" in f.path.stem
+        }
+        log_table(config, Outcomes(report).results(), report.reach, images)
         report.write(directory / "report.json")
     return report, False
 
@@ -102,8 +99,9 @@ def _open(
         raise UserError(*problems)
     finished = Path(config.run_dir) / "report.json"
     if finished.exists() and not config.overwrite:
+        report = _finished_report(finished)
         open_run_directory(config, finished=True)
-        return Report.read(finished)
+        return report
     log.info("Preparing the text (%s)", config.data.source)
     open_corpus(config)
     directory = Path(config.run_dir)
@@ -114,6 +112,16 @@ def _open(
     lock.hold(directory)  # new, or made anew by overwrite=true
     log_to_file(Path(config.run_dir))
     return None
+
+
+def _finished_report(path: Path) -> Report:
+    try:
+        return Report.read(path)
+    except UserError:
+        raise UserError(
+            f"run_dir: {str(path)!r} is damaged, or of an earlier version; remove it, and the same "
+            "command evaluates the finished run again, without training."
+        ) from None
 
 
 def open_corpus(config: RunConfig) -> Corpus:
@@ -148,70 +156,72 @@ def label_problems(configs: dict[str, RunConfig]) -> list[str]:
 def make_report(
     config: RunConfig, configs: dict[str, RunConfig], runs: dict[str, TrainedRun], corpus: Corpus
 ) -> Report:
-    """Evaluate all arms, as they were saved, and put everything into a report."""
-    models = {name: run.model() for name, run in runs.items()}
-    subjects = [Subject(role(arm), label(arm), models[name]) for name, arm in configs.items()]
-    began = time.perf_counter()
-    measured = (
-        evaluate(reference_first(subjects), corpus, config.data.needles, config.evaluation)
-        if config.evaluation.enabled
-        else Measurements()
-    )
-    drop = Drop(**runs["main"].effect) if runs["main"].effect else None
-    arms = tuple(
-        _arm(arm, models[name], measured, config.data.sequence_length)
+    """Evaluate all arms, as they were saved, and put everything into a report.
+
+    Finished cells lie under ``evaluation/cells`` of the run directory: an evaluation that was
+    interrupted goes on where it was.
+    """
+    arms = {
+        name: replace(find_candidate(str(runs[name].checkpoint)), name=label(arm))
         for name, arm in configs.items()
+    }
+    began = time.perf_counter()
+    ordered = sorted(arms.values(), key=lambda candidate: reference_first(candidate.role))
+    cells = Path(config.run_dir) / "evaluation" / "cells"
+    text = Text(corpus, config.data, arms["main"])
+    evaluation = config.evaluation
+    report = (
+        measure_models(config.name, ordered, evaluation, text, cells)
+        if evaluation.enabled
+        else unmeasured(config.name, config.data.sequence_length, corpus)
     )
-    return Report(
-        name=config.name,
+    seconds = round(time.perf_counter() - began, 1)
+    losses = {
+        result.name: result.loss for result in Outcomes(report).results() if result.factor == 1
+    }
+    drop = Drop(**runs["main"].effect) if runs["main"].effect else None
+    trained = tuple(
+        _arm(arm, arms[name], losses.get(arms[name].name)) for name, arm in configs.items()
+    )
+    report = replace(
+        report,
         config=without_home(plain(config)),
-        environment=environment(corpus),
-        arms=arms,
+        arms=trained,
         drop=drop,
-        table=tuple(measured.table),
-        loss_by_position=tuple(measured.loss_by_position),
-        reach={label(arm): runs[name].reach() for name, arm in configs.items()},
-        observations=observe(
-            measured.table,
-            {key: name for key, name in measured.roles.items() if key in ROLES},
-            drop=drop,
-            arms={
-                role(c): arm
-                for c, arm in zip(configs.values(), arms, strict=True)
-                if role(c) in ROLES
-            },
-            temperature=measured.temperature,
-        ),
-        task=describe_task(config),
-        temperature=measured.temperature,
+        reach={arm.name: _reach(arm) for arm in arms.values()},
         timing={
             "tokens_per_second": {
                 label(arm): _median_rate(Path(arm.run_dir)) for arm in configs.values()
             },
-            "evaluation_seconds": round(time.perf_counter() - began, 1),
+            "evaluation_seconds": seconds,
             "training_seconds": {
                 label(arm): round(runs[name].seconds, 1) for name, arm in configs.items()
             },
         },
     )
+    return with_observations(report, ordered, drop, {arm.name: arm for arm in trained})
 
 
-def _arm(config: RunConfig, model: Decoder, measured: Measurements, length: int) -> Arm:
-    name = label(config)
+def _arm(config: RunConfig, candidate: Candidate, loss: float | None) -> Arm:
     rows = read_metrics(Path(config.run_dir) / "metrics.csv")
-    loss = next((c.loss for c in measured.table if (c.method, c.length) == (name, length)), None)
     encoding = " + ".join(dict.fromkeys(config.positional.layers))
     if config.drop_step is not None:
         encoding += f", dropped at step {config.drop_step}"
     return Arm(
-        name=name,
+        name=candidate.name,
         encoding=encoding,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=candidate.parameters,
         steps=config.trainer.max_steps,
         tokens=config.trainer.max_steps * config.tokens_per_step,
         final_loss=loss,
         curve=tuple((row["step"], row["loss"]) for row in rows),
     )
+
+
+def _reach(candidate: Candidate) -> tuple[Reach, ...]:
+    """What was measured of lengths while it trained."""
+    history = candidate.state["callbacks"].get("Lengths", {"history": []})
+    return tuple(Reach.from_dict(reach) for reach in history["history"])
 
 
 def _median_rate(run_dir: Path) -> float:

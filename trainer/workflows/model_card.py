@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import UserError
 from trainer.interchange.export.plan import Plan
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
+from trainer.report.outcomes import Outcomes
 from trainer.report.results import Report
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.parsing import validated
+
+log = logging.getLogger(__name__)
 
 
 def model_card(
@@ -111,7 +116,13 @@ def _spectrum(spectrum: Spectrum) -> str:
 
 def _report(path: Path) -> Report | None:
     file = path.parent.parent / "report.json"
-    return Report.read(file) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return Report.read(file)
+    except UserError as error:
+        log.warning("%s The card has no figures of it.", error.problems[0])
+        return None
 
 
 def _figures(config: RunConfig, step: int, report: Report | None) -> list[str]:
@@ -119,10 +130,11 @@ def _figures(config: RunConfig, step: int, report: Report | None) -> list[str]:
     name = label(config, is_dropped(config, step))
     if report is None or step != config.trainer.max_steps:
         return []
-    cells = [c for c in report.table if c.method == name or c.method.startswith(f"{name} + ")]
+    own = [r for r in Outcomes(report).results() if (r.name + " + ").startswith(f"{name} + ")]
     rows = [
-        f"| {cell.method} | {cell.length:,} | {_number(cell.retrieval)} | {_number(cell.loss)} |"
-        for cell in cells
+        f"| {result.name} | {result.length:,} "
+        f"| {_number(result.retrieval and result.retrieval.mean)} | {_number(result.loss)} |"
+        for result in own
     ]
     head = "| method | length | retrieval | loss |\n| --- | --- | --- | --- |\n"
     explained = (

@@ -6,11 +6,11 @@ import pytest
 
 from trainer.evaluation.longbench.averages import Averages, averages, label
 from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS
-from trainer.report.lengths import LengthCell
+from trainer.report.results import Cell
 
 
 def cell(task, scores, labels):
-    return LengthCell("M", "none", task, 4096, 1.0, tuple(scores), labels=tuple(labels))
+    return Cell("M", "none", task, 4096, 1.0, tuple(scores), labels=tuple(labels))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
-from trainer.report.lengths import LengthCell
+from trainer.report.results import Cell
 
 EDGES = (4000, 8000, 16000, 32000)
 BUCKETS = ("0–4K", "4–8K", "8–16K", "16–32K", "32K+")
@@ -34,7 +34,7 @@ class Averages:
     buckets: dict[str, float]
 
 
-def averages(cells: Iterable[LengthCell]) -> Averages:
+def averages(cells: Iterable[Cell]) -> Averages:
     """Averages of the LongBench cells of one model and method at one length, a cell a task.
 
     Raises:

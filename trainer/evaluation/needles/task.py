@@ -22,7 +22,7 @@ class NeedleTaskSettings:
     several. ``sinks``: tokens behind the needle in the noisy task; DoPE does not say how many it
     has."""
 
-    trials: int = 500
+    trials: int = 256
     depths: tuple[float, ...] = tuple(step / 10 for step in range(11))
     needles: int = 4
     sinks: int = 8

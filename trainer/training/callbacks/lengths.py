@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
-from torch import Tensor
 
 from trainer.data.corpus import Corpus
-from trainer.data.dataset import as_batch
-from trainer.data.needles import Trials
-from trainer.data.order import Integers
+from trainer.data.needles import NeedleVocabulary
 from trainer.errors import UserError
-from trainer.evaluation.loss import by_bucket
-from trainer.evaluation.retrieval import successes
-from trainer.evaluation.table import Material, prepare_material
-from trainer.model.decoder import Decoder
+from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.report.results import Reach
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
@@ -47,7 +40,7 @@ class Lengths(Monitor):
         assert config.monitor.lengths_every is not None
         super().__init__(config, config.monitor.lengths_every, drop)
         self.add_metrics = add_metrics
-        self.material = material_of(config, corpus, ranks)
+        self.perplexity, self.statements = measurements(config, corpus, ranks)
         self.history: list[Reach] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,24 +54,24 @@ class Lengths(Monitor):
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Each rank reads its part; all have the same numbers afterwards."""
         C, tokens = self.config.data.sequence_length, self.config.evaluation.batch_tokens
-        loss, retrieval = [], []
+        lengths = tuple(self.perplexity.windows)
+        retrieval: list[float] = []
         with evaluating(module) as model:
-            for length, windows in self.material.windows.items():
-                losses = held_out_losses(model, windows, self.material.end_of_text, tokens)
-                loss.append(losses[-C:].mean().item())
-                if trials := self.material.trials.get(length):
-                    hits = successes(model, trials, tokens)
-                    retrieval.append(sum(hits) / len(hits))
-        edges, buckets = by_bucket(losses, max(1, C // 2))  # of the longest
-        mine = torch.tensor([*loss, *retrieval, *buckets], dtype=torch.float64)
+            found = [self.perplexity.measure(model, length, None, tokens) for length in lengths]
+            if self.statements is not None:
+                for length in lengths:
+                    scores = self.statements.measure(model, length, None, tokens)["scores"]
+                    retrieval.append(sum(scores) / len(scores))
+        edges, losses = found[-1]["edges"], found[-1]["losses"]  # of the longest
+        loss = [of_one["last_loss"] for of_one in found]
+        mine = torch.tensor([*loss, *retrieval, *losses], dtype=torch.float64)
         means = iter(trainer.strategy.reduce(mine.to(module.device)).tolist())
-        loss, retrieval, buckets = (
-            tuple(islice(means, len(part))) for part in (loss, retrieval, buckets)
+        loss, retrieval, losses = (
+            tuple(islice(means, len(part))) for part in (loss, retrieval, losses)
         )
-        lengths = tuple(self.material.windows)
         dropped = bool(self.drop.effect)
         self.history.append(
-            Reach(trainer.global_step, dropped, C, lengths, loss, retrieval, edges, buckets)
+            Reach(trainer.global_step, dropped, C, lengths, loss, retrieval, edges, losses)
         )
         for name, values in (("loss", loss), ("retrieval", retrieval)):
             self.add_metrics(
@@ -86,57 +79,31 @@ class Lengths(Monitor):
             )
 
 
-def held_out_losses(model: Decoder, windows: Integers, end_of_text: int, tokens: int) -> Tensor:
-    """Mean loss at every position of windows ``[N, T]``, ``[T]`` float64; ``tokens`` at a time.
-
-    Through a method of the model that gathers sharded weights, unlike the evaluation's own.
-    """
-    batch = as_batch(windows, end_of_text, np.ones(windows.shape, dtype=np.float32))
-    size, device = max(1, tokens // windows.shape[1]), model.norm.weight.device
-    losses = [
-        model.token_losses(ids.to(device), labels.to(device)).double()
-        for ids, labels in zip(
-            batch["input_ids"].split(size), batch["labels"].split(size), strict=True
-        )
-    ]
-    return torch.cat(losses).mean(dim=0).cpu()
-
-
-def material_of(config: RunConfig, corpus: Corpus, ranks: Ranks) -> Material:
+def measurements(
+    config: RunConfig, corpus: Corpus, ranks: Ranks
+) -> tuple[Perplexity, Statements | None]:
     """This rank's part of what is read: validation text, with needles where training has them.
 
     Raises:
         UserError: the text is shorter than the longest length.
     """
-    monitor, C = config.monitor, config.data.sequence_length
-    lengths = sorted(set(monitor.lengths))
-    if len(corpus.validation) < C * lengths[-1]:
+    monitor, needles, C = config.monitor, config.evaluation.needles, config.data.sequence_length
+    lengths = [C * factor for factor in sorted(set(monitor.lengths))]
+    text, end = corpus.validation, corpus.end_of_text
+    if len(text) < lengths[-1]:
         raise UserError(
-            f"monitor.lengths: the validation text has {len(corpus.validation)} tokens, fewer than "
-            f"{lengths[-1]} times data.sequence_length; give more text, larger data.validation, or "
-            "shorter lengths."
+            f"monitor.lengths: the validation text has {len(text)} tokens, fewer than "
+            f"{lengths[-1] // C} times data.sequence_length; give more text, larger "
+            "data.validation, or shorter lengths."
         )
 
     def whole(count: int) -> int:
         return -(-count // ranks.world_size) * ranks.world_size
 
-    material = prepare_material(
-        replace(corpus, test=corpus.validation),
-        replace(
-            config.evaluation,
-            lengths=lengths,
-            trials=whole(monitor.trials),
-            loss_windows=whole(monitor.windows),
-        ),
-        C,
-        needles=bool(config.data.needles.share),
-    )
-    part = slice(ranks.rank, None, ranks.world_size)
-    return replace(
-        material,
-        trials={
-            length: Trials(trials.prompts[part], trials.answers[part], trials.depths[part])
-            for length, trials in material.trials.items()
-        },
-        windows={length: windows[part] for length, windows in material.windows.items()},
-    )
+    windows = windows_with_common_ends(text, whole(monitor.windows), lengths)
+    perplexity = Perplexity(windows, end, C, last=C).part(ranks.rank, ranks.world_size)
+    if not (config.data.needles.share and monitor.trials):
+        return perplexity, None
+    vocabulary, counts = NeedleVocabulary.of(corpus.tokenizer), (needles.needles, needles.seed)
+    statements = Statements.of(text, lengths, vocabulary, end, whole(monitor.trials), *counts)
+    return perplexity, statements.part(ranks.rank, ranks.world_size)

@@ -1,0 +1,164 @@
+"""The engine: same trials for all, finished cells kept, models left as they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainer.data.needles import NeedleVocabulary
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.engine import Subject, measure_cells, plan_cells
+from trainer.evaluation.fitting import FitText
+from trainer.evaluation.loss import losses_by_position, windows_with_common_ends
+from trainer.evaluation.measurements import Perplexity, Statements
+from trainer.evaluation.methods import recipe
+from trainer.evaluation.settings import TemperatureSettings
+from trainer.evaluation.store import Store
+
+LENGTHS = [32, 64]
+
+
+def perplexity(corpus, lengths=LENGTHS):
+    windows = windows_with_common_ends(corpus.test, 3, lengths)
+    return Perplexity(windows, corpus.end_of_text, 32)
+
+
+@pytest.fixture
+def evaluation(model, corpus, tmp_path):
+    """A function that evaluates into one store; returns cells and how often weights were read."""
+    loads = []
+
+    def load():
+        loads.append(1)
+        return model
+
+    def go(methods=("none", "crop", "yarn"), trials=5, lengths=LENGTHS):
+        config = EvaluationConfig(methods=list(methods))
+        end = corpus.end_of_text
+        subject = Subject("tiny", "weights", model.config, model.layout, load)
+        recipes = {"tiny": [recipe(name, model.layout, config) for name in methods]}
+        vocabulary = NeedleVocabulary.of(corpus.tokenizer)
+        tasks = [
+            perplexity(corpus, lengths),
+            Statements.of(corpus.test, lengths, vocabulary, end, trials, 2, 1),
+        ]
+        text = FitText({}, end, "text")
+        plans = plan_cells([subject], recipes, tasks, lengths, text)
+        measured = measure_cells(plans, text, Store(tmp_path), 4096)
+        return measured.cells, len(loads)
+
+    return go
+
+
+def test_there_is_a_cell_for_everything_and_the_model_stays_as_it_was(evaluation, model):
+    before = model.layout
+    cells, _ = evaluation()
+    assert [(c.method, c.length, c.task) for c in cells] == [
+        (method, length, task)
+        for method in ("none", "crop", "yarn")
+        for length in LENGTHS
+        for task in ("perplexity", "statements")
+    ]
+    assert model.layout == before
+    by_key = {(c.method, c.length, c.task): c for c in cells}
+    for task in ("perplexity", "statements"):
+        one, other = by_key["none", 32, task], by_key["yarn", 32, task]
+        assert (one.scores, one.losses) == (other.scores, other.losses)
+
+
+def test_losses_are_those_of_the_windows(evaluation, model, corpus):
+    cells, _ = evaluation(["none"])
+    cell = next(c for c in cells if c.task == "perplexity" and c.length == 64)
+    windows = perplexity(corpus).windows[64]
+    expected = losses_by_position(model, windows, corpus.end_of_text, 64)
+    assert cell.edges == (0, 16, 32, 48, 64)
+    assert cell.last_loss == pytest.approx(expected[32:].mean().item(), abs=1e-9)
+    np.testing.assert_allclose(cell.losses, expected.view(4, 16).mean(dim=1), atol=1e-9)
+
+
+def test_cropped_losses_do_not_depend_on_what_is_out_of_reach(evaluation):
+    cells, _ = evaluation(["crop"])
+    last = {c.length: c.last_loss for c in cells if c.task == "perplexity"}
+    whole = next(c for c in evaluation(["none"])[0] if c.task == "perplexity" and c.length == 64)
+    assert last[64] != whole.last_loss
+
+
+def test_what_was_measured_is_not_measured_again(evaluation):
+    first, loads = evaluation(["none"])
+    again, still = evaluation(["none"])
+    assert (again, still) == (first, loads)
+    more, once_more = evaluation(["none", "pi"])
+    assert more[: len(first)] == first
+    assert once_more == loads + 1
+    # Other trials are another measurement.
+    assert len(evaluation(["none"], trials=4)[0][1].scores) == 4
+
+
+def test_windows_that_end_elsewhere_are_another_measurement(evaluation):
+    short, long = (evaluation(["none"], lengths=lengths)[0] for lengths in ([32], LENGTHS))
+    assert short[0].last_loss != long[0].last_loss
+
+
+def test_what_is_chosen_on_other_text_is_another_measurement(model, corpus):
+    fitted = TemperatureSettings(models="all")
+    config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
+    recipes = {"tiny": [recipe(name, model.layout, config) for name in config.methods]}
+    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
+    task = perplexity(corpus)
+
+    def keys(windows):
+        text = FitText({64: np.zeros((windows, 64), int)}, 0, "text")
+        return [plan.key for plan in plan_cells([subject], recipes, [task], LENGTHS, text)]
+
+    one, other = keys(1), keys(2)
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True] * 5 + [False]
+
+
+def test_a_method_that_changes_nothing_at_a_length_is_not_measured_there(evaluation, monkeypatch):
+    measure, lengths = Statements.measure, []
+
+    def counting(task, model, length, *rest):
+        lengths.append(length)
+        return measure(task, model, length, *rest)
+
+    monkeypatch.setattr(Statements, "measure", counting)
+    cells, _ = evaluation(["none", "yarn", "crop"])
+    assert lengths == [32, 64, 64, 64]
+    assert len(cells) == 12
+
+
+def test_an_interrupted_evaluation_goes_on(evaluation, monkeypatch, tmp_path):
+    measure = Statements.measure
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Statements, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluation(["none"])
+    assert len(list(tmp_path.glob("cell-*.json"))) == 1
+    monkeypatch.setattr(Statements, "measure", measure)
+    cells, _ = evaluation(["none"])
+    assert len(cells) == 4
+
+
+def test_what_was_fitted_is_told_again_when_nothing_is_left_to_measure(
+    tiny_decoder, corpus, tmp_path
+):
+    size = {"vocab_size": corpus.tokenizer.get_vocab_size()}
+    model = tiny_decoder(model=size, layers=["nope"])
+    config = EvaluationConfig(temperature=TemperatureSettings(grid=[0.3]))
+    recipes = {"tiny": [recipe(name, model.layout, config) for name in ("none", "temperature")]}
+    text = FitText({64: windows_with_common_ends(corpus.validation, 2, [64])[64]}, 0, "text")
+
+    def go(load):
+        subject = Subject("tiny", "weights", model.config, model.layout, load)
+        plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
+        return measure_cells(plans, text, Store(tmp_path), 4096)
+
+    first = go(lambda: model)
+    assert first.temperature["tiny"]["coefficient"] == 0.3
+    assert first.notes == [
+        "tiny, temperature: logits times 1 + 0.3 ln s, fitted on validation text"
+    ]
+    assert go(lambda: pytest.fail("read again")) == first

@@ -1,0 +1,80 @@
+"""Rows, references and means over tasks."""
+
+import pytest
+
+from tests.report.examples import cell, report, statements
+from trainer.report.outcomes import Outcomes, labelled, natural
+
+
+def test_rows_follow_the_models_cells_and_the_reports_methods():
+    outcomes = Outcomes(
+        report(
+            cell([1.0], "B", "yarn"),
+            cell([1.0], "B", "none"),
+            cell([1.0], "A", "none"),
+            cell([1.0], "A", "unnamed"),
+        )
+    )
+    assert outcomes.rows == [("B", "none"), ("B", "yarn"), ("A", "none"), ("A", "unnamed")]
+    assert [outcomes.name(row) for row in outcomes.rows] == ["B", "B + YaRN", "A", "A + unnamed"]
+
+
+def test_a_method_is_held_against_its_model_and_a_model_against_the_first():
+    outcomes = Outcomes(report(cell([1.0]), cell([1.0], "DroPE"), cell([1.0], "DroPE", "yarn")))
+    assert outcomes.reference(("RoPE", "none")) is None
+    assert outcomes.reference(("DroPE", "none")) == ("RoPE", "none")
+    assert outcomes.reference(("DroPE", "yarn")) == ("DroPE", "none")
+
+
+def test_a_comparison_is_of_the_same_trials():
+    outcomes = Outcomes(
+        report(
+            cell([0.0, 0.0, 1.0, 0.5]),
+            cell([1.0, 0.0, 1.0, 0.0], method="yarn"),
+            cell([1.0] * 5, method="pi"),
+        )
+    )
+    held = outcomes.comparison(("RoPE", "yarn"), ["multi_key"], 2048)
+    assert (held.better, held.worse) == (1, 1)
+    # Other trials than the reference's cannot be paired with them.
+    assert outcomes.comparison(("RoPE", "pi"), ["multi_key"], 2048) is None
+    assert outcomes.comparison(("RoPE", "none"), ["multi_key"], 2048) is None
+    assert outcomes.comparison(("RoPE", "yarn"), ["multi_key"], 4096) is None
+
+
+def test_only_tasks_of_the_same_lengths_are_averaged():
+    tasks = ("multi_key", "multi_value")
+    made = [cell([1.0], task=task, length=n) for task in tasks for n in (1024, 2048)]
+    outcomes = Outcomes(report(*made, cell([0.0], task="longbench", length=2048)))
+    assert outcomes.averaged == list(tasks)
+    assert outcomes.estimate(("RoPE", "none"), outcomes.averaged, 2048).mean == 1
+    assert Outcomes(report(*made[:2])).averaged == []
+
+
+def test_a_mean_over_tasks_needs_all_of_them():
+    outcomes = Outcomes(report(cell([1.0]), cell([0.0], task="multi_value"), cell([1.0], "DroPE")))
+    tasks = ["multi_key", "multi_value"]
+    assert outcomes.estimate(("RoPE", "none"), tasks, 2048).mean == pytest.approx(0.5)
+    assert outcomes.estimate(("DroPE", "none"), tasks, 2048) is None
+
+
+def test_trials_are_found_by_a_part_of_their_label():
+    made = cell([0.1, 0.2, 0.3], labels=("qa|0–4K", "qa|4–8K", "code|0–4K"))
+    assert labelled(made, (0, "qa")) == [0.1, 0.2]
+    assert labelled(made, (1, "0–4K")) == [0.1, 0.3]
+    assert labelled(made, None) == [0.1, 0.2, 0.3]
+
+
+def test_buckets_are_sorted_by_their_numbers():
+    buckets = ["16–32K", "4–8K", "8–16K", "0–4K"]
+    assert sorted(buckets, key=natural) == ["0–4K", "4–8K", "8–16K", "16–32K"]
+
+
+def test_a_result_is_what_a_row_retrieves_and_loses_at_a_length():
+    made = report(*statements("RoPE", (100, None, 50, 25), (4.0, 4.1, 4.2, 4.3)))
+    results = Outcomes(made).results()
+    assert [(r.name, r.length, r.loss) for r in results] == [
+        *(("RoPE", 64, 4.0), ("RoPE", 128, 4.1), ("RoPE", 256, 4.2), ("RoPE", 512, 4.3)),
+    ]
+    assert [r.retrieval and r.retrieval.mean for r in results] == [1.0, None, 0.5, 0.25]
+    assert Outcomes(report(cell([1.0]))).results() == []

@@ -1,0 +1,285 @@
+"""The loop of all evaluations: cells of model, method, task and length, each kept when it is done.
+
+Every model and method is measured on the same trials; an interrupted evaluation goes on where it
+was.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.measurements import Measurement
+from trainer.evaluation.methods import Method, Recipe
+from trainer.evaluation.passes import sequences_at_once
+from trainer.evaluation.store import Store
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.model.flops import forward_flops
+from trainer.positional.layout import Layout
+from trainer.report.progress import Progress
+from trainer.report.results import Cell
+
+log = logging.getLogger(__name__)
+
+SECONDS_TO_ESTIMATE = 4.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is not in memory yet; ``load`` reads it straight onto the device.
+
+    ``fingerprint`` changes whenever its weights do.
+    """
+
+    name: str
+    fingerprint: str
+    config: ModelConfig
+    layout: Layout
+    load: Callable[[], Decoder]
+
+
+@dataclass
+class Measured:
+    """``cells``; ``notes``: what was chosen, in words; ``temperature``: what was fitted for a model
+    as it was trained, by its name."""
+
+    cells: list[Cell] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    temperature: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One model with one method in one task at one length; ``key``: all that it depends on."""
+
+    subject: Subject
+    recipe: Recipe
+    task: Measurement
+    length: int
+    key: dict[str, Any]
+
+    @property
+    def work(self) -> float:
+        """Operations, nearly: reading every sequence once."""
+        return self.task.sequences(self.length) * self.of_one
+
+    @property
+    def fit_work(self) -> float:
+        """The same of what the method is fitted on at this length, for all tasks together."""
+        return self.recipe.fits(self.length / self.subject.layout.training_length) * self.of_one
+
+    @property
+    def of_one(self) -> float:
+        """The same of one sequence."""
+        return forward_flops(self.subject.config, self.subject.layout, self.length)
+
+
+def plan_cells(
+    subjects: Sequence[Subject],
+    recipes: dict[str, list[Recipe]],
+    tasks: Sequence[Measurement],
+    lengths: Sequence[int],
+    text: FitText,
+) -> list[Plan]:
+    """All cells, a model after the other, and of a model a method after the other.
+
+    Args:
+        subjects: the models.
+        recipes: the methods that apply to each, by its name.
+        tasks: what is measured.
+        lengths: in tokens.
+        text: what methods choose on.
+    """
+
+    def key(subject: Subject, recipe: Recipe, length: int, task: Measurement) -> dict[str, Any]:
+        chooses = recipe.fits(length / subject.layout.training_length) > 0
+        return {
+            "model": subject.fingerprint,
+            "method": [recipe.key, recipe.settings, text.key if chooses else None],
+            "task": [task.key, task.fingerprint(length)],
+            "length": length,
+        }
+
+    return [
+        Plan(subject, recipe, task, length, key(subject, recipe, length, task))
+        for subject in subjects
+        for recipe in recipes[subject.name]
+        for length in lengths
+        for task in tasks
+    ]
+
+
+def measure_cells(
+    plans: Sequence[Plan], text: FitText, store: Store, batch_tokens: int
+) -> Measured:
+    """Measure what is not in the store yet."""
+    missing = [plan for plan in plans if not store.has("cell", plan.key)]
+    total = _work(missing)
+    log.info("%d cells, %d of them measured before", len(plans), len(plans) - len(missing))
+    results = Measured()
+    with Progress("Evaluating", max(total, 1.0)) as progress:
+        counter = _Counter(progress)
+        for subject in dict.fromkeys(plan.subject for plan in plans):
+            own = [plan for plan in plans if plan.subject is subject]
+            if _is_finished(store, own):
+                for chosen in _by_method(own):
+                    results.cells += [_stored(store, plan) for plan in chosen]
+                    _add_choice(results, store, chosen, None)
+            else:
+                _measure(subject, own, text, store, batch_tokens, counter, total, results)
+    return results
+
+
+def _measure(
+    subject: Subject,
+    plans: Sequence[Plan],
+    text: FitText,
+    store: Store,
+    batch_tokens: int,
+    counter: _Counter,
+    total: float,
+    results: Measured,
+) -> None:
+    """All cells of one model, which is in memory no longer afterwards."""
+    model = subject.load().eval()
+    if counter.work == 0:
+        _announce(model, plans, total, batch_tokens)
+    for chosen in _by_method(plans):
+        read = counter.of_fits(chosen)
+        fitting = Fitting(model, subject.fingerprint, text, store, batch_tokens, read)
+        method = chosen[0].recipe.make(fitting)
+        results.cells += [_cell(model, method, p, store, batch_tokens, counter) for p in chosen]
+        _add_choice(results, store, chosen, fitting)
+
+
+def _by_method(plans: Sequence[Plan]) -> list[list[Plan]]:
+    recipes = dict.fromkeys(plan.recipe for plan in plans)
+    return [[plan for plan in plans if plan.recipe is recipe] for recipe in recipes]
+
+
+def _is_finished(store: Store, plans: Sequence[Plan]) -> bool:
+    """Whether all cells of a model are there, and what was chosen for them."""
+    return all(store.has("cell", plan.key) for plan in plans) and all(
+        store.has("choice", _choice_key(chosen))
+        for chosen in _by_method(plans)
+        if any(plan.fit_work for plan in chosen)
+    )
+
+
+def _add_choice(
+    results: Measured, store: Store, plans: Sequence[Plan], fitting: Fitting | None
+) -> None:
+    """What was chosen for one method of one model, kept for when nothing is left to measure."""
+    choice: dict[str, Any] = {"notes": [], "temperature": None}
+    if fitting is not None:
+        choice = {"notes": fitting.notes, "temperature": fitting.temperature}
+    if any(plan.fit_work for plan in plans):
+        made = choice
+        choice = store.get("choice", _choice_key(plans), lambda: made)
+    name, recipe = plans[0].subject.name, plans[0].recipe
+    results.notes += [f"{name}, {recipe.title}: {one}" for one in choice["notes"]]
+    if choice["temperature"] is not None and recipe.key == "temperature":
+        results.temperature[name] = choice["temperature"]
+
+
+def _choice_key(plans: Sequence[Plan]) -> dict[str, Any]:
+    return {"cells": [plan.key for plan in plans]}
+
+
+def _work(plans: Sequence[Plan]) -> float:
+    """Of the cells, and of each method's fits once for all cells of a model and a length."""
+    fits = {(plan.subject.name, plan.recipe, plan.length): plan.fit_work for plan in plans}
+    return sum(plan.work for plan in plans) + sum(fits.values())
+
+
+class _Counter:
+    """Counts work for the progress."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.work, self.tokens = progress, 0.0, 0
+        progress.advance_to(0)
+
+    def of(self, plan: Plan) -> Callable[[int], None]:
+        """What is told the number of sequences that were read for a cell."""
+        return lambda sequences: self._add(sequences, plan)
+
+    def of_fits(self, plans: Sequence[Plan]) -> Callable[[int, int], None]:
+        """What is told the number and length of the sequences that were read for a fit."""
+        at = {plan.length: plan for plan in plans}
+        return lambda sequences, length: self._add(sequences, at[length])
+
+    def _add(self, sequences: int, plan: Plan) -> None:
+        self.work += sequences * plan.of_one
+        self.tokens += sequences * plan.length
+        self.progress.advance_to(self.work, tokens=self.tokens)
+
+
+def _stored(store: Store, plan: Plan) -> Cell:
+    value = store.get("cell", plan.key, dict)
+    # Names may have changed since; they are no part of what was measured.
+    return replace(Cell.from_dict(value), model=plan.subject.name)
+
+
+def _cell(
+    model: Decoder, method: Method, plan: Plan, store: Store, batch_tokens: int, counter: _Counter
+) -> Cell:
+    if store.has("cell", plan.key):
+        return _stored(store, plan)
+    trained, done = model.layout, counter.of(plan)
+    factor = plan.length / trained.training_length
+    layout = method.layout_at(factor)
+    reads = method.reads if method.reads is not None and method.reads < plan.length else None
+
+    def measured() -> dict[str, Any]:
+        began = time.perf_counter()
+        model.layout = layout
+        try:
+            found = plan.task.measure(model, plan.length, reads, batch_tokens, done)
+        finally:
+            model.layout = trained
+        seconds = round(time.perf_counter() - began, 3)
+        names = (plan.subject.name, plan.recipe.key, plan.task.key)
+        return Cell(*names, plan.length, factor, **found, seconds=seconds).to_dict()
+
+    def of_the_model_as_it_is() -> dict[str, Any]:
+        key = {**plan.key, "method": ["none", {}, None]}
+        if store.has("cell", key):
+            done(plan.task.sequences(plan.length))
+        return store.get("cell", key, measured) | {"method": plan.recipe.key}
+
+    same = layout == trained and reads is None
+    value = store.get("cell", plan.key, of_the_model_as_it_is if same else measured)
+    return replace(Cell.from_dict(value), model=plan.subject.name)
+
+
+@torch.no_grad()
+def _announce(model: Decoder, plans: Sequence[Plan], total: float, batch_tokens: int) -> None:
+    """Say how long all will take, from the time of a forward pass at the longest length at which
+    that is a few seconds."""
+    device = model.norm.weight.device
+    seconds = per_operation = 0.0
+    for length in sorted({plan.length for plan in plans}):
+        rows = min(sequences_at_once(model, length, batch_tokens), 32)
+        work = rows * forward_flops(model.config, model.layout, length)
+        if work * per_operation > SECONDS_TO_ESTIMATE:
+            break
+        ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+        if not seconds:
+            model(ids, last=1)  # the first pass is slower
+        began = time.perf_counter()
+        model(ids, last=1)[0, 0, 0].item()
+        seconds = time.perf_counter() - began
+        per_operation = seconds / work
+    log.info("About %s in all", _duration(total * per_operation))
+
+
+def _duration(seconds: float) -> str:
+    """In seconds, or in minutes where these say enough."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,58 @@
+"""What can be done to the layout of a trained model at no cost, and what it says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import longrope
+
+Per = Literal["sequence", "query"]
+LongRopeFactors = tuple[tuple[float, ...], ...]
+"""One for every pair of every distinct spectrum of a layout; none where nothing rotates."""
+
+TITLES = {
+    "pi": "PI",
+    "ntk": "NTK-aware",
+    "ntk_by_parts": "NTK-by-parts",
+    "yarn": "YaRN",
+    "llama3": "Llama 3",
+    "yarn_full_range": "YaRN over all frequencies",
+}
+"""How tables call :data:`~trainer.positional.rescaling.RESCALINGS`."""
+
+
+def windowed(layout: Layout) -> Layout:
+    """Every query sees no more keys than in training."""
+    C = layout.training_length
+    layers = tuple(replace(layer, window=min(layer.window or C, C)) for layer in layout.layers)
+    return replace(layout, layers=layers)
+
+
+def with_factors(layout: Layout, factors: LongRopeFactors) -> Layout:
+    """The layout with these factors beyond the training length, for its distinct spectra in turn.
+
+    Raises:
+        ValueError: there are not as many as spectra, or in one as pairs.
+    """
+    of = dict(zip(layout.spectra, factors, strict=True))
+    C = layout.training_length
+    return layout.map(lambda s: longrope(s, (1.0,) * len(s.inv_freq), of[s], C))
+
+
+def tempered(
+    layout: Layout, coefficient: float, per: Per = "sequence", exponent: float = 1.0
+) -> Layout:
+    """Logits times (1 + c ln s)^exponent beyond the training length, in place of what depended on
+    the length before: DroPE's (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's (App. A.4)."""
+    return layout.map(
+        lambda spectrum: spectrum.with_temperature(
+            coefficient=coefficient, exponent=exponent, per=per
+        )
+    )
+
+
+def is_free_of_positions(layout: Layout) -> bool:
+    """Whether no head has any encoding, so that only the temperature is left to choose."""
+    return not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra)

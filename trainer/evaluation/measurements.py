@@ -1,0 +1,239 @@
+"""What is measured of a model at one length: held-out loss, the statements it was trained on, or
+any task with prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from hashlib import sha256
+from typing import Any, Protocol
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from trainer.data.corpus import TokenStream
+from trainer.data.needles import NeedleVocabulary, Trials, make_trials
+from trainer.data.order import Integers
+from trainer.evaluation.answering import answers
+from trainer.evaluation.loss import by_bucket, losses_by_position, windows_with_common_ends
+from trainer.evaluation.prompts import Prompt, Task
+from trainer.evaluation.retrieval import successes
+from trainer.model.decoder import Decoder
+from trainer.report.results import PERPLEXITY, STATEMENTS
+
+Done = Callable[[int], None]
+"""Told how many sequences were read."""
+
+
+def _unheard(sequences: int) -> None:
+    """Where nobody asks."""
+
+
+def fingerprint(*parts: Any) -> str:
+    """Of arrays, or of what can be written plainly."""
+    digest = sha256()
+    for part in parts:
+        digest.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+    return digest.hexdigest()[:16]
+
+
+class Measurement(Protocol):
+    """One kind of cell. ``key`` names it in configurations and files, ``title`` in tables."""
+
+    key: str
+    title: str
+
+    def sequences(self, length: int) -> int:
+        """How many sequences of ``length`` tokens a cell reads."""
+        ...
+
+    def fingerprint(self, length: int) -> str:
+        """Of all that a cell reads and expects."""
+        ...
+
+    def measure(
+        self,
+        model: Decoder,
+        length: int,
+        reads: int | None,
+        batch_tokens: int,
+        done: Done = _unheard,
+    ) -> dict[str, Any]:
+        """Fields of a :class:`Cell`; ``reads``: the last tokens that the model reads at all
+        (None: every token)."""
+        ...
+
+
+@dataclass
+class Perplexity:
+    """Held-out loss by position, and on the last tokens of windows that end at the same places.
+
+    ``windows``: ``[N, length]`` tokens of every length; ``last``: how many of their last tokens
+    are reported (None: as many as the training length, or the shortest length if that is less).
+    """
+
+    windows: dict[int, Integers]
+    end_of_text: int
+    training_length: int
+    last: int | None = None
+    key: str = PERPLEXITY
+    title: str = "Held-out perplexity"
+
+    def sequences(self, length: int) -> int:
+        """Windows."""
+        return len(self.windows[length])
+
+    def fingerprint(self, length: int) -> str:
+        """Of the windows, and of what is averaged."""
+        return fingerprint(self.windows[length], self._last, self.training_length)
+
+    def part(self, rank: int, ranks: int) -> Perplexity:
+        """One rank's share of the windows."""
+        return replace(self, windows={n: x[rank::ranks] for n, x in self.windows.items()})
+
+    @property
+    def _last(self) -> int:
+        """The same tokens at every length."""
+        return self.last or min([self.training_length, *self.windows])
+
+    def measure(
+        self,
+        model: Decoder,
+        length: int,
+        reads: int | None,
+        batch_tokens: int,
+        done: Done = _unheard,
+    ) -> dict[str, Any]:
+        """Mean losses of buckets of half a training length."""
+        losses = losses_by_position(
+            model, self.windows[length], self.end_of_text, batch_tokens, reads=reads, done=done
+        )
+        edges, means = by_bucket(losses, max(1, self.training_length // 2))
+        return {"edges": edges, "losses": means, "last_loss": losses[-self._last :].mean().item()}
+
+
+@dataclass
+class Statements:
+    """Multi-key needles in the words that the demo's training sequences carry; see
+    :mod:`trainer.data.needles`. ``trials``: of every length."""
+
+    trials: dict[int, Trials]
+    end_of_text: int
+    key: str = STATEMENTS
+    title: str = "Trained statements (multi-key)"
+
+    @classmethod
+    def of(
+        cls,
+        stream: TokenStream,
+        lengths: list[int],
+        vocabulary: NeedleVocabulary,
+        end_of_text: int,
+        trials: int,
+        needles: int,
+        seed: int,
+    ) -> Statements:
+        """Trials in windows of held-out text that end at the same places at every length."""
+        made = {}
+        for length, text in windows_with_common_ends(stream, trials, lengths).items():
+            text[:, 0] = end_of_text
+            made[length] = make_trials(text, np.arange(trials), vocabulary, needles, seed)
+        return cls(made, end_of_text)
+
+    def sequences(self, length: int) -> int:
+        """Trials."""
+        return len(self.trials[length].prompts)
+
+    def fingerprint(self, length: int) -> str:
+        """Of the trials."""
+        trials = self.trials[length]
+        return fingerprint(trials.prompts, trials.answers)
+
+    def part(self, rank: int, ranks: int) -> Statements:
+        """One rank's share of the trials."""
+        part = slice(rank, None, ranks)
+        return replace(
+            self,
+            trials={
+                length: Trials(own.prompts[part], own.answers[part], own.depths[part])
+                for length, own in self.trials.items()
+            },
+        )
+
+    def measure(
+        self,
+        model: Decoder,
+        length: int,
+        reads: int | None,
+        batch_tokens: int,
+        done: Done = _unheard,
+    ) -> dict[str, Any]:
+        """One score a trial."""
+        asked = self.trials[length]
+        if reads is not None and reads < length:
+            prompts = asked.prompts[:, -reads:].copy()
+            prompts[:, 0] = self.end_of_text
+            asked = Trials(prompts, asked.answers, asked.depths)
+        hits = successes(model, asked, batch_tokens, done)
+        depths = 1 - asked.depths / length
+        return {
+            "scores": tuple(float(hit) for hit in hits),
+            "depths": tuple(np.round(depths, 4).tolist()),
+        }
+
+
+@dataclass
+class Prompted:
+    """A task whose prompts are answered in words."""
+
+    task: Task
+    tokenizer: Tokenizer
+
+    def __post_init__(self) -> None:
+        self.key = self.title = self.task.name
+        # The same for all models and methods; a length at a time is kept.
+        self._prompts = lru_cache(maxsize=1)(self.task.prompts)
+        self._seen = cache(self._look)
+
+    def sequences(self, length: int) -> int:
+        """Trials."""
+        return self._seen(length)[0]
+
+    def fingerprint(self, length: int) -> str:
+        """Of the prompts and their answers."""
+        return self._seen(length)[1]
+
+    def _look(self, length: int) -> tuple[int, str]:
+        prompts = self._prompts(length)
+        said = [(prompt.answers, prompt.new_tokens, prompt.label) for prompt in prompts]
+        return len(prompts), fingerprint(said, *(np.array(prompt.tokens) for prompt in prompts))
+
+    def measure(
+        self,
+        model: Decoder,
+        length: int,
+        reads: int | None,
+        batch_tokens: int,
+        done: Done = _unheard,
+    ) -> dict[str, Any]:
+        """One score a trial."""
+        prompts = self._prompts(length)
+        asked = prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts]
+        texts = answers(model, self.tokenizer, asked, batch_tokens, done, self.task.stop)
+        scores = (self.task.score(text, p.answers) for text, p in zip(texts, prompts, strict=True))
+        found: dict[str, Any] = {"scores": tuple(float(score) for score in scores)}
+        if all(prompt.depth is not None for prompt in prompts):
+            found["depths"] = tuple(prompt.depth for prompt in prompts)
+        if any(prompt.label for prompt in prompts):
+            found["labels"] = tuple(prompt.label for prompt in prompts)
+        return found
+
+
+def _cropped(prompt: Prompt, reads: int) -> Prompt:
+    """The prompt with as many of its last tokens as leave room for the answer, behind its first."""
+    room = max(1, reads - prompt.new_tokens)
+    if len(prompt.tokens) <= room:
+        return prompt
+    tokens = (prompt.tokens[0], *prompt.tokens[len(prompt.tokens) - room + 1 :])
+    return Prompt(tokens, prompt.answers, prompt.new_tokens, prompt.depth, label=prompt.label)

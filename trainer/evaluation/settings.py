@@ -1,0 +1,96 @@
+"""What the methods that choose something are asked for; free of torch, so that a mistake in a
+configuration is told at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TemperatureSettings:
+    """Softmax temperature: ``grid`` of coefficients c of 1 + c ln s that is searched, whether s is
+    that of the sequence or of each ``query``, and whether it is fitted for all ``models`` or for
+    those that are ``free`` of positions, where it is all that is left to choose."""
+
+    grid: list[float] = field(
+        default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
+    )
+    per: Literal["sequence", "query"] = "sequence"
+    models: Literal["free", "all"] = "free"
+
+
+@dataclass(frozen=True)
+class LongRopeSettings:
+    """``evaluations``: sets of factors that the search tries at each length. ``windows``: held-out
+    windows it tries them on."""
+
+    evaluations: int = 64
+    windows: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DopeSettings:
+    """Which heads lose what; the defaults are the paper's best at 64k tokens (Table 1), but for
+    fewer heads: it takes 5 of about a thousand.
+
+    ``variant``: ``by_parts`` takes the bands slower than one turn in the training length, those
+    with 0 < theta < 2 pi / C (Eq. 33; the figure's reading of Eq. 32), ``by_all`` all of them, and
+    ``by_gaussian`` puts noise in the place of the head (Eq. 36 and 37).
+    ``by``: entropies of queries or of keys. ``entropy``: the mean over the bands (``vanilla``,
+    Eq. 26) or the truncated effective rank (``trunc``, Eq. 30) with ``r`` eigenvalues, null for
+    all; with r = 1 heads are ranked by the largest eigenvalue, the larger the lower their entropy.
+    ``stage``: of the encoding, see :mod:`trainer.analysis.matrix_entropy`. ``order``: heads of low
+    (``ascending``) or high entropy. ``heads``: how many.
+    ``removal``, of ``by_parts`` and ``by_all``: ``unrotate`` lets the bands of whole key-value
+    heads, with all queries that read them, stand still; a key-value head's score by queries is then
+    the mean of theirs. ``zero`` multiplies the bands of query heads (by query) or key heads (by
+    key) by 0. ``seed``: of the noise.
+    """
+
+    variant: Literal["by_parts", "by_all", "by_gaussian"] = "by_all"
+    by: Literal["query", "key"] = "query"
+    entropy: Literal["vanilla", "trunc"] = "trunc"
+    r: int | None = 1
+    stage: Literal["pre_ntk", "post_ntk", "post_rope"] = "post_ntk"
+    order: Literal["ascending", "descending"] = "ascending"
+    heads: int = 1
+    removal: Literal["unrotate", "zero"] = "unrotate"
+    seed: int = 0
+
+    @property
+    def unrotates(self) -> bool:
+        """Whether whole key-value heads change their spectra, rather than heads of one side get
+        gains."""
+        return self.variant != "by_gaussian" and self.removal == "unrotate"
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = []
+        if self.r is not None and self.r < 1:
+            found.append(f"evaluation.dope.r: expected 1 or more, or null for all, got {self.r}.")
+        if self.heads < 0:
+            found.append(f"evaluation.dope.heads: expected 0 or more, got {self.heads}.")
+        if self.seed < 0:
+            found.append(f"evaluation.dope.seed: expected 0 or more, got {self.seed}.")
+        return found
+
+
+@dataclass(frozen=True)
+class WeightedRopeSettings:
+    """Pairs whose ``entropy`` (SpectrumFE or SequenceFE) is ``side`` (below or above) the threshold
+    ``tau`` are multiplied by ``alpha``."""
+
+    entropy: Literal["spectrum", "sequence"] = "sequence"
+    side: Literal["below", "above"] = "below"
+    tau: float = 0.6
+    alpha: float = 0.1
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        return [
+            f"evaluation.weighted_rope.{key}: expected a number from 0 to 1, got {value}."
+            for key in ("tau", "alpha")
+            if not 0 <= (value := getattr(self, key)) <= 1
+        ]

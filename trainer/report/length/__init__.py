@@ -1,1 +1,0 @@
-"""What is written and drawn of a length evaluation: statistics, tables, figures, the page."""

@@ -1,0 +1,135 @@
+"""Lines of many models and methods: in one panel while they are few, otherwise in small multiples
+that leave few to each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trainer.report.outcomes import Outcomes, Row
+from trainer.report.plotting import (
+    OVERLAY,
+    Frame,
+    Series,
+    blank,
+    draw,
+    draw_line,
+    finish,
+    legend_above,
+    line_handle,
+    reference_handles,
+)
+
+_BESIDE, _WIDE = (
+    6,
+    96,
+)  # names of a legend beside each other, and characters of them and their lines
+_DODGE = 0.03  # octaves between lines of one panel, so that their intervals stay apart
+
+
+def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> Figure:
+    """One line a row. Up to ``OVERLAY``, or all of one model or one method: as any figure has them.
+    Otherwise a panel for each model with its methods or for each method with its models, whichever
+    leaves fewer lines to a panel, over all the others in grey."""
+    if not is_panelled(lines):
+        named = [
+            replace(line, label=outcomes.name(row), style=number)
+            for number, (row, line) in enumerate(lines.items())
+        ]
+        return draw(apart(named), frame)
+    models = [name for name in outcomes.models if any(model == name for model, _ in lines)]
+    methods = [key for key in outcomes.methods if any(method == key for _, method in lines)]
+    by_model = len(models) >= len(methods)
+    titles = models if by_model else [outcomes.method(key) for key in methods]
+    names = [outcomes.method(key) for key in methods] if by_model else models
+    panels: dict[str, list[Series]] = {title: [] for title in titles}
+    for (model, method), line in lines.items():
+        panel, name = (
+            (model, outcomes.method(method))
+            if by_model
+            else (
+                outcomes.method(method),
+                model,
+            )
+        )
+        panels[panel].append(replace(line, label=name, style=names.index(name)))
+    marked = any(line.marked for line in lines.values())
+    looks = [Series(name, i, (), (), marked=marked) for i, name in enumerate(names)]
+    return _multiples(panels, frame, looks)
+
+
+def is_panelled(lines: Iterable[Row]) -> bool:
+    """Whether the lines are shared out among panels, several to each."""
+    rows = list(lines)
+    shapes = (len({model for model, _ in rows}), len({method for _, method in rows}))
+    return len(rows) > OVERLAY and 1 not in shapes
+
+
+def pair(series: Sequence[Sequence[Series]], frames: Sequence[Frame]) -> Figure:
+    """Panels side by side with one legend and the first one's label below; a label has the same
+    style in all of them."""
+    figure = blank(2.9)
+    grid = figure.subplots(1, len(frames))
+    seen: dict[str, Series] = {}
+    for axes, lines, frame in zip(grid, series, frames, strict=True):
+        for line in apart(lines):
+            draw_line(axes, line)
+            seen.setdefault(line.label, line)
+        finish(axes, frame, with_note=False)
+        axes.set_ylabel(frame.y_label)
+    figure.supxlabel(frames[0].x_label, fontsize=8)
+    _legend(figure, list(seen.values()), frames[0])
+    return figure
+
+
+def apart(lines: Sequence[Series]) -> list[Series]:
+    """The same lines, those with intervals slightly shifted along a logarithmic axis."""
+    middle = (len(lines) - 1) / 2
+    return [
+        line
+        if line.low is None
+        else replace(line, x=[x * 2 ** (_DODGE * (index - middle)) for x in line.x])
+        for index, line in enumerate(lines)
+    ]
+
+
+def _multiples(
+    panels: Mapping[str, Sequence[Series]], frame: Frame, names: Sequence[Series]
+) -> Figure:
+    columns = min((4, 3), key=lambda count: -len(panels) % count)  # the fuller last row
+    rows = math.ceil(len(panels) / columns)
+    figure = blank(0.9 + 1.45 * rows)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    everything = [line for lines in panels.values() for line in lines]
+    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+        for other in everything:
+            axes.plot(other.x, other.y, color="#dcdcdc", linewidth=0.5, zorder=1)
+        for line in apart(lines):
+            draw_line(axes, line)
+        finish(axes, frame, with_note=False)
+        axes.set_title(title, pad=3)
+    _trim(list(grid.flat), len(panels), columns)
+    figure.supxlabel(frame.x_label, fontsize=8)
+    figure.supylabel(frame.y_label, fontsize=8)
+    _legend(figure, names, frame)
+    return figure
+
+
+def _trim(grid: Sequence[Axes], used: int, columns: int) -> None:
+    """Panels without a line go; those above them carry the tick labels of their column."""
+    for axes in grid[used:]:
+        axes.remove()
+    for axes in grid[max(0, used - columns) : used]:
+        axes.tick_params(labelbottom=True)
+
+
+def _legend(figure: Figure, lines: Sequence[Series], frame: Frame) -> None:
+    handles = [line_handle(line) for line in lines]
+    handles += reference_handles(frame, with_vertical=True)
+    characters = sum(len(str(handle.get_label())) + 6 for handle in handles)
+    rows = math.ceil(max(len(handles) / _BESIDE, characters / _WIDE))
+    legend_above(figure, handles, math.ceil(len(handles) / rows))

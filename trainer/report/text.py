@@ -1,0 +1,161 @@
+"""The tables of a report for a terminal of 100 columns, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from io import StringIO
+from itertools import pairwise
+from textwrap import wrap
+
+from rich import box
+from rich import table as rich_table
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from trainer.report.outcomes import AS_IS_TITLE, Outcomes
+from trainer.report.results import Report
+from trainer.report.table import MISSING, Entry, Table, tables
+
+WIDTH = 100
+_CELL, _CELL_WITH_LOSS = len("131072 tokens"), len("100.0 ±10.5↑ 4.123")
+_NAME = 19
+_COLUMNS = 4  # as many as fit into WIDTH beside the names of a model and a method
+
+CSV_HEAD = (
+    "model",
+    "method",
+    "task",
+    "length",
+    "factor",
+    "n",
+    "score",
+    "low",
+    "high",
+    "p_value",
+    "loss",
+    "seconds",
+)
+
+
+def terminal_tables(report: Report) -> RenderableType:
+    """Every table but the details, at most ``WIDTH`` columns wide; one with more than four columns
+    continues below. What the cells mean stands below the last table that it is true of."""
+    shown: list[RenderableType] = []
+    made = [table for table in tables(report) if not table.detail]
+    for table, following in pairwise([*made, None]):
+        assert table is not None
+        for start in range(0, len(table.columns), _COLUMNS):
+            shown.append(_terminal(table, start))
+        shown.append(Text(f"{table.note}\n", style="dim"))
+        if following is None or following.legend != table.legend:
+            shown.append(Text(f"{table.legend}\n", style="dim"))
+    return Group(*shown)
+
+
+def markdown_tables(report: Report) -> str:
+    """Every table under a heading of its own; ends with a newline."""
+    return "\n".join(_markdown(table) for table in tables(report))
+
+
+def csv_table(report: Report) -> str:
+    """One row a cell, numbers in full; ``score``, ``low`` and ``high`` are fractions, ``p_value``
+    is that of the exact sign test with the row's reference, ``loss`` is in nats per token. Empty:
+    not measured."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_HEAD)
+    outcomes = Outcomes(report)
+    for cell in report.cells:
+        row = (cell.model, cell.method)
+        own = outcomes.estimate(row, [cell.task], cell.length) if cell.scores else None
+        held = outcomes.comparison(row, [cell.task], cell.length) if cell.scores else None
+        writer.writerow(
+            (
+                *(cell.model, cell.method, cell.task, cell.length, cell.factor, len(cell.scores)),
+                *((own.mean, own.low, own.high) if own else ("", "", "")),
+                held.p_value if held else "",
+                cell.last_loss,
+                cell.seconds,
+            )
+        )
+    return text.getvalue()
+
+
+def _terminal(table: Table, start: int) -> rich_table.Table:
+    chosen = slice(start, start + _COLUMNS)
+    drawn = rich_table.Table(
+        title=Text(table.title + (" (continued)" if start else "")),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("model",) if table.with_losses else ("model", "method"):
+        drawn.add_column(f"\n{name}", overflow="fold", width=_NAME)
+    cell = _CELL_WITH_LOSS if table.with_losses else _CELL
+    for head in table.columns[chosen]:
+        drawn.add_column(Text("\n".join(head)), justify="right", width=cell, overflow="fold")
+    for model, method, entries, is_last in _grouped(table):
+        cells = [_terminal_cell(entry) for entry in entries[chosen]]
+        names = (_name(model, method),) if table.with_losses else (model, method)
+        # At blanks and hyphens where there are any.
+        shown = (Text("\n".join(wrap(name, _NAME, drop_whitespace=False))) for name in names)
+        drawn.add_row(*shown, *cells, end_section=is_last)
+    return drawn
+
+
+def _name(model: str, method: str) -> str:
+    """Of a row with losses, which leave room for one name."""
+    if method == AS_IS_TITLE:
+        return model
+    return f"{model} + {method}" if model else f"  + {method}"
+
+
+def _grouped(table: Table) -> Iterator[tuple[str, str, tuple[Entry | None, ...], bool]]:
+    """Rows with the model's name in its first one only, and whether it is the model's last."""
+    before = None
+    for (model, method, entries), following in pairwise([*table.rows, None]):  # type: ignore[misc]
+        last = following is None or following[0] != model
+        yield "" if model == before else model, method, entries, last
+        before = model
+
+
+def _terminal_cell(entry: Entry | None) -> Text:
+    if entry is None:
+        return Text(MISSING, style="dim")
+    text = Text(f"{entry.value:>5}", style="bold" if entry.best else "")
+    if entry.half:
+        text.append(f" ±{entry.half:<4}", style="dim")
+        text.append(entry.mark or " ", style={"↑": "green", "↓": "red"}.get(entry.mark, ""))
+    if entry.loss:
+        text.append(f"{entry.loss:>6}", style="cyan")
+    return text
+
+
+def _markdown(table: Table) -> str:
+    head = ["model", "method", *(", ".join(column) for column in table.columns)]
+    lines = [
+        [_escaped(text) for text in head],
+        ["---", "---", *["---:"] * len(table.columns)],
+        *(
+            [_escaped(model), _escaped(method), *map(_markdown_cell, entries)]
+            for model, method, entries in table.rows
+        ),
+    ]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"## {table.title}\n\n{table.note}\n\n{body}\n\n{table.legend}\n"
+
+
+def _markdown_cell(entry: Entry | None) -> str:
+    if entry is None:
+        return MISSING
+    value = f"**{entry.value}**" if entry.best else entry.value
+    parts = (value, entry.half and f"±{entry.half}", entry.mark, entry.loss and f"/ {entry.loss}")
+    return " ".join(part for part in parts if part)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,275 @@
+"""Finished models through the engine of cells: what is read, what is measured, one report of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from trainer.data.config import DataConfig
+from trainer.data.corpus import Corpus, split_documents
+from trainer.data.needles import NeedleVocabulary
+from trainer.data.sources import read_documents
+from trainer.errors import UserError
+from trainer.evaluation.config import (
+    LONGBENCH,
+    MANY_SHOT,
+    METHODS,
+    RULER,
+    EvaluationConfig,
+)
+from trainer.evaluation.engine import Subject, measure_cells, plan_cells
+from trainer.evaluation.fitting import FitText
+from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.longbench.tasks import longbench_tasks
+from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.many_shot import many_shot_tasks
+from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
+from trainer.evaluation.methods import Recipe, recipe
+from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.ruler.tasks import ruler_tasks
+from trainer.evaluation.store import Store
+from trainer.model.backends import backend_problem
+from trainer.model.decoder import Decoder
+from trainer.report.observations import ROLES, observe
+from trainer.report.outcomes import AS_IS, Outcomes
+from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Drop, Report
+from trainer.runs.descriptions import describe_task, environment, without_home
+from trainer.runs.fitted_temperature import keep_temperature
+from trainer.runs.models import DTYPES, Candidate
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Held-out tokens for perplexity and fits, and the documents of ``data`` for haystacks, in the
+    tokens of the ``first`` model."""
+
+    corpus: Corpus
+    data: DataConfig
+    first: Candidate
+
+    @cached_property
+    def documents(self) -> list[str]:
+        """Documents of the test split."""
+        documents = read_documents(self.data)
+        return split_documents(documents, self.data.validation, self.data.test)["test"]
+
+    @property
+    def training_share(self) -> float:
+        """Which share of the first model's training sequences carried statements."""
+        return 0.0 if self.first.run is None else self.first.run.data.needles.share
+
+
+def measure_models(
+    name: str, candidates: Sequence[Candidate], config: EvaluationConfig, text: Text, cells: Path
+) -> Report:
+    """Every method on every model, in a report without anything of their training.
+
+    What is in ``cells`` already, of an interrupted evaluation or of another table, is not measured
+    again. A temperature that was fitted for a run as it was trained is kept with its checkpoint.
+
+    Args:
+        name: of the report.
+        candidates: in the order of tables, see :func:`checked`.
+        config: methods, tasks and lengths.
+        text: of the first candidate's tokens.
+        cells: the directory of finished cells.
+
+    Raises:
+        UserError: a checkpoint or text cannot be read, a length does not fit a task or the text, or
+            no method applies to any model.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    subjects = [_subject(candidate, config, device) for candidate in candidates]
+    C = subjects[0].layout.training_length
+    recipes, notes = _recipes(subjects, config)
+    lengths = [round(C * factor) for factor in config.lengths]
+    tasks, not_run = _tasks(text, config, lengths, C)
+    _check_prompts(tasks, lengths)
+    used = [recipe for of_one in recipes.values() for recipe in of_one]
+    chosen = [n for n in lengths if any(recipe.fits(n / C) for recipe in used)]
+    fit = FitText(
+        windows_with_common_ends(text.corpus.validation, config.fit_windows, chosen),
+        text.corpus.end_of_text,
+        text.corpus.fingerprint,
+    )
+    plans = plan_cells(subjects, recipes, tasks, lengths, fit)
+    measured = measure_cells(plans, fit, Store(cells), config.batch_tokens)
+    for candidate in candidates:
+        if candidate.run is not None and candidate.name in measured.temperature:
+            _keep(candidate, measured.temperature[candidate.name])
+    order = config.methods or METHODS
+    keys = [task.key for task in tasks]
+    report = Report(
+        name=name,
+        training_length=C,
+        cells=tuple(measured.cells),
+        methods={r.key: r.title for key in order for r in used if r.key == key},
+        tasks={task.key: task.title for task in tasks},
+        notes=(*notes, *not_run, *measured.notes),
+        config={"evaluation": without_home(json.loads(json.dumps(asdict(config))))},
+        environment=environment(text.corpus),
+        task=describe_task(text.training_share, config.needles.needles)
+        if STATEMENTS in keys
+        else {},
+    )
+    titles = {m: Outcomes(report).name((m, "temperature")) for m in measured.temperature}
+    coefficients = {titles[m]: of["coefficient"] for m, of in measured.temperature.items()}
+    return replace(report, temperature=coefficients)
+
+
+def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:
+    """A report without cells."""
+    return Report(name, training_length, (), {}, {}, (), {}, environment(corpus))
+
+
+def with_observations(
+    report: Report,
+    candidates: Sequence[Candidate],
+    drop: Drop | None = None,
+    arms: Mapping[str, Arm] | None = None,
+) -> Report:
+    """The report with the papers' observations held against it; ``arms``: by the models' names."""
+    outcomes, rows, trained = Outcomes(report), {}, {}
+    for candidate in candidates:
+        role, name = candidate.role or "", candidate.name
+        for method in outcomes.methods:
+            key = role if method == AS_IS else f"{role}_{method}"
+            if key in ROLES and (name, method) in outcomes.rows:
+                rows.setdefault(key, outcomes.name((name, method)))
+        if role in ROLES and arms:
+            trained.setdefault(role, arms[name])
+    observations = observe(
+        outcomes.results(), rows, drop=drop, arms=trained, temperature=report.temperature
+    )
+    return replace(report, observations=observations)
+
+
+def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The models under names that differ, once they were found to fit together."""
+    first, found = candidates[0], []
+    for candidate in candidates:
+        if candidate.tokenizer.to_str() != first.tokenizer.to_str():
+            raise UserError(f"compare: {candidate.given!r} has another tokenizer than the first.")
+        if candidate.layout.training_length != first.layout.training_length:
+            raise UserError(
+                f"compare: {candidate.given!r} has a training length of "
+                f"{candidate.layout.training_length} tokens, the first one of "
+                f"{first.layout.training_length}."
+            )
+        if [other.path for other in candidates].count(candidate.path) > 1:
+            raise UserError(f"compare: {candidate.given!r} is named twice.")
+        if candidate.name in {other.name for other in found}:
+            candidate = replace(candidate, name=f"{candidate.name} ({candidate.given})")  # noqa: PLW2901
+        found.append(candidate)
+    return found
+
+
+def _subject(candidate: Candidate, config: EvaluationConfig, device: str) -> Subject:
+    def load() -> Decoder:
+        half = config.dtype == "bf16"
+        model = candidate.load(device).to(DTYPES[config.dtype])
+        # What a run trained with may need a GPU, or 16 bits, that its evaluation does not have.
+        asked = model.config.attention_backend
+        if backend_problem(asked, device) or (asked == "flash" and not half):
+            asked = "auto"
+        backend = model.use_backend(asked, device, half=half)
+        log.info("%s: %s on %s, attention %s", candidate.name, config.dtype, device, backend)
+        return model
+
+    print_of = hashlib.sha256(candidate.fingerprint.encode() + config.dtype.encode())
+    fingerprint = print_of.hexdigest()[:16]
+    return Subject(candidate.name, fingerprint, candidate.config, candidate.layout, load)
+
+
+def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:
+    if (older := keep_temperature(candidate.path, fitted)) is None:
+        log.info("The temperature of %s is kept with its checkpoint", candidate.name)
+    else:
+        log.info(
+            "%s keeps the temperature %.3g, which was fitted on more text", candidate.name, older
+        )
+
+
+def _recipes(
+    subjects: Sequence[Subject], config: EvaluationConfig
+) -> tuple[dict[str, list[Recipe]], list[str]]:
+    """Of every model the methods that do something to it, and a sentence for those that do not.
+
+    Raises:
+        UserError: none does anything to any of the models.
+    """
+    found: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
+    idle: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in config.methods or METHODS:
+        for subject in subjects:
+            made = recipe(name, subject.layout, config)
+            if isinstance(made, Recipe):
+                found[subject.name].append(made)
+            else:
+                idle[subject.name, made[0]].append(made[1])
+    notes = [f"{name} {why.format(', '.join(titles))}." for (name, why), titles in idle.items()]
+    if not any(found.values()):
+        raise UserError(*(f"evaluation.methods: {note}" for note in notes))
+    return found, notes
+
+
+def _tasks(
+    text: Text, config: EvaluationConfig, lengths: list[int], training_length: int
+) -> tuple[list[Measurement], list[str]]:
+    """What is measured, and a sentence for everything that cannot be."""
+    found: list[Measurement] = []
+    notes: list[str] = []
+    corpus, begin = text.corpus, text.first.begin
+    tokenizer, end = corpus.tokenizer, corpus.end_of_text
+    bos = () if begin is None else (begin,)
+    for name in config.tasks:
+        if name == PERPLEXITY:
+            windows = windows_with_common_ends(corpus.test, config.windows, lengths)
+            found.append(Perplexity(windows, end, training_length, config.last))
+        elif name == STATEMENTS and not text.training_share:
+            notes.append(
+                "The task statements was left out: the training text of the first model "
+                "carried none (data.needles.share)."
+            )
+        elif name == STATEMENTS:
+            vocabulary, needles = NeedleVocabulary.of(tokenizer), config.needles
+            counts = needles.trials, needles.needles, needles.seed
+            found.append(Statements.of(corpus.test, lengths, vocabulary, end, *counts))
+        elif name in NEEDLE_TASKS:
+            haystack = Haystack(tokenizer, text.documents, bos)
+            found.append(Prompted(NEEDLE_TASKS[name](haystack, config.needles), tokenizer))
+        else:
+            groups = {
+                RULER: lambda: ruler_tasks(config.ruler, tokenizer, text.documents, begin),
+                LONGBENCH: lambda: longbench_tasks(config.longbench, tokenizer, begin),
+                MANY_SHOT: lambda: many_shot_tasks(config.many_shot, tokenizer, begin),
+            }
+            tasks, missing = groups[name]()
+            found += [Prompted(task, tokenizer) for task in tasks]
+            notes += missing
+    if not found:
+        raise UserError(*(f"evaluation.tasks: {note}" for note in notes))
+    return found, notes
+
+
+def _check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
+    """Find prompts that do not fit before anything is measured, for all tasks at once."""
+    problems: list[str] = []
+    for task in tasks:
+        try:
+            for length in lengths:
+                task.fingerprint(length)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
