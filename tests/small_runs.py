@@ -7,7 +7,8 @@ import json
 import pytest
 
 from trainer.data.corpus import prepare_corpus
-from trainer.runs.parsing import merged, parse_config
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 
 
@@ -55,7 +56,7 @@ def run(base, tmp_path):
     """Train with changes to ``base``; returns the configuration and the finished run."""
 
     def go(name="run", **changes):
-        config = parse_config(merged({**base, "run_dir": str(tmp_path / name)}, changes))
+        config = parse(RunConfig, merged({**base, "run_dir": str(tmp_path / name)}, changes))
         (tmp_path / name).mkdir(exist_ok=True)
         return config, train(config, prepare_corpus(config.data, config.tokenizer))
 

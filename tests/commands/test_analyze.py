@@ -12,8 +12,9 @@ from trainer.__main__ import main
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.data.corpus import prepare_corpus
 from trainer.model.config import ModelConfig
+from trainer.runs.config import RunConfig
 from trainer.runs.memory import free_memory, needed_memory
-from trainer.runs.parsing import merged, parse_config
+from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 from trainer.workflows import analyze as analysis
 from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
@@ -41,7 +42,7 @@ def trained(directory, **changes):
         "tokenizer": {"vocab_size": 300},
         "trainer": {"max_steps": 4, "batch_size": 4, "threads": 1},
     }
-    config = parse_config(merged(values, changes))
+    config = parse(RunConfig, merged(values, changes))
     (directory / "run").mkdir()
     train(config, prepare_corpus(config.data, config.tokenizer))
     return directory / "run"

@@ -30,12 +30,13 @@ CONFIG = LengthConfig(
 def runs(base, tmp_path_factory):
     """A run that drops its encoding, with its checkpoint before the drop."""
     from trainer.data.corpus import prepare_corpus
-    from trainer.runs.parsing import parse_config
+    from trainer.runs.config import RunConfig
+    from trainer.runs.parsing import parse
     from trainer.training.run import train
 
     directory = tmp_path_factory.mktemp("runs") / "tiny"
     directory.mkdir()
-    config = parse_config({**base, "run_dir": str(directory)})
+    config = parse(RunConfig, {**base, "run_dir": str(directory)})
     train(config, prepare_corpus(config.data, config.tokenizer))
     return directory
 

@@ -277,18 +277,3 @@ class RunConfig:
             except UserError as error:
                 found += [problem for problem in error.problems if problem not in found]
         return found
-
-
-@dataclass(frozen=True)
-class EvaluationRequest:
-    """What the ``evaluate`` command is asked for.
-
-    ``checkpoint``: a run directory or a checkpoint. ``compare``: more of them, of the same training
-    length and tokenizer. ``output``: where the report goes (null: ``evaluation/`` in the run).
-    """
-
-    checkpoint: str | None = None
-    compare: list[str] = field(default_factory=list)
-    output: str | None = None
-    threads: int | None = None
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

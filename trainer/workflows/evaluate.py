@@ -7,14 +7,13 @@ import json
 import logging
 import os
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.data.config import DataConfig
 from trainer.data.corpus import split_documents
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.sources import read_documents
@@ -44,34 +43,12 @@ from trainer.runs.descriptions import environment, without_home
 from trainer.runs.directory import writable_problem
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, find_candidate
-from trainer.workflows.held_out import held_out_corpus, request_problems, text_source
+from trainer.workflows.held_out import held_out_corpus, text_source
+from trainer.workflows.length_request import LengthRequest
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class LengthRequest:
-    """What ``evaluate`` is asked for with ``+evaluation=extension`` and its relatives.
-
-    ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
-    file. ``compare``: more of them, of the same tokenizer and training length. ``output``: where
-    report and finished cells go (null: ``lengths/KIND`` in the run).
-    ``text``: where haystacks and held-out text come from (null: the first checkpoint's own source).
-    """
-
-    checkpoint: str | None = None
-    compare: list[str] = field(default_factory=list)
-    output: str | None = None
-    threads: int | None = None
-    text: DataConfig | None = None
-    evaluation: LengthConfig = field(default_factory=LengthConfig)
-
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        common = request_problems(self.checkpoint, self.threads, self.text)
-        return self.evaluation.problems() + common
 
 
 def evaluate_lengths(request: LengthRequest, kind: str = "extension") -> tuple[LengthReport, Path]:

@@ -17,7 +17,7 @@ from trainer.report.html import write_html
 from trainer.report.observations import ROLES, observe
 from trainer.report.results import Report
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
-from trainer.runs.config import EvaluationRequest, RunConfig
+from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import (
     describe_task,
     environment,
@@ -27,6 +27,7 @@ from trainer.runs.descriptions import (
 )
 from trainer.runs.directory import writable_problem
 from trainer.runs.parsing import validated
+from trainer.workflows.evaluation_request import EvaluationRequest
 
 
 def evaluate_checkpoints(request: EvaluationRequest) -> tuple[Report, Path]:
