@@ -121,9 +121,3 @@ def test_mistake_gives_one_line_and_leaves_nothing(trained, tmp_path, monkeypatc
     assert said in str(error.value)
     assert "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_help_says_what_there_is(capsys):
-    command.run(["--help"])
-    said = capsys.readouterr().out
-    assert all(key in said for key in ("checkpoint=", "to=", "tolerance=", "dtype="))

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command, run_command
+from trainer.commands.command import Command
+from trainer.commands.running import run_command
 from trainer.commands.train import read_run
 
 if TYPE_CHECKING:

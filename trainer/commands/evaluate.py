@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.command import Command, run_command
+from trainer.commands.command import Command
 from trainer.commands.kinds import DEFAULT, KINDS, LENGTHS, kind_problem, request_schema
+from trainer.commands.running import run_command
 from trainer.errors import UserError
 
 if TYPE_CHECKING:

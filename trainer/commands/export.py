@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command, run_command
+from trainer.commands.command import Command
+from trainer.commands.running import run_command
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed

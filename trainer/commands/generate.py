@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command, run_command
+from trainer.commands.command import Command
+from trainer.commands.running import run_command
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed

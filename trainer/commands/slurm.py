@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.command import Command, run_command
+from trainer.commands.command import Command
 from trainer.commands.config_files import ConfigFiles
+from trainer.commands.running import run_command
 from trainer.commands.sbatch import SlurmConfig, job_script
 from trainer.commands.snapshot import snapshot
 from trainer.commands.train import read_run

@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command, run_command
+from trainer.commands.command import Command
 from trainer.commands.kinds import OF_A_RUN, kind_problem
+from trainer.commands.running import run_command
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
