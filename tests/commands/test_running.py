@@ -146,7 +146,7 @@ def test_multirun_takes_groups_of_ones_own(done, place):
 
 
 def test_multirun_checks_all_jobs_before_the_first(done, place):
-    words = ["to=a", "checkpoint=x", "threads=1,0,-1", "dtype=float32,float3"]
+    words = ["to=${threads}${dtype}", "checkpoint=x", "threads=1,0,-1", "dtype=float32,float3"]
     found = refused("export", "--multirun", *words)
     assert len(found) == 3
     assert any("threads: expected 1 or more, got 0" in problem for problem in found)
@@ -154,6 +154,13 @@ def test_multirun_checks_all_jobs_before_the_first(done, place):
     assert any("Did you mean 'float32'" in problem for problem in found)
     assert not done
     assert not list(place.iterdir())
+
+
+def test_two_jobs_do_not_write_one_directory(done):
+    (problem,) = refused("train", "--multirun", "seed=0,1,2", "name=a")
+    assert problem.startswith("--multirun: several jobs would write 'runs/a'; let its name hold")
+    train.run(["--multirun", "seed=0,1", "name=a_${seed}"])
+    assert [job.seed for job in done] == [0, 1]
 
 
 def test_multirun_names_a_launcher_that_is_not_there(done, place):

@@ -20,7 +20,7 @@ class Command(Generic[T]):
     words. ``read``: from a composed configuration to a checked request; raises ``UserError`` with
     all problems. ``execute``: the work. ``alone``: why there is no ``--multirun``, a sentence;
     empty where there is. ``flags``: options of its own. ``described``: groups that its help
-    describes key by key.
+    describes key by key. ``place``: the directory that no two jobs may write, where there is one.
     """
 
     root: str
@@ -30,3 +30,4 @@ class Command(Generic[T]):
     alone: str = ""
     flags: tuple[str, ...] = ()
     described: tuple[str, ...] = ()
+    place: Callable[[T], str | None] = lambda _: None

@@ -46,4 +46,4 @@ transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM3) is chosen wherever one comp
 the model's code goes with it. Where transformers is installed, what was written is loaded in a
 fresh process and its logits are compared; nothing is kept if they differ by more than tolerance.
 """
-COMMAND = Command("export", HELP, read, execute)
+COMMAND = Command("export", HELP, read, execute, place=lambda request: request.to)

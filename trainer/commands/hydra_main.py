@@ -30,11 +30,19 @@ def run_jobs(
     own = [override for override in overrides if is_hydras(override)]
     jobs = expand([override for override in overrides if not is_hydras(override)])
     problems = dict.fromkeys([*found, *malformed])
+    places: set[str] = set()
     for job in jobs:
         try:
-            command.read(compose_words(job, command.root, files))
+            place = command.place(command.read(compose_words(job, command.root, files)))
         except UserError as error:
             problems |= dict.fromkeys(error.problems)
+            continue
+        if place in places:
+            problems[
+                f"--multirun: several jobs would write {place!r}; let its name hold what differs, "
+                "for instance 'name=run_${seed}' or 'to=out_${dtype}'."
+            ] = None
+        places |= {place} if place else set()
     if problems:
         raise UserError(*problems)
     settings = [str(override.input_line) for override in own]

@@ -75,4 +75,4 @@ python -m trainer COMMAND --help                      more about one of them
 Try first:      python -m trainer +experiment=drope_demo
 All values:     python -m trainer +experiment=drope_demo --cfg job
 """
-COMMAND = Command("config", HELP, read_run, execute)
+COMMAND = Command("config", HELP, read_run, execute, place=lambda config: config.run_dir)
