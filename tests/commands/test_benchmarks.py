@@ -70,6 +70,7 @@ def test_table_and_numbers(place, capsys):
             "unknown key. Did you mean 'tasks'?",
         ),
         ([*CHOICE, "evaluation.tasks=[piqa]", "evaluation.lengths=[1]"], "lengths: unknown key"),
+        ([*CHOICE, "evaluation.tasks=[piqa]", "text={source: files, files: [a]}"], "text: this"),
         ([*CHOICE, "evaluation.directory=none"], "python scripts/fetch_benchmarks.py"),
         (["checkpoint=x", *CHOICE[1:], "evaluation.tasks=[piqa]"], "neither a run directory"),
         ([*CHOICE[1:], "evaluation.tasks=[piqa]"], "checkpoint: give checkpoint="),

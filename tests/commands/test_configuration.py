@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.configuration import compose_words
 from trainer.commands.kinds import OF_A_RUN
+from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_config
 from trainer.errors import UserError
 
@@ -54,22 +57,46 @@ def test_every_option_of_every_group_is_valid(group, option):
     read_config([f"{group}={option}", *extra])
 
 
-def test_every_yaml_key_is_in_its_schema_and_every_schema_key_in_the_yaml():
-    from dataclasses import fields, is_dataclass
-    from typing import get_type_hints
-
+def schemas():
+    """Every schema with the file that holds its defaults, and the words that choose them."""
+    from trainer.commands.kinds import KINDS, request_schema
     from trainer.runs.config import RunConfig
+    from trainer.workflows.analysis_request import AnalysisRequest
+    from trainer.workflows.export_request import ExportRequest
+    from trainer.workflows.generation_request import GenerationRequest
 
-    values, _ = compose_words([]).without_kind("evaluation")
+    return [
+        (RunConfig, "config", ()),
+        (AnalysisRequest, "analyze", ("analysis=all",)),
+        (ExportRequest, "export", ()),
+        (GenerationRequest, "generate", ()),
+        *(
+            (request_schema(kind), "evaluate", (f"evaluation={option}",))
+            for kind, option in zip(
+                KINDS, ("default", "extension", "multiple_choice", "harness"), strict=True
+            )
+        ),
+    ]
 
-    def compare(schema, given, path):
-        hints = get_type_hints(schema)
-        assert set(given) == {f.name for f in fields(schema)}, path
-        for key, value in given.items():
-            if is_dataclass(hints[key]):
-                compare(hints[key], value, f"{path}.{key}")
 
-    compare(RunConfig, values, "")
+@pytest.mark.parametrize(("schema", "root", "words"), schemas())
+def test_every_yaml_key_is_in_its_schema_and_every_schema_key_in_the_yaml(schema, root, words):
+    values, _ = compose_words(words, root).without_kind("evaluation")
+    compare(schema, values, root)
+
+
+def test_the_group_slurm_has_the_defaults_of_its_schema():
+    values = compose_words([], "slurm").values["slurm"]
+    assert SlurmConfig(**values) == SlurmConfig()
+    compare(SlurmConfig, values, "slurm")
+
+
+def compare(schema, given, path):
+    hints = get_type_hints(schema)
+    assert set(given) == {field.name for field in fields(schema)}, path
+    for key, value in given.items():
+        if is_dataclass(hints[key]):
+            compare(hints[key], value, f"{path}.{key}")
 
 
 @pytest.mark.parametrize(
@@ -157,8 +184,6 @@ def test_a_group_with_a_default_may_be_chosen_with_a_plus(plus):
 
 
 def test_every_evaluation_and_analysis_has_a_kind_that_exists():
-    from typing import get_args
-
     from trainer.commands.kinds import KINDS
     from trainer.workflows.analysis_request import Kind
 

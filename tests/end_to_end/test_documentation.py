@@ -46,13 +46,18 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(part)[1:] for part in parts if part.startswith("python ")]
 
 
+def yaml_files(page: Path) -> list[str]:
+    """The files that a page shows; a comment in each says which it is."""
+    return re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+
+
 def small(words: list[str]) -> list[str]:
     """The command with the least budget."""
     if words[0] in SCRIPTS:
         return [words[0], *SCRIPTS[words[0]]]
     if words[0].startswith("scripts/") or {"--help", "--cfg"} & set(words):
         return words
-    if {"+evaluation=extension", "+evaluation=niah"} & set(words):
+    if {"+evaluation=extension", "+evaluation=niah", "evaluation=far"} & set(words):
         return [*words, *LENGTHS]
     others = any(word.startswith("+evaluation=") for word in words)
     if others or {"generate", "export", "analyze"} & set(words):
@@ -73,6 +78,10 @@ def place(tmp_path_factory):
     lines = (f"Line number {i} of one's own.\n" * 10 for i in range(9000))
     (directory / "my_text.txt").write_text("".join(lines))
     (directory / "scripts").symlink_to(ROOT / "scripts")
+    for text in yaml_files(ROOT / "docs" / "running.md"):
+        path = directory / re.search(r"^# (my_conf/\S+)", text, re.MULTILINE)[1]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     done = [["-m", "trainer", "+experiment=drope_demo"]]
     run(directory, done[0])
     return directory, done

@@ -7,7 +7,7 @@ import pytest
 from trainer.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse, validated
-from trainer.workflows.evaluate import LengthRequest
+from trainer.workflows.length_request import LengthRequest
 
 
 def test_a_length_in_tokens_becomes_steps_that_reach_it():

@@ -13,7 +13,8 @@ from trainer.evaluation.lengths.config import LengthConfig, TemperatureSettings
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
 from trainer.runs.models import find_candidate
-from trainer.workflows.evaluate import LengthRequest, evaluate_lengths
+from trainer.workflows.evaluate import evaluate_lengths
+from trainer.workflows.length_request import LengthRequest
 
 CONFIG = LengthConfig(
     lengths=[1, 2],

@@ -192,6 +192,8 @@ def _composed(
     try:
         with initialize_config_dir(version_base=None, config_dir=str(config_directory())):
             return compose(root, overrides=[*lines, *more], return_hydra_config=True)
+    except RecursionError as error:
+        raise UserError(*problems, "A defaults list leads back to itself.") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         said = str(error) or str(error.__cause__)
         raise UserError(*problems, " ".join(said.split())) from error

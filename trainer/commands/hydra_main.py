@@ -14,6 +14,7 @@ from trainer.commands.command import Command
 from trainer.commands.config_files import ConfigFiles, config_directory
 from trainer.commands.configuration import Composed, check_composes, compose_words, plain_groups
 from trainer.commands.exit_codes import exit_codes
+from trainer.commands.options import COMPLETION
 from trainer.commands.words import expand, is_hydras, parse_words
 from trainer.errors import UserError
 
@@ -62,11 +63,13 @@ def show(
     Raises:
         UserError: a word is wrong.
     """
-    overrides, malformed = parse_words(words)
-    plain = [str(override.input_line) for override in overrides if not is_hydras(override)]
-    composed = compose_words(plain, command.root, files, [*found, *malformed])
-    if composed.problems:
-        raise UserError(*composed.problems)
+    problems: Sequence[str] = found
+    if COMPLETION not in options:  # its words are no overrides
+        overrides, malformed = parse_words(words)
+        plain = [str(override.input_line) for override in overrides if not is_hydras(override)]
+        problems = compose_words(plain, command.root, files, [*found, *malformed]).problems
+    if problems:
+        raise UserError(*problems)
     _main(command, [*options, *words], files)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from trainer.errors import UserError, did_you_mean
 
-HYDRA = ("--cfg", "--info", "--hydra-help", "--shell-completion")
+COMPLETION = "--shell-completion"
+HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
 """Options that Hydra answers by itself."""
 
 
@@ -44,7 +45,7 @@ def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Opti
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--info", "-i", const="all", nargs="?")
     parser.add_argument("--hydra-help", action="store_true")
-    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    parser.add_argument(COMPLETION, "-sc", action="store_true")
     for flag in flags:
         parser.add_argument(flag, action="store_true", dest=flag)
     names = [name for action in parser._actions for name in action.option_strings]
