@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from trainer.__main__ import main
-from trainer.commands import COMMANDS, evaluate, export, train
+from trainer.commands import COMMANDS, analyze, evaluate, export, train
 from trainer.errors import UserError
 
 MODULES = {name: importlib.import_module(f"trainer.commands.{name}") for name in COMMANDS}
@@ -26,7 +26,7 @@ def place(tmp_path, monkeypatch):
 def done(monkeypatch):
     """Evaluations and exports as they would be made."""
     made = []
-    for module in (evaluate, export, train):
+    for module in (analyze, evaluate, export, train):
         command = module.COMMAND
         monkeypatch.setattr(module, "COMMAND", replace(command, execute=made.append))
     return made
@@ -154,6 +154,14 @@ def test_multirun_checks_all_jobs_before_the_first(done, place):
     assert any("Did you mean 'float32'" in problem for problem in found)
     assert not done
     assert not list(place.iterdir())
+
+
+def test_multirun_chooses_in_a_group_without_a_default(done):
+    analyze.run(["--multirun", "checkpoint=x", "+analysis=sinks,drop"])
+    assert [(job.name, job.request.analysis.kind) for job in done] == [
+        ("sinks", "sinks"),
+        ("drop", "drop"),
+    ]
 
 
 def test_two_jobs_do_not_write_one_directory(done):

@@ -99,13 +99,13 @@ def compose_words(
     return Composed(values, choices, tuple(problems), tuple(words), files, flags)
 
 
-def check_composes(root: str, settings: list[str], files: ConfigFiles) -> None:
-    """Whether settings of Hydra's own, such as its launcher, are ones it has.
+def check_composes(root: str, words: list[str], files: ConfigFiles) -> None:
+    """Whether Hydra composes words, among them settings of its own, such as its launcher.
 
     Raises:
-        UserError: they are not.
+        UserError: it does not.
     """
-    _composed(root, settings, files, [])
+    _composed(root, words, files, [])
 
 
 def _sorted(

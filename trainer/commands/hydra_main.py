@@ -47,7 +47,8 @@ def run_jobs(
     if problems:
         raise UserError(*problems)
     settings = [str(override.input_line) for override in own]
-    check_composes(command.root, settings, files)
+    first = plain_groups(jobs[0], files.default_groups(command.root))
+    check_composes(command.root, [*first, *settings], files)
     _main(command, ["--multirun", *words], files)
 
 
