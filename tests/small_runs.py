@@ -8,7 +8,8 @@ import pytest
 
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.checkpoints import load_decoder, read_state
-from trainer.runs.parsing import merged, parse_config
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 
 
@@ -56,7 +57,7 @@ def run(base, tmp_path):
     """Train with changes to ``base``; returns the configuration and the finished run."""
 
     def go(name="run", **changes):
-        config = parse_config(merged({**base, "run_dir": str(tmp_path / name)}, changes))
+        config = parse(RunConfig, merged({**base, "run_dir": str(tmp_path / name)}, changes))
         (tmp_path / name).mkdir(exist_ok=True)
         return config, train(config, prepare_corpus(config.data, config.tokenizer))
 

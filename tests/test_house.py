@@ -42,7 +42,7 @@ def test_rooms_import_without_the_training_stack(room):
 
 def test_what_does_not_train_starts_without_the_training_stack():
     """Lightning takes twice as long to import as everything else."""
-    jobs = ("analyze", "evaluate", "benchmarks", "export")
+    jobs = ("analyze", "evaluate", "benchmarks", "export", "generate")
     modules = ", ".join(f"trainer.workflows.{job}" for job in jobs)
     code = f"import sys, {modules}; sys.exit('lightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

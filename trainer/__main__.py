@@ -5,30 +5,22 @@ from __future__ import annotations
 import importlib
 import sys
 
+import trainer
 from trainer.commands import COMMANDS
-from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError, did_you_mean
+from trainer.commands.exit_codes import exit_codes
+from trainer.errors import UserError, did_you_mean
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; exit with 0, with 2 for a mistake of the user's, 85 when stopped to be
     continued, 130 when interrupted."""
     words = sys.argv[1:] if arguments is None else arguments
-    try:
+    if words == ["--version"]:
+        print(f"unrope {trainer.__version__}")
+        return
+    with exit_codes():
         command, rest = split_command(words)
         importlib.import_module(f"trainer.commands.{command}").run(rest)
-    except UserError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
-    except PreemptedError as stop:
-        print(f"{stop} The same command goes on from there.", file=sys.stderr)
-        sys.exit(REQUEUE_EXIT_CODE)
-    except KeyboardInterrupt:
-        print(
-            "Interrupted; the same command goes on from what was kept, if anything.",
-            file=sys.stderr,
-        )
-        sys.exit(130)
 
 
 def split_command(words: list[str]) -> tuple[str, list[str]]:
@@ -40,7 +32,7 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
     first = words[0] if words else ""
     if first in COMMANDS:
         return first, words[1:]
-    if not first or "=" in first or first.startswith(("-", "+", "~")):
+    if first in ("", "help") or "=" in first or first.startswith(("-", "+", "~")):
         return "train", words
     listed = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
     raise UserError(

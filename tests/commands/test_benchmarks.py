@@ -12,7 +12,7 @@ from trainer.commands.benchmarks import table
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
 from trainer.evaluation.benchmarks import Score
-from trainer.workflows import benchmarks
+from trainer.workflows import evaluation_request
 
 
 @pytest.fixture
@@ -70,10 +70,11 @@ def test_table_and_numbers(place, capsys):
             "unknown key. Did you mean 'tasks'?",
         ),
         ([*CHOICE, "evaluation.tasks=[piqa]", "evaluation.lengths=[1]"], "lengths: unknown key"),
+        ([*CHOICE, "evaluation.tasks=[piqa]", "text={source: files, files: [a]}"], "text: this"),
         ([*CHOICE, "evaluation.directory=none"], "python scripts/fetch_benchmarks.py"),
         (["checkpoint=x", *CHOICE[1:], "evaluation.tasks=[piqa]"], "neither a run directory"),
         ([*CHOICE[1:], "evaluation.tasks=[piqa]"], "checkpoint: give checkpoint="),
-        (["+evaluation=multiple_choise"], "Did you mean 'multiple_choice'?"),
+        ([CHOICE[0], "+evaluation=multiple_choise"], "Did you mean 'multiple_choice'?"),
     ],
 )
 def test_mistakes(place, words, said):
@@ -85,15 +86,9 @@ def test_mistakes(place, words, said):
 
 
 def test_a_missing_package_is_named(place, monkeypatch):
-    monkeypatch.setattr(benchmarks, "find_spec", lambda _: None)
+    monkeypatch.setattr(evaluation_request, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'unrope\[eval\]'"):
         evaluate.run(["checkpoint=model", "+evaluation=harness", "evaluation.tasks=[piqa]"])
-
-
-def test_the_plus_may_be_left_out_and_other_words_go_on():
-    assert evaluate.split_kind(["a=1", "+evaluation=harness"]) == ("harness", ["a=1"])
-    assert evaluate.split_kind(["evaluation=default", "a=1"]) == ("default", ["a=1"])
-    assert evaluate.split_kind(["evaluation.limit=1"]) == ("default", ["evaluation.limit=1"])
 
 
 def test_a_row_for_every_metric_and_a_column_for_every_model():
@@ -102,3 +97,12 @@ def test_a_row_for_every_metric_and_a_column_for_every_model():
     cells = [list(column.cells) for column in made.columns]
     assert cells[0] == ["piqa", "arc"]
     assert cells[3] == cells[4] == ["0.500 ± 0.100", "12.000"]
+
+
+def test_an_option_of_ones_own_gives_its_name_to_the_numbers(place, capsys):
+    (place / "my/evaluation").mkdir(parents=True)
+    text = "defaults: [multiple_choice, _self_]\ntasks: [piqa]\nlimit: 1\n"
+    (place / "my/evaluation/one.yaml").write_text(text)
+    words = ["checkpoint=model", "threads=1", "output=out", "--config-dir", "my"]
+    evaluate.run([*words, "evaluation=one"])
+    assert json.loads((place / "out/one.json").read_text())["config"]["limit"] == 1

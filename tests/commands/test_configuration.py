@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
-from trainer.commands.configuration import compose_values, config_directory, options
+from trainer.commands.config_files import ConfigFiles
+from trainer.commands.configuration import compose_words
+from trainer.commands.kinds import OF_A_RUN
+from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_config
 from trainer.errors import UserError
+
+FILES = ConfigFiles()
 
 
 def problems(*words):
@@ -17,12 +24,12 @@ def problems(*words):
     return error.value.problems
 
 
-@pytest.mark.parametrize("name", options("experiment"))
+@pytest.mark.parametrize("name", FILES.options("experiment"))
 def test_every_experiment_is_valid_or_says_which_weights_it_needs(name, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("UNROPE_CACHE", str(tmp_path))
     words = [f"+experiment={name}"]
-    weights = compose_values(words)[0]["model"]["from_pretrained"]
+    weights = compose_words(words).values["model"]["from_pretrained"]
     if weights is None:
         assert read_config(words).name == name
         return
@@ -37,10 +44,9 @@ def test_every_experiment_is_valid_or_says_which_weights_it_needs(name, monkeypa
 @pytest.mark.parametrize(
     ("group", "option"),
     [
-        (g.name, o)
-        for g in sorted(config_directory().iterdir())
-        if g.is_dir() and g.name != "experiment"
-        for o in options(g.name)
+        (group, option)
+        for group in FILES.default_groups("config")
+        for option in (OF_A_RUN if group == "evaluation" else FILES.options(group))
     ],
 )
 def test_every_option_of_every_group_is_valid(group, option):
@@ -51,22 +57,46 @@ def test_every_option_of_every_group_is_valid(group, option):
     read_config([f"{group}={option}", *extra])
 
 
-def test_every_yaml_key_is_in_its_schema_and_every_schema_key_in_the_yaml():
-    from dataclasses import fields, is_dataclass
-    from typing import get_type_hints
-
+def schemas():
+    """Every schema with the file that holds its defaults, and the words that choose them."""
+    from trainer.commands.kinds import KINDS, request_schema
     from trainer.runs.config import RunConfig
+    from trainer.workflows.analysis_request import AnalysisRequest
+    from trainer.workflows.export_request import ExportRequest
+    from trainer.workflows.generation_request import GenerationRequest
 
-    values, _ = compose_values([])
+    return [
+        (RunConfig, "config", ()),
+        (AnalysisRequest, "analyze", ("analysis=all",)),
+        (ExportRequest, "export", ()),
+        (GenerationRequest, "generate", ()),
+        *(
+            (request_schema(kind), "evaluate", (f"evaluation={option}",))
+            for kind, option in zip(
+                KINDS, ("default", "extension", "multiple_choice", "harness"), strict=True
+            )
+        ),
+    ]
 
-    def compare(schema, given, path):
-        hints = get_type_hints(schema)
-        assert set(given) == {f.name for f in fields(schema)}, path
-        for key, value in given.items():
-            if is_dataclass(hints[key]):
-                compare(hints[key], value, f"{path}.{key}")
 
-    compare(RunConfig, values, "")
+@pytest.mark.parametrize(("schema", "root", "words"), schemas())
+def test_every_yaml_key_is_in_its_schema_and_every_schema_key_in_the_yaml(schema, root, words):
+    values, _ = compose_words(words, root).without_kind("evaluation")
+    compare(schema, values, root)
+
+
+def test_the_group_slurm_has_the_defaults_of_its_schema():
+    values = compose_words([], "slurm").values["slurm"]
+    assert SlurmConfig(**values) == SlurmConfig()
+    compare(SlurmConfig, values, "slurm")
+
+
+def compare(schema, given, path):
+    hints = get_type_hints(schema)
+    assert set(given) == {field.name for field in fields(schema)}, path
+    for key, value in given.items():
+        if is_dataclass(hints[key]):
+            compare(hints[key], value, f"{path}.{key}")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +142,12 @@ def test_every_yaml_key_is_in_its_schema_and_every_schema_key_in_the_yaml():
         (["positional.encodings.rope.bas=2"], "rope.bas: unknown key. Did you mean 'base'?"),
         (["name=../out"], "name: '../out' names a directory under runs/"),
         (["seed=[1"], "expected key=value"),
+        (["seed=0,1"], "seed=0,1: several values; write seed=[...] for a list, or --multirun"),
+        (["model=nano,llama_135m"], "several values; choose one, or --multirun"),
+        (["model=nano", "model=llama_135m"], "model: expected one, got nano, llama_135m."),
+        (["+analysis=sinks"], "analysis: unknown group here."),
+        (["hydra/launcher=submitit_slurm"], "Hydra's own settings need --multirun"),
+        (["evaluation=niah"], "'niah' is for the evaluate command"),
     ],
 )  # fmt: skip
 def test_mistake_is_named(words, said):
@@ -138,3 +174,25 @@ def test_overrides_reach_the_configuration():
     assert (config.seed, config.trainer.max_steps, config.drop_step) == (3, 50, 40)
     assert config.positional.encodings["rope"]["base"] == 99
     assert config.run_dir == "runs/drope_demo"
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_a_group_with_a_default_may_be_chosen_with_a_plus(plus):
+    composed = compose_words([f"{plus}evaluation=niah"], "evaluate")
+    assert composed.choices["evaluation"] == "niah"
+    assert composed.values["evaluation"]["tasks"][0] == "standard"
+    assert composed.values["evaluation"]["windows"] == 96  # what it inherits
+    assert not composed.problems
+
+
+def test_every_evaluation_and_analysis_has_a_kind_that_exists():
+    from trainer.commands.kinds import KINDS
+    from trainer.workflows.analysis_request import Kind
+
+    for group, root, kinds in (
+        ("evaluation", "evaluate", KINDS),
+        ("analysis", "analyze", get_args(Kind)),
+    ):
+        for option in FILES.options(group):
+            composed = compose_words([f"{group}={option}"], root)
+            assert composed.without_kind(group)[1] in kinds

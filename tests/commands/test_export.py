@@ -13,7 +13,8 @@ from trainer.errors import UserError
 from trainer.interchange.export import directory as export_directory
 from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
-from trainer.runs.parsing import parse_config
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import parse
 from trainer.training.run import train
 
 
@@ -26,7 +27,8 @@ def trained(tmp_path_factory):
     model = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer": "fan_in"}
     data = {"source": "files", "files": [str(place / "a.jsonl")], "cache_dir": str(place / "cache")}
-    config = parse_config(
+    config = parse(
+        RunConfig,
         {
             "name": "tiny",
             "run_dir": str(place / "tiny"),
@@ -36,7 +38,7 @@ def trained(tmp_path_factory):
             "schedule": {"warmup_steps": 1},
             "drop": {"at": 2, "effect_sequences": 4, "schedule": {"warmup_steps": 1}},
             "trainer": {"max_steps": 4, "batch_size": 4, "threads": 1, "checkpoint_every": 2},
-        }
+        },
     )
     (place / "tiny").mkdir()
     train(config, prepare_corpus(config.data, config.tokenizer))
@@ -125,9 +127,3 @@ def test_mistake_gives_one_line_and_leaves_nothing(trained, tmp_path, monkeypatc
     assert said in str(error.value)
     assert "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_help_says_what_there_is(capsys):
-    command.run(["--help"])
-    said = capsys.readouterr().out
-    assert all(key in said for key in ("checkpoint=", "to=", "tolerance=", "dtype="))

@@ -6,9 +6,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from trainer.commands import generate as command
+from trainer.commands.configuration import compose_words
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.errors import UserError
 from trainer.generation.generate import generate
+from trainer.workflows import generate as workflow
+from trainer.workflows.generation_request import GenerationRequest
 
 TOKENIZER = train_tokenizer(["the text of a small tokenizer, 中文 and 🙂 in it"], 280, [])
 END = TOKENIZER.token_to_id(END_OF_TEXT)
@@ -31,9 +34,9 @@ def candidate(model, tokenizer, given="runs/x"):
 @pytest.fixture
 def say(model, monkeypatch, capsys):
     """Runs the command with a checkpoint of ``model``; returns what it printed."""
-    from trainer.runs import models
-
-    monkeypatch.setattr(models, "find_candidate", lambda given: candidate(model, TOKENIZER, given))
+    monkeypatch.setattr(
+        workflow, "find_candidate", lambda given: candidate(model, TOKENIZER, given)
+    )
 
     def run(*words):
         command.run(["checkpoint=runs/x", "threads=1", "max_new_tokens=30", *words])
@@ -71,8 +74,8 @@ def test_text_ends_before_a_stop_string(say, model):
 
 
 def test_a_newline_can_be_a_stop_string():
-    words = ["checkpoint=x", "prompt=y"]
-    assert command.read_request([*words, r'stop=["\n"]']).stop == ["\n"]
+    composed = compose_words(["checkpoint=x", r'stop=["\n"]'], "generate")
+    assert command.read(composed, ["y"]).stop == ["\n"]
 
 
 def test_draws_repeat_with_their_seed(say):
@@ -81,22 +84,23 @@ def test_draws_repeat_with_their_seed(say):
     assert say(*options).out != say(*options, "seed=1").out
 
 
-def test_a_tokenizer_that_begins_sequences_itself_is_left_to_it(model, capsys):
+def test_a_tokenizer_that_begins_sequences_itself_is_left_to_it(model):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
     tokenizer.post_processor = TemplateProcessing(
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, END)]
     )
-    request = command.GenerationRequest("x", ["the"], max_new_tokens=30)
-    command.write(model, tokenizer, candidate(model, tokenizer).begin, request)
-    assert capsys.readouterr().out == continuation(model, "the") + "\n"
+    request = GenerationRequest("x", ["the"], max_new_tokens=30)
+    begin = candidate(model, tokenizer).begin
+    done = workflow.write(model, tokenizer, begin, request, show=lambda text: None)
+    assert done.texts[0].replace("\r", "\n") == continuation(model, "the")
 
 
 def test_all_mistakes_are_reported_at_once():
     words = ["prompt=x", "max_new_token=3", "temperature=-1", "top_p=2", "threads=0", "seed=one"]
     with pytest.raises(UserError) as error:
-        command.read_request(words)
+        command.run(words)
     said = "\n".join(error.value.problems)
     assert "Did you mean 'max_new_tokens'" in said
     for key in ("checkpoint", "temperature", "top_p", "threads", "seed"):
@@ -106,7 +110,7 @@ def test_all_mistakes_are_reported_at_once():
 
 def test_nothing_to_continue_is_a_mistake():
     with pytest.raises(UserError, match="prompt: give prompt="):
-        command.read_request(["checkpoint=x"])
+        command.run(["checkpoint=x"])
 
 
 def test_help(capsys):

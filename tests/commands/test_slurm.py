@@ -145,7 +145,7 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
         (["slurm.extra=[debug]"], ["slurm.extra: expected options"]),
         (["slurm.setup=[a"], ["'slurm.setup=[a': expected"]),
         (["overwrite=true"], ["overwrite: true would start again"]),
-        (["--sumbit"], ["slurm: unknown option '--sumbit'. Did you mean '--submit'?"]),
+        (["--sumbit"], ["unknown option '--sumbit'. Did you mean '--submit'?"]),
         (["sede=1", "slurm.nodes=0"], ["sede: unknown key. Did you mean 'seed'?", "slurm.nodes"]),
     ],
 )
@@ -174,9 +174,17 @@ def test_without_sbatch_the_message_says_where_to_submit(place, monkeypatch):
         run([ONE, "--submit"])
 
 
-def test_help_and_command_need_no_torch(capsys):
-    run(["--help"])
-    assert "slurm.nodes=" in capsys.readouterr().out
-    code = "import sys, trainer.commands.slurm; sys.exit('torch' in sys.modules)"
-    root = str(SLURM.parent)
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+def test_a_users_own_groups_go_with_the_code(place):
+    (place / "mine/experiment").mkdir(parents=True)
+    (place / "mine/slurm").mkdir()
+    text = "# @package _global_\nname: mine\nseed: 5\n"
+    (place / "mine/experiment/mine.yaml").write_text(text)
+    (place / "mine/slurm/cluster.yaml").write_text("defaults: [default, _self_]\npartition: gpu\n")
+    words = ["--config-dir", "mine", "+experiment=mine", "slurm=cluster"]
+    text = script(*words, name="mine")
+    assert "--partition=gpu" in options(text)
+    assert "\nset -- +experiment=mine\n" in text
+    jobs = place / "slurm_jobs/mine"
+    assert yaml.safe_load((jobs / "config.yaml").read_text())["seed"] == 5
+    (code,) = (jobs / "code").iterdir()
+    assert (code / "trainer/conf/experiment/mine.yaml").is_file()

@@ -44,6 +44,11 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(part)[1:] for part in parts if part.startswith("python ")]
 
 
+def yaml_files(page: Path) -> list[str]:
+    """The files that a page shows; a comment in each says which it is."""
+    return re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+
+
 def small(words: list[str]) -> list[str]:
     """The command with the least budget."""
     if words[0] in SCRIPTS:
@@ -76,6 +81,10 @@ def place(tmp_path_factory):
         r"```python\n(.*?)```", (ROOT / "docs/lightning.md").read_text(), re.DOTALL
     )
     (directory / "my_callbacks.py").write_text(callback[1])
+    for text in yaml_files(ROOT / "docs" / "running.md"):
+        path = directory / re.search(r"^# (my_conf/\S+)", text, re.MULTILINE)[1]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     done = [["-m", "trainer", "+experiment=drope_demo"]]
     run(directory, done[0])
     return directory, done

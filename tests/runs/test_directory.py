@@ -11,7 +11,7 @@ from trainer.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import open_run_directory
 from trainer.runs.mark import MARK
-from trainer.runs.parsing import parse_config
+from trainer.runs.parsing import parse
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_overwriting_does_not_follow_a_link(place, tmp_path):
 
 def test_an_empty_run_dir_is_an_error():
     with pytest.raises(UserError, match="run_dir: expected a directory"):
-        parse_config({"run_dir": ""})
+        parse(RunConfig, {"run_dir": ""})
 
 
 def test_a_run_from_before_there_were_marks_is_reopened_and_marked(place):

@@ -15,10 +15,10 @@ from trainer.runs.checkpoint_files import MANIFEST, damage, digests
 from trainer.runs.checkpoints import STATE, find_checkpoint, read_state, step_name
 from trainer.runs.mark import MARK
 from trainer.runs.models import find_candidate
-from trainer.runs.parsing import parse_request
+from trainer.workflows.evaluate import evaluate_lengths
+from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.export import export_checkpoint
 from trainer.workflows.export_request import ExportRequest
-from trainer.workflows.standalone import evaluate_checkpoints
 
 
 def change_state(checkpoint, change):
@@ -56,10 +56,8 @@ def newer(run):
 
 READERS = {
     "train": lambda config, run: run(),
-    "evaluate": lambda config, run: evaluate_checkpoints(
-        parse_request({"checkpoint": config.run_dir})
-    ),
-    "analyze, generate, evaluate lengths": lambda config, run: find_candidate(config.run_dir),
+    "evaluate": lambda config, run: evaluate_lengths(EvaluationRequest(config.run_dir)),
+    "analyze, generate": lambda config, run: find_candidate(config.run_dir),
     "export": lambda config, run: export_checkpoint(
         ExportRequest(checkpoint=config.run_dir, to=f"{config.run_dir}/exported")
     ),

@@ -16,7 +16,8 @@ import torch
 
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import PreemptedError
-from trainer.runs.parsing import parse_config
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import parse
 from trainer.runs.ranks import join, leave
 from trainer.training.run import train
 
@@ -32,7 +33,7 @@ class TellRank1(L.Callback):
 
 torch.set_num_threads(1)
 for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
-    config = parse_config(values)
+    config = parse(RunConfig, values)
     ranks = join(config)
     if ranks.is_first:
         directory = Path(config.run_dir) / "checkpoints"

@@ -14,7 +14,8 @@ import torch
 
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of, tensors_in
 from trainer.runs.checkpoints import read_state
-from trainer.runs.parsing import merged, parse_config
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import merged, parse
 
 SCRIPT = Path(__file__).with_name("distributed_runs.py")
 
@@ -61,7 +62,7 @@ def launch(base, directory, ranks, jobs):
         check=False,
     )
     assert done.returncode == 0, done.stderr[:8000]  # what failed first; torchrun's own last
-    return {name: parse_config(values) for name, (values, _, _) in jobs.items()}
+    return {name: parse(RunConfig, values) for name, (values, _, _) in jobs.items()}
 
 
 @pytest.fixture(scope="module")

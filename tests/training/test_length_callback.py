@@ -25,7 +25,8 @@ from trainer.errors import UserError
 from trainer.model.backends import BACKENDS
 from trainer.report.results import Reach
 from trainer.runs.checkpoints import load_decoder, read_state, step_name
-from trainer.runs.parsing import merged, parse_config
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks import metrics
 from trainer.training.callbacks.evaluating import evaluating
@@ -158,7 +159,7 @@ def test_numbers_are_those_of_the_saved_model_on_validation_text(run):
 
 
 def test_ranks_share_the_reading(base, tmp_path):
-    config = parse_config(merged(base, {"run_dir": str(tmp_path), "monitor": LENGTHS}))
+    config = parse(RunConfig, merged(base, {"run_dir": str(tmp_path), "monitor": LENGTHS}))
     corpus = prepare_corpus(config.data, config.tokenizer)
     parts = [measurements(config, corpus, Ranks(rank, 4, rank, 4)) for rank in range(4)]
     # 3 windows and 6 trials become 4 and 8, so that all ranks read as much.
@@ -180,7 +181,7 @@ def test_too_little_text_is_said_before_the_first_step(run):
 def test_impossible_values_are_named(base):
     monitor = {"lengths_every": 0, "lengths": [0], "trials": -1}
     with pytest.raises(UserError) as caught:
-        parse_config(merged(base, {"monitor": monitor}))
+        parse(RunConfig, merged(base, {"monitor": monitor}))
     text = str(caught.value)
     assert all(f"monitor.{key}: expected" in text for key in monitor)
 
@@ -239,7 +240,7 @@ def test_other_shapes_compile_nothing(module):
 
 def test_speed_is_that_of_training(monkeypatch, base):
     """Ten steps in 8 seconds of training and 2 of measuring."""
-    config = parse_config(merged(base, {"run_dir": "x"}))
+    config = parse(RunConfig, merged(base, {"run_dir": "x"}))
     callback = Metrics(config, Ranks(0, 1, 0, 1), None)
     times = {"compute": 8.0, "monitor": 2.0}
     stub = SimpleNamespace(timer=SimpleNamespace(read=lambda: times), device=torch.device("cpu"))

@@ -16,7 +16,8 @@ from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import PreemptedError, UserError
 from trainer.runs.checkpoints import BEFORE_DROP, load_decoder, read_state
-from trainer.runs.parsing import merged, parse_config
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import merged, parse
 from trainer.training.run import effect_batch, train
 from trainer.workflows.experiment import open_corpus
 
@@ -58,7 +59,7 @@ def begin(base, published, tmp_path):
             "model": {"from_pretrained": str(published[0]), "qk_norm": {"when": "after_drop"}},
             "drop": {"at": 0, "effect_sequences": 4, "schedule": {"warmup_steps": 2}},
         }
-        config = parse_config(merged(values, changes))
+        config = parse(RunConfig, merged(values, changes))
         (tmp_path / name).mkdir(exist_ok=True)
         return config, train(config, open_corpus(config))
 

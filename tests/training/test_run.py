@@ -13,8 +13,9 @@ from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
 from trainer.recalibration.gain import match_gains
 from trainer.runs.checkpoints import BEFORE_DROP, read_state, step_name
+from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import TIMES, read_metrics
-from trainer.runs.parsing import merged, parse_config
+from trainer.runs.parsing import merged, parse
 from trainer.runs.state import load, read_metadata
 from trainer.training.module import LanguageModule
 from trainer.training.run import effect_batch, train
@@ -151,7 +152,7 @@ def test_matched_gain_is_the_rms_of_queries_and_keys(run):
 def test_control_branches_off_before_the_drop(run, base, tmp_path):
     main, _ = run()
     changes = {"run_dir": str(tmp_path / "rope"), "drop": {"enabled": False}}
-    config = parse_config(merged(base, changes))
+    config = parse(RunConfig, merged(base, changes))
     (tmp_path / "rope").mkdir()
     branch = Path(main.run_dir) / "checkpoints" / BEFORE_DROP
     control = train(config, prepare_corpus(config.data, config.tokenizer), branch)

@@ -16,18 +16,20 @@ from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.commands.configuration import compose_values, config_directory
 from trainer.errors import UserError
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
+from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate
-from trainer.runs.parsing import merged, parse_config, parse_request
+from trainer.runs.parsing import merged, parse
 from trainer.training.user_callbacks import (
     callback_problems,
     load_states,
     make_callbacks,
     states_of,
 )
+from trainer.workflows.evaluate import evaluate_lengths
+from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.export import export_checkpoint
 from trainer.workflows.export_request import ExportRequest
-from trainer.workflows.standalone import evaluate_checkpoints
 
 CODE = '''
 import torch
@@ -138,8 +140,8 @@ def test_a_run_directory_takes_other_callbacks(base, tmp_path):
     values = {**base, "run_dir": str(tmp_path / "run"), "evaluation": {"enabled": False}}
     stops = {"_target_": "my_callbacks.Stops", "at": 6}
     with pytest.raises(UserError, match="stopped the run after step 6"):
-        run_experiment(parse_config(merged(values, {"callbacks": {"stops": stops}})))
-    report, existing = run_experiment(parse_config(values))
+        run_experiment(parse(RunConfig, merged(values, {"callbacks": {"stops": stops}})))
+    report, existing = run_experiment(parse(RunConfig, values))
     assert not existing
     assert report.drop.step == 6
 
@@ -172,7 +174,7 @@ def test_what_is_wrong_is_one_sentence_before_anything_is_prepared(base, tmp_pat
     wrong = {"run_dir": str(tmp_path / "run"), "callbacks": {"mine": values}}
     wrong["data"] = {"cache_dir": str(tmp_path / "cache")}
     with pytest.raises(UserError, match=said) as error:
-        run_experiment(parse_config(merged(base, wrong)))
+        run_experiment(parse(RunConfig, merged(base, wrong)))
     (problem,) = error.value.problems
     assert problem.startswith("callbacks.mine")
     assert not (tmp_path / "run").exists()
@@ -235,7 +237,7 @@ def test_from_the_command_line():
     words = ["+callbacks.mine={_target_: my_callbacks.Shrink, factor: 0.5}"]
     values, problems = compose_values([*words, "+callbacks.mine.every=3"])
     assert problems == []
-    (callback,) = make_callbacks(parse_config(values).callbacks)
+    (callback,) = make_callbacks(parse(RunConfig, values).callbacks)
     assert (callback.factor, callback.every) == (0.5, 3)
 
 
@@ -248,21 +250,19 @@ def test_from_an_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.commands.configuration.config_directory", lambda: conf)
     values, problems = compose_values(["+experiment=mine", "callbacks.mine.factor=0.25"])
     assert problems == []
-    (callback,) = make_callbacks(parse_config(values).callbacks)
+    (callback,) = make_callbacks(parse(RunConfig, values).callbacks)
     assert callback.factor == 0.25
 
 
 def test_none_and_something_else(base):
-    assert parse_config({**base, "callbacks": None}).callbacks == {}
+    assert parse(RunConfig, {**base, "callbacks": None}).callbacks == {}
     with pytest.raises(UserError, match=r"callbacks\.mine: got 3"):
-        parse_config({**base, "callbacks": {"mine": 3}})
+        parse(RunConfig, {**base, "callbacks": {"mine": 3}})
 
 
 READERS = {
-    "evaluate": lambda config: evaluate_checkpoints(
-        parse_request({"checkpoint": config.run_dir, "evaluation": {"trials": 2, "lengths": [1]}})
-    ),
-    "analyze, generate, evaluate lengths": lambda config: find_candidate(config.run_dir).load(),
+    "evaluate": lambda config: evaluate_lengths(EvaluationRequest(config.run_dir)),
+    "analyze, generate": lambda config: find_candidate(config.run_dir).load(),
     "export": lambda config: export_checkpoint(
         ExportRequest(checkpoint=config.run_dir, to=f"{config.run_dir}/exported")
     ),

@@ -18,7 +18,8 @@ from trainer.model.backends import BACKENDS
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
 from trainer.runs.models import find_candidate
-from trainer.workflows.evaluate import LengthRequest, evaluate_lengths
+from trainer.workflows.evaluate import evaluate_lengths
+from trainer.workflows.evaluation_request import EvaluationRequest
 
 CONFIG = EvaluationConfig(
     lengths=[1, 2],
@@ -35,19 +36,20 @@ CONFIG = EvaluationConfig(
 def runs(base, tmp_path_factory):
     """A run that drops its encoding, with its checkpoint before the drop."""
     from trainer.data.corpus import prepare_corpus
-    from trainer.runs.parsing import parse_config
+    from trainer.runs.config import RunConfig
+    from trainer.runs.parsing import parse
     from trainer.training.run import train
 
     directory = tmp_path_factory.mktemp("runs") / "tiny"
     directory.mkdir()
-    config = parse_config({**base, "run_dir": str(directory)})
+    config = parse(RunConfig, {**base, "run_dir": str(directory)})
     train(config, prepare_corpus(config.data, config.tokenizer))
     return directory
 
 
 def request(runs, output, **changes):
     before = str(runs / "checkpoints" / "before-drop")
-    return LengthRequest(
+    return EvaluationRequest(
         checkpoint=before,
         compare=[str(runs)],
         output=str(output),
@@ -175,9 +177,11 @@ def test_the_same_model_twice_is_refused(runs, tmp_path):
 
 
 def test_requests_name_what_is_missing():
-    (problem,) = LengthRequest(evaluation=CONFIG).problems()
+    (problem,) = EvaluationRequest(evaluation=CONFIG).problems()
     assert problem.startswith("checkpoint: give checkpoint=runs/NAME")
-    assert "threads" in LengthRequest(checkpoint="x", threads=0, evaluation=CONFIG).problems()[0]
+    assert (
+        "threads" in EvaluationRequest(checkpoint="x", threads=0, evaluation=CONFIG).problems()[0]
+    )
 
 
 def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):

@@ -11,11 +11,13 @@ import yaml
 from trainer.commands.train import read_config
 from trainer.errors import UserError
 from trainer.evaluation.measurements import Perplexity, Statements
+from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label, role, without_home
 from trainer.runs.fitted_temperature import FILE
 from trainer.runs.models import find_candidate
-from trainer.runs.parsing import parse_config
-from trainer.workflows.evaluate import LengthRequest, evaluate_lengths
+from trainer.runs.parsing import parse
+from trainer.workflows.evaluate import evaluate_lengths
+from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.experiment import label_problems, run_experiment
 
 EXPECTED = {
@@ -84,7 +86,7 @@ def measured(monkeypatch):
 
 def test_an_evaluation_that_was_interrupted_goes_on_with_its_next_cell(base, tmp_path, measured):
     run_dir = tmp_path / "run"
-    config = parse_config({**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
+    config = parse(RunConfig, {**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
     measured.limit = 3
     with pytest.raises(KeyboardInterrupt):
         run_experiment(config)
@@ -108,7 +110,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_with_its_next_cell(base, tmp
     assert any("Recalibration wins back" in o.claim for o in report.observations)
 
     # `evaluate` has nothing left to measure, and a finished run is shown as it was.
-    again, output = evaluate_lengths(LengthRequest(str(run_dir), evaluation=config.evaluation))
+    again, output = evaluate_lengths(EvaluationRequest(str(run_dir), evaluation=config.evaluation))
     assert output == run_dir / "evaluation"
     assert again.cells == report.cells
     assert len(measured) == 8
@@ -119,7 +121,7 @@ def test_a_run_of_an_earlier_version_is_evaluated_again_once_its_report_is_away(
     base, tmp_path, measured
 ):
     run_dir = tmp_path / "run"
-    config = parse_config({**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
+    config = parse(RunConfig, {**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
     run_experiment(config)
     trained = (run_dir / "metrics.csv").read_text()
     record = yaml.safe_load((run_dir / "config.yaml").read_text())
@@ -138,7 +140,7 @@ def test_a_run_of_an_earlier_version_is_evaluated_again_once_its_report_is_away(
 
 def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
     changes = {"run_dir": str(tmp_path / "run"), "evaluation": {"enabled": False}}
-    report, _ = run_experiment(parse_config({**base, **changes}))
+    report, _ = run_experiment(parse(RunConfig, {**base, **changes}))
     assert (measured, report.cells) == ([], ())
     assert report.arms[0].final_loss is None
     assert (tmp_path / "run" / "report.html").is_file()

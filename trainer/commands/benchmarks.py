@@ -6,20 +6,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trainer.commands.configuration import compose_values
 from trainer.commands.console import WIDTH, set_up_console
 from trainer.evaluation.benchmarks import Score
-from trainer.runs.parsing import parse_as
-from trainer.workflows.benchmarks import REQUESTS, BenchmarkRequest, run_benchmarks
+from trainer.workflows.benchmarks import run_benchmarks
+from trainer.workflows.evaluation_request import BenchmarkRequest
 
 
-def run(kind: str, words: list[str]) -> None:
+def show(request: BenchmarkRequest, name: str) -> None:
     """Score ``checkpoint`` (and those in ``compare``), print a table, write JSON."""
-    values, found = compose_values(words, kind)
-    schema: type[BenchmarkRequest] = REQUESTS[kind]
-    request = parse_as(schema, values, found)
     set_up_console()
-    scores, path = run_benchmarks(request)
+    scores, path = run_benchmarks(request, name)
     out = Console(width=WIDTH)
     out.print(table(scores))
     out.print(f"Numbers: {path}", highlight=False)

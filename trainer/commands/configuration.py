@@ -1,113 +1,243 @@
-"""From the command line to plain values, with Hydra; every wrong word is found at once."""
+"""From the words of a command line to plain values, with Hydra; every wrong word is found at
+once."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.commands.config_files import (
+    REQUIRED,
+    ConfigFiles,
+    config_directory,
+    is_global,
+    read_file,
+)
+from trainer.commands.words import is_hydras, parse_words
 from trainer.errors import UserError, did_you_mean
 
 Values = dict[str, Any]
 
-
-def config_directory() -> Path:
-    """``conf/``: inside the package where it is installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+FREE_FORM = ("positional.encodings", "positional.heads", "controls", "callbacks")
+"""Groups whose keys the user chooses; new ones are added with a plus."""
 
 
-def options(group: str) -> list[str]:
-    """The names that ``group=`` or ``+group=`` accepts."""
-    return sorted(path.stem for path in (config_directory() / group).glob("*.yaml"))
+@dataclass(frozen=True)
+class Composed:
+    """What the words of one job stand for.
+
+    ``values``: of the words that are right. ``choices``: the option of each group. ``problems``: a
+    sentence for each word that is malformed or unknown, so that the values can be checked before
+    all problems are reported together. ``words``: the overrides. ``files``: what they choose
+    from. ``flags``: options of the command's own.
+    """
+
+    values: Values
+    choices: dict[str, str]
+    problems: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    files: ConfigFiles = field(default_factory=ConfigFiles)
+    flags: tuple[str, ...] = ()
+
+    def without_kind(self, group: str) -> tuple[Values, Any]:
+        """The values without the key ``kind`` of a group, and what it says (None: nothing)."""
+        inside = self.values.get(group)
+        if not isinstance(inside, dict):
+            return self.values, None
+        rest = {key: value for key, value in inside.items() if key != "kind"}
+        return {**self.values, group: rest}, inside.get("kind")
+
+    @staticmethod
+    def by_hydra(config: DictConfig) -> Composed:
+        """The configuration that Hydra hands to a job."""
+        return Composed(_plain(config), dict(HydraConfig.get().runtime.choices))
 
 
-def groups() -> list[str]:
-    """The configuration groups."""
-    return sorted(path.name for path in config_directory().iterdir() if path.is_dir())
-
-
-def compose_values(words: list[str], config_name: str = "config") -> tuple[Values, list[str]]:
+def compose_words(
+    words: Sequence[str],
+    root: str = "config",
+    files: ConfigFiles | None = None,
+    found: Sequence[str] = (),
+    flags: tuple[str, ...] = (),
+) -> Composed:
     """What overrides such as ``+experiment=drope_demo data.files=[a.txt]`` stand for.
 
-    Returns:
-        The values of those that are right, and a sentence for each that is malformed or unknown, so
-        that the values can be checked before all problems are reported together.
+    ``root``: the file of ``conf/`` that the command starts from. ``found``: problems already known.
+    ``flags``: options of the command's own.
+
+    Raises:
+        UserError: they cannot be composed at all; with every problem found so far.
     """
-    problems: list[str] = []
-    chosen: list[str] = []
-    others: list[Override] = []
-    parser = OverridesParser.create()
-    for word in words:
-        try:
-            override = parser.parse_override(word)
-        except HydraException:
-            problems.append(f"{word!r}: expected key=value, for instance seed=1.")
-            continue
-        if not _is_group(override):
-            others.append(override)
-        elif problem := _group_problem(override):
+    files = files or ConfigFiles()
+    defaults = files.default_groups(root)
+    overrides, malformed = parse_words(plain_groups(words, defaults))
+    problems = [*found, *malformed]
+    chosen, others = _sorted(overrides, defaults, files, problems)
+    lines = [*chosen.values()]
+    config = _composed(root, lines, files, problems)
+    keys, base = [], OmegaConf.to_container(config)
+    for override in others:
+        if problem := _key_problem(override, base):
             problems.append(problem)
         else:
-            chosen.append(word)
-    with initialize_config_dir(version_base=None, config_dir=str(config_directory())):
-        base = _composed(config_name, chosen)
-        for override in others:
-            if problem := _key_problem(override, base):
-                problems.append(problem)
-            else:
-                chosen.append(str(override.input_line))
-        return _plain(_composed(config_name, chosen)), problems
+            keys.append(str(override.input_line))
+    if keys:
+        config = _composed(root, lines + keys, files, problems)
+    choices = dict(config.hydra.runtime.choices)
+    with open_dict(config):
+        del config["hydra"]
+    values = _plain(config, problems, files, choices)
+    return Composed(values, choices, tuple(problems), tuple(words), files, flags)
 
 
-def _composed(config_name: str, lines: list[str]) -> DictConfig:
+def check_composes(root: str, words: list[str], files: ConfigFiles) -> None:
+    """Whether Hydra composes words, among them settings of its own, such as its launcher.
+
+    Raises:
+        UserError: it does not.
+    """
+    _composed(root, words, files, [])
+
+
+def _sorted(
+    overrides: Sequence[Override],
+    defaults: dict[str, str],
+    files: ConfigFiles,
+    problems: list[str],
+) -> tuple[dict[str, str], list[Override]]:
+    """The words that choose an option, by their groups, and the others.
+
+    ``problems`` gets a sentence for each that is wrong. Where an option has to be chosen and none
+    is, any stands for it, so that the rest can be checked.
+    """
+    chosen: dict[str, str] = {}
+    wanted: dict[str, list[str]] = {}
+    others = []
+    groups = files.groups()
+    for override in overrides:
+        group, word = override.key_or_group, str(override.input_line)
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            instead = "choose one" if group in groups else f"write {key}=[...] for a list"
+            problems.append(
+                f"{word}: several values; {instead}, or --multirun for a job with each."
+            )
+        elif is_hydras(override):
+            problems.append(f"{word}: Hydra's own settings need --multirun.")
+        elif group not in groups or isinstance(override.value(), dict):
+            others.append(override)
+        else:
+            wanted.setdefault(group, []).append(str(override.value()))
+            faults = _group_problems(override, defaults, files)
+            problems += faults
+            chosen |= {} if faults else {group: word}
+    for group, options in wanted.items():
+        if len(options) > 1:
+            problems.append(f"{group}: expected one, got {', '.join(options)}.")
+    for group in (g for g, default in defaults.items() if default == REQUIRED and g not in chosen):
+        names = files.options(group)
+        if group not in wanted:
+            problems.append(f"{group}: give +{group}=NAME, one of {', '.join(names)}.")
+        chosen[group] = f"{group}={names[0]}"
+    return chosen, others
+
+
+def plain_groups(words: Sequence[str], defaults: Container[str]) -> list[str]:
+    """The words, ``+evaluation=`` and its like without the plus where the group has a default."""
+    bare = [word.lstrip("+") for word in words]
+    return [
+        without if without.partition("=")[0] in defaults else word
+        for word, without in zip(words, bare, strict=True)
+    ]
+
+
+def _group_problems(override: Override, defaults: dict[str, str], files: ConfigFiles) -> list[str]:
+    """What is wrong with ``experiment=x`` or ``model=x``."""
+    group, option = override.key_or_group, str(override.value())
+    if option not in files.options(group):
+        near = did_you_mean(option, files.options(group))
+        return [f"{group}: there is no {group} {option!r}.{near}"]
     try:
-        return compose(config_name, overrides=lines)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(" ".join(str(error).split())) from error
+        path = files.lineage((group, option))[-1]
+    except UserError as error:
+        return list(error.problems)
+    if group in defaults or (is_global(path) and override.is_add()):
+        return []
+    if is_global(path):
+        return [f"{group}: write +{group}={option} (with a plus, it adds to the defaults)."]
+    if path.is_relative_to(config_directory()):
+        return [f"{group}: unknown group here.{did_you_mean(group, defaults)}"]
+    return [
+        f"{path}: expected '# @package _global_' as its first line, since its keys are those of "
+        "the whole configuration."
+    ]
 
 
-def _plain(config: DictConfig) -> Values:
+def _composed(
+    root: str, lines: list[str], files: ConfigFiles, problems: Sequence[str]
+) -> DictConfig:
+    more = []
+    if files.own is not None:
+        quoted = f"file://{files.own.resolve()}".replace("\\", "\\\\").replace("'", "\\'")
+        more = [f"hydra.searchpath=['{quoted}']"]
+    try:
+        with initialize_config_dir(version_base=None, config_dir=str(config_directory())):
+            return compose(root, overrides=[*lines, *more], return_hydra_config=True)
+    except RecursionError as error:
+        raise UserError(*problems, "A defaults list leads back to itself.") from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        said = str(error) or str(error.__cause__)
+        raise UserError(*problems, " ".join(said.split())) from error
+
+
+def _plain(
+    config: DictConfig,
+    problems: Sequence[str] = (),
+    files: ConfigFiles | None = None,
+    choices: dict[str, str] | None = None,
+) -> Values:
+    """The values, with everything resolved."""
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise UserError(" ".join(str(error).split())) from error
+        key = str(error.full_key or "")
+        said = str(error).partition("\n")[0].rpartition("resolving interpolation: ")[2].strip('"')
+        places = [place for place in (choices or {}).items() if files and files.find(place)]
+        paths = [path for place in places for path in (files or ConfigFiles()).lineage(place)]
+        last = key.rpartition(".")[2].partition("[")[0]
+        where = next((f" ({p})" for p in reversed(paths) if _unresolved(read_file(p), last)), "")
+        raise UserError(*problems, f"{key}: {said}{where}.") from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
-def _is_group(override: Override) -> bool:
-    return override.key_or_group in groups() and not isinstance(override.value(), dict)
+def _unresolved(tree: Any, key: str) -> bool:
+    """Whether a key of that name stands somewhere in the tree with a value yet to be resolved."""
+    if isinstance(tree, dict):
+        own = str(tree.get(key, ""))
+        return "${" in own or own == "???" or any(_unresolved(v, key) for v in tree.values())
+    return isinstance(tree, list) and any(_unresolved(value, key) for value in tree)
 
 
-def _group_problem(override: Override) -> str | None:
-    """What is wrong with ``experiment=x`` or ``model=x``, if it is one of those."""
-    name, value = override.key_or_group, override.value()
-    if value not in options(name):
-        return f"{name}: there is no {name} {value!r}.{did_you_mean(str(value), options(name))}"
-    if name == "experiment" and not override.is_add():
-        return f"experiment: write +experiment={value} (with a plus, it adds to the defaults)."
-    return None
-
-
-def _key_problem(override: Override, base: DictConfig) -> str | None:
+def _key_problem(override: Override, base: Any) -> str | None:
     """What is wrong with the key of ``a.b.c=value``: it must exist, or lie in a free-form group."""
-    place: Any = base
+    place = base
     path = override.key_or_group.split(".")
-    if path[0] == "hydra":
-        return None
     for depth, key in enumerate(path):
-        if not isinstance(place, DictConfig):
+        if not isinstance(place, dict):
             return f"{'.'.join(path)}: {'.'.join(path[:depth])} is a value, not a group."
         if key not in place:
             where = ".".join(path[:depth])
-            near = did_you_mean(key, [str(k) for k in place])
+            near = did_you_mean(key, [str(k) for k in place if k != "hydra"])
             free = where in FREE_FORM or where.startswith(tuple(f"{f}." for f in FREE_FORM))
             if free and (override.is_add() or override.is_force_add()):
                 return None
@@ -117,7 +247,3 @@ def _key_problem(override: Override, base: DictConfig) -> str | None:
             return f"{prefix}{key}: unknown key.{near}"
         place = place[key]
     return None
-
-
-FREE_FORM = ("positional.encodings", "positional.heads", "controls", "callbacks")
-"""Groups whose keys the user chooses; new ones are added with a plus."""

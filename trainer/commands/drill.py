@@ -6,17 +6,25 @@ import logging
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.commands.command import Command
+from trainer.commands.running import run_command
+from trainer.commands.train import read_run
+
+if TYPE_CHECKING:
+    from trainer.runs.config import RunConfig
 
 
-def run(words: list[str]) -> None:
+def run(words: Sequence[str]) -> None:
     """Do faults to a small copy of a run, and print what it made of them; exit 1 if it noticed."""
-    if any(word in ("-h", "--help") for word in words):
-        print(HELP)
-        return
-    from trainer.commands.train import read_config
+    run_command(COMMAND, words)
 
-    config = read_config(words)
+
+def execute(config: RunConfig) -> None:
+    """Break the small copy in every way, and print the table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -60,3 +68,6 @@ the same metrics and weights as a run that was never broken. Exit code 0 if all 
 Run it before a long run: what it shows for the small copy holds for the code and the configuration,
 not for the cluster's file system or network.
 """
+COMMAND = Command(
+    "config", HELP, read_run, execute, alone="a drill is of one configuration; run it for each."
+)

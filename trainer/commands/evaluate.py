@@ -2,78 +2,75 @@
 
 from __future__ import annotations
 
-from trainer.errors import UserError, did_you_mean
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-BENCHMARKS = ("multiple_choice", "harness")
-LENGTHS = ("extension", "niah", "ruler", "longbench", "many_shot")
-KINDS = ("default", *LENGTHS, *BENCHMARKS)
-CHOICES = ("+evaluation=", "evaluation=")
+from trainer.commands.command import Command
+from trainer.commands.kinds import KINDS, LENGTHS, kind_problem, request_schema
+from trainer.commands.running import run_command
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.commands.configuration import Composed
+    from trainer.workflows.evaluation_request import EvaluationRequest
 
 
-def run(words: list[str]) -> None:
+@dataclass(frozen=True)
+class Named:
+    """A request, its kind, and the name of the option that was chosen."""
+
+    kind: str
+    name: str
+    request: Any
+
+
+def run(words: Sequence[str]) -> None:
     """Evaluate ``checkpoint`` (and those in ``compare``) and write a report into ``output``."""
-    if any(word in ("-h", "--help") for word in words):
-        print(HELP)
-        return
-    kind, words = split_kind(words)
-    if kind in BENCHMARKS:
-        from trainer.commands import benchmarks
-
-        benchmarks.run(kind, words)
-        return
-    from trainer.commands import lengths
-
-    lengths.run(kind, words)
+    run_command(COMMAND, words)
 
 
-def split_kind(words: list[str]) -> tuple[str, list[str]]:
-    """The kind of evaluation that ``+evaluation=`` names, and the other words.
+def read(composed: Composed) -> Named:
+    """The checked request.
 
     Raises:
-        UserError: there is no such kind.
+        UserError: with every problem that can be seen before the checkpoint is read.
     """
-    kinds = [word.partition("=")[2] for word in words if word.startswith(CHOICES)]
-    for kind in kinds:
-        if kind not in KINDS:
-            raise UserError(
-                f"evaluation: there is no evaluation {kind!r}.{did_you_mean(kind, KINDS)}"
-            )
-    return (kinds or ["default"])[-1], [word for word in words if not word.startswith(CHOICES)]
+    from trainer.runs.parsing import parse
+
+    values, kind = composed.without_kind("evaluation")
+    name = composed.choices["evaluation"]
+    if kind not in KINDS:
+        raise UserError(*composed.problems, kind_problem(name, kind, KINDS))
+    return Named(kind, name, parse(request_schema(kind), values, composed.problems))
 
 
-HELP = """\
-python -m trainer evaluate checkpoint=PATH [compare=[PATH,...]] [evaluation.KEY=VALUE ...]
+def execute(named: Named) -> None:
+    """Evaluate, print the tables, write the report."""
+    if named.kind == LENGTHS:
+        _measure(named.request, named.name)
+    else:
+        from trainer.commands import benchmarks
 
-Measures needle retrieval and held-out loss at multiples of the training length, for the checkpoint
-as it is and with every context extension that applies to it.
+        benchmarks.show(named.request, named.name)
 
-  checkpoint=  a run directory (its newest checkpoint) or a checkpoint in it
-  compare=     further checkpoints of the same training length and tokenizer
-  output=      where the report goes; default: evaluation/ in the run directory
-  evaluation.  lengths, methods, tasks, needles.trials, dtype, ...: see conf/evaluation/default.yaml
-  text.        another source of held-out text, such as 'text={source: files, files: [a.txt]}'
 
-python -m trainer evaluate checkpoint=PATH +evaluation=extension [evaluation.KEY=VALUE ...]
+def _measure(request: EvaluationRequest, name: str) -> None:
+    from trainer.commands.console import print_report, set_up_console
+    from trainer.workflows.evaluate import evaluate_lengths
 
-Measures perplexity and retrieval at multiples of the training length for every checkpoint and every
-method that costs no training, on the same trials; also for published models (a directory or .gguf).
-+evaluation=niah, ruler, longbench and many_shot are the same with other tasks.
+    set_up_console()
+    report, output = evaluate_lengths(request, name)
+    print_report(report, str(output), existing=False)
 
-  evaluation.  lengths, methods, tasks, needles.trials, dtype, ...: see conf/extension.yaml
-  text.        another source of held-out text, such as 'text={source: files, files: [a.txt]}'
 
-python -m trainer evaluate checkpoint=PATH +evaluation=multiple_choice [evaluation.KEY=VALUE ...]
+HELP = """
+python -m trainer evaluate checkpoint=PATH [compare=[PATH,...]] [+evaluation=NAME] [KEY=VALUE ...]
 
-Scores ARC, HellaSwag, OpenBookQA, PIQA and WinoGrande from the files that
-scripts/fetch_benchmarks.py fetches; also for a directory that Hugging Face models come in.
-
-  evaluation.  tasks, limit, max_length, batch_tokens, add_bos, directory, unconditional: see
-               conf/multiple_choice.yaml
-
-python -m trainer evaluate checkpoint=PATH +evaluation=harness evaluation.tasks=[NAME,...]
-
-Scores tasks of lm-eval (pip install 'unrope[eval]'), which gets their data from the hub.
-
-  evaluation.  limit, max_length, batch_tokens, add_bos, num_fewshot, include_path: see
-               conf/harness.yaml
+Measures checkpoints, all on the same trials. Without +evaluation: needle retrieval and held-out
+loss at multiples of the training length, for the checkpoint as it is and with every context
+extension that applies to it. With +evaluation=extension: every method that costs no training, also
+for published models; niah, ruler, longbench and many_shot are the same with other tasks.
+multiple_choice takes its questions from the files of scripts/fetch_benchmarks.py.
 """
+COMMAND = Command("evaluate", HELP, read, execute, described=("evaluation",))

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from trainer.commands.configuration import compose_values
-from trainer.workflows.export_request import parse_export
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainer.commands.command import Command
+from trainer.commands.running import run_command
+
+if TYPE_CHECKING:
+    from trainer.commands.configuration import Composed
+    from trainer.workflows.export_request import ExportRequest
 
 
-def run(words: list[str]) -> None:
+def run(words: Sequence[str]) -> None:
     """Write ``checkpoint`` to the directory ``to`` so that transformers loads it."""
-    if any(word in ("-h", "--help") for word in words):
-        print(HELP)
-        return
-    request = parse_export(*compose_values(words, "export"))
+    run_command(COMMAND, words)
+
+
+def read(composed: Composed) -> ExportRequest:
+    """The checked request."""
+    from trainer.runs.parsing import parse
+    from trainer.workflows.export_request import ExportRequest
+
+    return parse(ExportRequest, composed.values, composed.problems)
+
+
+def execute(request: ExportRequest) -> None:
+    """Write the directory, and print how it is loaded."""
     from trainer.commands.console import set_up_console
 
     set_up_console()
@@ -22,16 +38,12 @@ def run(words: list[str]) -> None:
     print(f"AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")
 
 
-HELP = """\
-python -m trainer export checkpoint=PATH to=DIRECTORY [tolerance=1e-4] [dtype=float32|bfloat16]
+HELP = """
+python -m trainer export checkpoint=PATH to=DIRECTORY [KEY=VALUE ...]
 
 Writes config.json, model.safetensors, the tokenizer and a model card. A native architecture of
 transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM3) is chosen wherever one computes the same; else
 the model's code goes with it. Where transformers is installed, what was written is loaded in a
 fresh process and its logits are compared; nothing is kept if they differ by more than tolerance.
-
-  checkpoint=  a run directory (its newest checkpoint) or a checkpoint in it
-  to=          a directory that is new or empty
-  tolerance=   how far logits may differ in float32, as a share of the largest
-  dtype=       of the weights: float32, or bfloat16 at half the size
 """
+COMMAND = Command("export", HELP, read, execute, place=lambda request: request.to)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class SlurmConfig:
         return [f"#SBATCH {option}" for option in (*given, "--requeue", *self.extra)]
 
 
-def job_script(config: SlurmConfig, name: str, words: list[str], code: Path, logs: Path) -> str:
+def job_script(config: SlurmConfig, name: str, words: Sequence[str], code: Path, logs: Path) -> str:
     """The script of a job that trains with ``words``, from the snapshot ``code``.
 
     Its body is that of ``slurm/train.sbatch``, behind a header and environment of its own.

@@ -2,64 +2,80 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
-from trainer.commands.configuration import compose_values
+from trainer.commands.command import Command
+from trainer.commands.config_files import ConfigFiles
+from trainer.commands.running import run_command
 from trainer.commands.sbatch import SlurmConfig, job_script
 from trainer.commands.snapshot import snapshot
-from trainer.errors import UserError, did_you_mean
-from trainer.report.atomic import write_atomically
-from trainer.runs.config import RunConfig
-from trainer.runs.directory import plain, writable_problem
-from trainer.runs.parsing import parse_config, validated
+from trainer.commands.train import read_run
+from trainer.errors import UserError
 
-PREFIX = "slurm."
-OPTIONS = ("--submit", "--help", "-h")
+if TYPE_CHECKING:
+    from trainer.commands.configuration import Composed
+    from trainer.runs.config import RunConfig
+
+SUBMIT = "--submit"
 
 
-def run(words: list[str]) -> None:
+@dataclass(frozen=True)
+class Slurm:
+    """The group ``slurm``, under its name."""
+
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked job: ``config`` of the run that ``words`` stand for, ``files`` those it was
+    composed of, and whether the job is to be submitted."""
+
+    settings: SlurmConfig
+    config: RunConfig
+    words: tuple[str, ...]
+    files: ConfigFiles
+    submit: bool
+
+
+def run(words: Sequence[str]) -> None:
     """Write the job's script, configuration and code, and submit it where ``--submit`` asks."""
-    if any(word in ("-h", "--help") for word in words):
-        print(HELP)
-        return
-    options = [word for word in words if word.startswith("-")]
-    rest = [word for word in words if not word.startswith(("-", PREFIX))]
-    settings, problems = read_settings([word for word in words if word.startswith(PREFIX)])
-    for option in options:
-        if option not in OPTIONS:
-            problems.append(f"slurm: unknown option {option!r}.{did_you_mean(option, OPTIONS)}")
-    values, found = compose_values(rest)
-    config = parse_config(values, [*found, *problems, *_misfits(settings, values)])
-    script = write_job(settings, config, rest)
+    run_command(COMMAND, words)
+
+
+def read(composed: Composed) -> Job:
+    """The checked job."""
+    from trainer.runs.parsing import validated
+
+    values = {key: value for key, value in composed.values.items() if key != "slurm"}
+    group, found = validated(Slurm, {"slurm": composed.values["slurm"]})
+    problems = [*found, *(f"slurm.{p}" for p in group.slurm.problems())]
+    problems += _misfits(group.slurm, values)
+    config = read_run(replace(composed, values=values), problems)
+    words = tuple(word for word in composed.words if not _is_setting(word))
+    return Job(group.slurm, config, words, composed.files, SUBMIT in composed.flags)
+
+
+def execute(job: Job) -> None:
+    """Write the job, and submit it or say how."""
+    script = write_job(job)
     command = ["sbatch", "--parsable", str(script)]
     print(f"Job script: {script}")
-    if "--submit" in options:
+    if job.submit:
         print(f"Submitted job {submit(command)}.")
     else:
         print(f"Submit it with: {shlex.join(command)}")
 
 
-def read_settings(words: list[str]) -> tuple[SlurmConfig, list[str]]:
-    """The settings in words such as ``slurm.nodes=4``, and a sentence for each that is wrong."""
-    values: dict[str, Any] = {}
-    problems = []
-    parser = OverridesParser.create()
-    for word in words:
-        try:
-            override = parser.parse_override(word)
-        except HydraException:
-            problems.append(f'{word!r}: expected slurm.nodes=2, or slurm.extra=["--a=b","--c=d"].')
-        else:
-            values[override.key_or_group.removeprefix(PREFIX)] = override.value()
-    settings, found = validated(SlurmConfig, values)
-    return settings, problems + [f"{PREFIX}{p}" for p in (*found, *settings.problems())]
+def _is_setting(word: str) -> bool:
+    """Whether the word is for the job rather than for the run in it."""
+    return re.match(r"[+~]*slurm[.=]", word) is not None
 
 
 def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[str]:
@@ -76,21 +92,27 @@ def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[str]:
     return found
 
 
-def write_job(settings: SlurmConfig, config: RunConfig, words: list[str]) -> Path:
+def write_job(job: Job) -> Path:
     """Write ``job.sbatch``, ``config.yaml``, ``code/`` and ``logs/``; returns the script's path.
 
     Raises:
         UserError: the directory cannot be written.
     """
+    import yaml
+
+    from trainer.report.atomic import write_atomically
+    from trainer.runs.directory import plain, writable_problem
+
+    settings, config = job.settings, job.config
     directory = Path(settings.directory or f"slurm_jobs/{config.name}")
     if problem := writable_problem(str(directory), "slurm.directory"):
         raise UserError(problem)
     place = directory.resolve()
-    code = snapshot(place / "code")
+    code = snapshot(place / "code", job.files.own)
     (place / "logs").mkdir(exist_ok=True)  # SLURM does not make it, and the job would fail
     text = yaml.safe_dump(plain(config), sort_keys=False)
     write_atomically(place / "config.yaml", text)
-    script = job_script(settings, config.name, words, code, place / "logs")
+    script = job_script(settings, config.name, job.words, code, place / "logs")
     write_atomically(place / "job.sbatch", script)
     return directory / "job.sbatch"
 
@@ -113,20 +135,20 @@ def submit(command: list[str]) -> str:
     return result.stdout.strip().partition(";")[0]  # "number;cluster" where there are several
 
 
-HELP = """\
+HELP = """
 python -m trainer slurm [+experiment=NAME] [KEY=VALUE ...] [slurm.KEY=VALUE ...] [--submit]
 
 Checks the configuration of a run and writes it as a SLURM job into slurm_jobs/NAME: the script, the
-configuration, and a copy of the code, so that later edits do not change a job that waits. --submit
-hands it to sbatch. The job writes a checkpoint before its time is up, and is requeued.
-
-  slurm.nodes=           nodes; default: 1
-  slurm.gpus_per_node=   GPUs, and workers, a node; default: 8; 0: one worker on the CPU
-  slurm.cpus_per_task=   cores a node
-  slurm.time=            limit; default: 24:00:00
-  slurm.signal_seconds=  how long before the limit the checkpoint is asked for; default: 120
-  slurm.setup=           shell lines to run first: '["module load cuda","source venv/bin/activate"]'
-  slurm.extra=           further options: '["--reservation=name"]'
-  slurm.directory=       where the job's files go; default: slurm_jobs/NAME
-  slurm.                 partition, account, qos, constraint, exclude, mem, job_name: as in sbatch
+configuration, and a copy of the code and of --config-dir, so that later edits do not change a job
+that waits. --submit hands it to sbatch. The job writes a checkpoint before its time is up, and is
+requeued.
 """
+COMMAND = Command(
+    "slurm",
+    HELP,
+    read,
+    execute,
+    alone="a job is of one run; --multirun hydra/launcher=submitit_slurm is for `train`.",
+    flags=(SUBMIT,),
+    described=("slurm",),
+)

@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from trainer.commands.configuration import config_directory
+from trainer.commands.config_files import config_directory
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -17,14 +17,16 @@ def slurm_directory() -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / "slurm"
 
 
-def snapshot(directory: Path) -> Path:
+def snapshot(directory: Path, own: Path | None = None) -> Path:
     """Copy the package, with ``conf/`` and ``slurm/`` inside it, to ``directory/<digest>``.
+
+    ``own``: a user's directory of configurations, whose options become ones of ``conf/``.
 
     The place is named by its content and never changes: a job that waits keeps its code, and jobs
     with the same code share one copy. Returns the place, to be put on ``PYTHONPATH``. Raises
     ``OSError`` as the file system does.
     """
-    files = dict(sorted(_files().items()))
+    files = dict(sorted(_files(own).items()))
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -40,16 +42,17 @@ def snapshot(directory: Path) -> Path:
     return place
 
 
-def _files() -> dict[str, bytes]:
+def _files(own: Path | None) -> dict[str, bytes]:
     """Every file of the package by its path in the snapshot."""
-    roots = {
-        "trainer": PACKAGE,
-        "trainer/conf": config_directory(),
-        "trainer/slurm": slurm_directory(),
-    }
+    roots = [
+        ("trainer", PACKAGE, "*"),
+        ("trainer/conf", config_directory(), "*"),
+        ("trainer/slurm", slurm_directory(), "*"),
+        *([("trainer/conf", own, "*/*.yaml")] if own is not None else []),
+    ]
     return {
         f"{place}/{path.relative_to(root).as_posix()}": path.read_bytes()
-        for place, root in roots.items()
-        for path in root.rglob("*")
+        for place, root, pattern in roots
+        for path in root.rglob(pattern)
         if path.is_file() and "__pycache__" not in path.parts
     }

@@ -9,7 +9,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from trainer.generation.sampling import Sampler, Sampling
+from trainer.generation.sampler import Sampler
+from trainer.generation.sampling import Sampling
 from trainer.model.cache import KVCache
 from trainer.model.decoder import Decoder
 

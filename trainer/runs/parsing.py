@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import singledispatch
 from typing import Any, Protocol, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -13,7 +14,7 @@ from trainer.errors import UserError, did_you_mean
 from trainer.positional.encodings import load_plugins
 from trainer.runs.config import RunConfig
 
-T = TypeVar("T")
+S = TypeVar("S")
 
 
 def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
@@ -56,7 +57,7 @@ def _quoted(expected: str) -> list[str]:
     return [word for i, word in enumerate(expected.split("'")) if i % 2]
 
 
-def validated(schema: type[T], values: dict[str, Any]) -> tuple[T, list[str]]:
+def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
     """``values`` as the dataclass ``schema``, and a sentence for every unknown key and wrong type.
 
     Keys of a wrong type have their defaults in the result, so that the rest can be checked too.
@@ -71,16 +72,44 @@ def validated(schema: type[T], values: dict[str, Any]) -> tuple[T, list[str]]:
         return adapter.validate_python(_without(values, locations)), problems
 
 
-def parse_config(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig:
-    """A checked configuration from plain values; ``found`` are problems already known.
+class Schema(Protocol):
+    """A dataclass that knows what is impossible in it."""
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        ...
+
+
+T = TypeVar("T", bound=Schema)
+
+
+def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) -> T:
+    """Plain values as a checked dataclass; ``found`` are problems already known.
+
+    A run's configuration gets what follows from it: steps from tokens, the shape of pretrained
+    weights.
 
     Raises:
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
     """
     # `controls=null` on a command line leaves an experiment's out; merging keeps {}.
-    values = {**values, **{key: values.get(key) or {} for key in ("controls", "callbacks")}}
-    config, problems = validated(RunConfig, values)
-    problems = [*found, *problems]
+    values = values | {key: {} for key in ("controls", "callbacks") if values.get(key, ...) is None}
+    config, problems = validated(schema, values)
+    config, impossible = _completed(config, values, [*found, *problems])
+    if problems := [*found, *problems, *impossible]:
+        raise UserError(*problems)
+    return config
+
+
+@singledispatch
+def _completed(config: Any, values: dict[str, Any], known: Sequence[str]) -> tuple[Any, list[str]]:
+    """The configuration with what follows from it, and what is impossible in it."""
+    return config, config.problems()
+
+
+@_completed.register
+def _(config: RunConfig, values: dict[str, Any], known: Sequence[str]) -> tuple[Any, list[str]]:
+    problems: list[str] = []
     try:
         load_plugins(config.plugins)
     except UserError as error:
@@ -89,13 +118,11 @@ def parse_config(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig
     try:
         config = with_pretrained_shape(config)
     except UserError as error:
-        raise UserError(*problems, *error.problems) from error
+        return config, [*problems, *error.problems]
     problems += config.problems()
     for name, changes in config.controls.items():
-        problems += _control_problems(values, config, name, changes, problems)
-    if problems:
-        raise UserError(*problems)
-    return config
+        problems += _control_problems(values, config, name, changes, [*known, *problems])
+    return config, problems
 
 
 def with_steps(config: RunConfig) -> RunConfig:
@@ -132,25 +159,6 @@ def with_pretrained_shape(config: RunConfig) -> RunConfig:
         from_pretrained=given.from_pretrained,
     )
     return replace(config, model=shape)
-
-
-class _Request(Protocol):
-    def problems(self) -> list[str]: ...
-
-
-R = TypeVar("R", bound=_Request)
-
-
-def parse_as(schema: type[R], values: dict[str, Any], found: Sequence[str] = ()) -> R:
-    """A checked request of a command; ``found`` are problems already known.
-
-    Raises:
-        UserError: with every problem: unknown keys, wrong types, impossible combinations.
-    """
-    request, wrong = validated(schema, values)
-    if problems := [*found, *wrong, *request.problems()]:
-        raise UserError(*problems)
-    return request
 
 
 def _without(values: dict[str, Any], locations: list[tuple[Any, ...]]) -> dict[str, Any]:
@@ -199,4 +207,4 @@ def control_config(values: dict[str, Any], name: str) -> RunConfig:
     """The configuration of a control: the run's, without controls, with the control's changes."""
     changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
     base = {**values, "controls": {}, "run_dir": f"{values['run_dir']}/controls/{name}"}
-    return parse_config(merged(base, changes))
+    return parse(RunConfig, merged(base, changes))

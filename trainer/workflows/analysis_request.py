@@ -6,17 +6,32 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.data.config import DataConfig
-from trainer.workflows.held_out import request_problems
+from trainer.workflows.request import request_problems
+
+Kind = Literal[
+    "all",
+    "clusters",
+    "sinks",
+    "synthetic",
+    "frequency_entropy",
+    "offset_features",
+    "matrix_entropy",
+    "positional_bias",
+    "drop",
+]
+"""The keys of :data:`trainer.analysis.studies.catalogue.STUDIES`, all of them, or a drop."""
 
 
 @dataclass(frozen=True)
 class AnalysisConfig:
-    """``length``: tokens of a text, the beginning-of-text token included (null: 8 times the
-    training length, but no more than 4,096 or twice it, and no more than there is text). ``texts``:
-    how many are read together (null: as many as make 4,096 tokens, at most 16). ``chosen``:
-    [layer, query head] pairs that pictures of single heads show (empty: found by their measures).
-    ``dtype``: of the weights. ``seed``: of subsamples."""
+    """``kind``: which analysis, or all that the model has the structure for. ``length``: tokens of
+    a text, the beginning-of-text token included (null: 8 times the training length, but no more
+    than 4,096 or twice it, and no more than there is text). ``texts``: how many are read together
+    (null: as many as make 4,096 tokens, at most 16). ``chosen``: [layer, query head] pairs that
+    pictures of single heads show (empty: found by their measures). ``dtype``: of the weights.
+    ``seed``: of subsamples."""
 
+    kind: Kind = "all"
     length: int | None = None
     texts: int | None = None
     chosen: list[list[int]] = field(default_factory=list)
@@ -44,7 +59,7 @@ class AnalysisRequest:
 
     ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
     file. ``compare``: the model before the drop, for ``drop`` (null: the run's own checkpoint from
-    just before it). ``output``: null for ``analysis/KIND`` in the run, for a published model here.
+    just before it). ``output``: null for ``analysis/NAME`` in the run, for a published model here.
     ``text``: where held-out text comes from (null: the checkpoint's own source).
     """
 

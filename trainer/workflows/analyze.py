@@ -35,14 +35,15 @@ from trainer.workflows.held_out import held_out_corpus
 log = logging.getLogger(__name__)
 
 ALL, DROP = "all", "drop"
-KINDS = (ALL, *STUDIES, DROP)
 FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
 MOST_TOKENS = 2**24
 """Of the held-out text that are looked at."""
 
 
-def analyze(request: AnalysisRequest, kind: str) -> tuple[GeometryReport, Path]:
-    """Make the analyses that ``kind`` of :data:`KINDS` names, and write their page.
+def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[GeometryReport, Path]:
+    """Make the analyses that a request asks for, and write their page.
+
+    ``name``: the directory of the page among the run's analyses (None: what kind they are).
 
     Returns:
         The report and the path of its page.
@@ -52,9 +53,9 @@ def analyze(request: AnalysisRequest, kind: str) -> tuple[GeometryReport, Path]:
             suffice, or the analysis cannot be made of this model.
     """
     torch.set_num_threads(request.threads or os.cpu_count() or 1)
-    config = request.analysis
+    config, kind = request.analysis, request.analysis.kind
     candidate = find_candidate(str(request.checkpoint))
-    output = Path(request.output or candidate.home / "analysis" / kind)
+    output = Path(request.output or candidate.home / "analysis" / (name or kind))
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
     other = _other(request, candidate, kind)

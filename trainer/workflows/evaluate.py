@@ -4,57 +4,31 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from trainer.data.config import DataConfig
 from trainer.errors import UserError
-from trainer.evaluation.config import EvaluationConfig
 from trainer.report.results import Report
 from trainer.report.writing import write_renderings
 from trainer.runs.descriptions import reference_first
 from trainer.runs.directory import writable_problem
 from trainer.runs.models import find_candidate
-from trainer.workflows.held_out import held_out_corpus, request_problems, text_source
+from trainer.workflows.evaluation_request import EvaluationRequest
+from trainer.workflows.held_out import held_out_corpus, text_source
 from trainer.workflows.measuring import Text, checked, measure_models, with_observations
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LengthRequest:
-    """What ``evaluate`` is asked for, whatever its ``+evaluation=``.
-
-    ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
-    file. ``compare``: more of them, of the same tokenizer and training length. ``output``: where
-    report and finished cells go (null: ``lengths/KIND`` in the run, and without a kind
-    ``evaluation``, where the run's own cells are).
-    ``text``: where haystacks and held-out text come from (null: the first checkpoint's own source).
-    """
-
-    checkpoint: str | None = None
-    compare: list[str] = field(default_factory=list)
-    output: str | None = None
-    threads: int | None = None
-    text: DataConfig | None = None
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        common = request_problems(self.checkpoint, self.threads, self.text)
-        return self.evaluation.problems() + common
-
-
 DEFAULT = "default"
-"""The kind of evaluation that a run ends with."""
+"""The option of the group that a run ends with."""
 
 
-def evaluate_lengths(request: LengthRequest, kind: str = DEFAULT) -> tuple[Report, Path]:
+def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[Report, Path]:
     """Measure every method on every model, write the report, return it with its directory.
 
-    ``kind``: what the evaluation is called, and its directory among those of the run.
+    ``name``: what the evaluation is called, and its directory among those of the run.
 
     Raises:
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
@@ -63,7 +37,7 @@ def evaluate_lengths(request: LengthRequest, kind: str = DEFAULT) -> tuple[Repor
     torch.set_num_threads(request.threads or os.cpu_count() or 1)
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(given, "compare") for given in request.compare]
-    place = Path("evaluation") if kind == DEFAULT else Path("lengths", kind)
+    place = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / place)
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
@@ -71,10 +45,10 @@ def evaluate_lengths(request: LengthRequest, kind: str = DEFAULT) -> tuple[Repor
     if problems := request.evaluation.problems(first.layout.training_length):
         raise UserError(*problems)
     text = Text(held_out_corpus(request.text, first), text_source(request.text, first), first)
-    if kind == DEFAULT:  # the order of a run's own table
+    if name == DEFAULT:  # the order of a run's own table
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
-    name = "Length evaluation" if first.run is None else first.run.name
-    report = measure_models(name, candidates, request.evaluation, text, output / "cells")
+    title = "Length evaluation" if first.run is None else first.run.name
+    report = measure_models(title, candidates, request.evaluation, text, output / "cells")
     report = with_observations(report, candidates)
     log.info("Writing the report")
     write_renderings(report, output)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from trainer.errors import UserError
-from trainer.runs.parsing import validated
+from trainer.workflows.request import request_problems
 
 
 @dataclass(frozen=True)
@@ -26,25 +24,9 @@ class ExportRequest:
 
     def problems(self) -> list[str]:
         """What is missing or impossible, one sentence each."""
-        found = []
-        if not self.checkpoint:
-            found.append("checkpoint: give checkpoint=runs/NAME, or a checkpoint in it.")
+        found = request_problems(self.checkpoint, self.threads)
         if not self.to:
             found.append("to: give to=DIRECTORY, new or empty.")
         if not self.tolerance >= 0:
             found.append(f"tolerance: expected 0 or more, got {self.tolerance}.")
-        if self.threads is not None and self.threads < 1:
-            found.append(f"threads: expected 1 or more, got {self.threads}.")
         return found
-
-
-def parse_export(values: dict[str, Any], found: Sequence[str] = ()) -> ExportRequest:
-    """A checked request; ``found`` are problems already known.
-
-    Raises:
-        UserError: with every problem that can be seen before the checkpoint is read.
-    """
-    request, problems = validated(ExportRequest, values)
-    if problems := [*found, *problems, *request.problems()]:
-        raise UserError(*problems)
-    return request

@@ -1,4 +1,4 @@
-"""What requests about finished models have in common: the models, and held-out text to read."""
+"""Held-out text for finished models."""
 
 from __future__ import annotations
 
@@ -6,18 +6,6 @@ from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.errors import UserError
 from trainer.runs.models import Candidate
-
-
-def request_problems(
-    checkpoint: str | None, threads: int | None, text: DataConfig | None = None
-) -> list[str]:
-    """What is impossible of these keys of a request, one sentence each."""
-    found = [] if text is None else [f"text: {problem}" for problem in text.problems()]
-    if not checkpoint:
-        found.append("checkpoint: give checkpoint=runs/NAME, or a checkpoint in it.")
-    if threads is not None and threads < 1:
-        found.append(f"threads: expected 1 or more, got {threads}.")
-    return found
 
 
 def text_source(text: DataConfig | None, candidate: Candidate) -> DataConfig:

@@ -1,0 +1,198 @@
+"""The one path of all commands: help, what was composed, several jobs, options."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from trainer.__main__ import main
+from trainer.commands import COMMANDS, analyze, evaluate, export, train
+from trainer.errors import UserError
+
+MODULES = {name: importlib.import_module(f"trainer.commands.{name}") for name in COMMANDS}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """Evaluations and exports as they would be made."""
+    made = []
+    for module in (analyze, evaluate, export, train):
+        command = module.COMMAND
+        monkeypatch.setattr(module, "COMMAND", replace(command, execute=made.append))
+    return made
+
+
+def refused(name, *words):
+    with pytest.raises(UserError) as error:
+        MODULES[name].run(list(words))
+    return error.value.problems
+
+
+@pytest.mark.parametrize("word", ["--help", "-h", "help"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, place):
+    MODULES[name].run([word])
+    said = capsys.readouterr().out
+    assert all(f in said for f in ("python -m trainer", "Keys (KEY=VALUE)", "--cfg job"))
+    assert max(map(len, said.splitlines())) <= 100
+    assert not list(place.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluate", "--help"], "  evaluation.trials=256"),
+        (["evaluate", "+evaluation=niah", "--help"], "  evaluation.lengths=[1, 2]     times the"),
+        (["analyze", "--help"], "  sinks                         Attention on the first token"),
+        (["generate", "--help"], "  top_p=1.0                     draw from the likeliest"),
+        (["slurm", "--help"], "  slurm.gpus_per_node=8         and workers; 0: one worker on the"),
+        (["--help"], "  positional: alibi, half_rope"),
+        (["help"], "  run_dir=runs/${name}          stable: the same command resumes"),
+    ],
+)
+def test_help_describes_keys_as_their_files_do(words, said, capsys):
+    main(words)
+    assert said in capsys.readouterr().out
+
+
+def test_help_shows_options_of_ones_own(place, capsys):
+    (place / "my/evaluation").mkdir(parents=True)
+    text = "# Mine alone.\ndefaults: [ruler, _self_]\nwindows: 3   # few\n"
+    (place / "my/evaluation/mine.yaml").write_text(text)
+    main(["evaluate", "--config-dir", "my", "evaluation=mine", "--help"])
+    said = capsys.readouterr().out
+    assert "  mine                          Mine alone." in said
+    assert "  evaluation.windows=3          few" in said
+    assert "  evaluation.tasks=[ruler]" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluate", "+evaluation=niah", "checkpoint=x"], ["kind: lengths", "checkpoint: x"]),
+        (["analyze", "analysis=sinks"], ["kind: sinks", "checkpoint: null"]),
+        (["generate", "seed=4"], ["seed: 4", "max_new_tokens: 128"]),
+        (["export", "to=out"], ["to: out"]),
+        (["drill", "seed=7"], ["seed: 7", "hidden_size: 64"]),
+        (["slurm", "slurm.nodes=3"], ["nodes: 3", "hidden_size: 64"]),
+        (["slurm", "slurm.nodes=3", "--package", "slurm"], ["# @package slurm", "nodes: 3"]),
+    ],
+)
+def test_cfg_job_prints_the_values(words, said, capsys, place):
+    main([*words, "--cfg", "job"])
+    out = capsys.readouterr().out
+    assert all(f"{line}\n" in out for line in said)
+    assert ("--package" in words) == ("hidden_size" not in out and "checkpoint" not in out)
+    assert not list(place.iterdir())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_words_are_checked_before_values_are_shown(name):
+    found = refused(name, "sede=1", "--cfg", "job")
+    assert any("sede: unknown key" in problem for problem in found)
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == "unrope 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--multrun"], "unknown option '--multrun'. Did you mean '--multirun'?"),
+        (["--config-dir"], "--config-dir: expected one argument."),
+        (["--cfg", "jobs"], "--cfg: invalid choice: 'jobs'"),
+        (["--package", "model"], "--package, --resolve: only with --cfg job."),
+        (["--multirun", "--cfg", "job"], "--multirun: it cannot be joined with --cfg."),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(words, said):
+    (problem,) = refused("train", *words)
+    assert said in problem
+
+
+@pytest.mark.parametrize("name", ["generate", "drill", "slurm"])
+def test_commands_of_one_job_refuse_several(name):
+    (problem,) = refused(name, "--multirun", "seed=0,1")
+    assert problem.startswith("--multirun: ")
+
+
+def test_multirun_starts_a_job_for_every_choice(done, place):
+    words = ["checkpoint=x", "+evaluation=niah,ruler", "threads=1,2"]
+    evaluate.run(["--multirun", *words])
+    assert [(job.name, job.request.threads) for job in done] == [
+        ("niah", 1), ("niah", 2), ("ruler", 1), ("ruler", 2),
+    ]  # fmt: skip
+    assert done[0].request.evaluation.tasks != done[2].request.evaluation.tasks
+    assert [path.name for path in place.iterdir()] == ["multirun"]
+
+
+def test_multirun_takes_groups_of_ones_own(done, place):
+    (place / "my conf/model").mkdir(parents=True)
+    (place / "my conf/model/mine.yaml").write_text("defaults: [nano, _self_]\nhidden_size: 96\n")
+    train.run(["--config-dir", "my conf", "-m", "model=nano,mine", "name=m${model.hidden_size}"])
+    assert [job.run_dir for job in done] == ["runs/m64", "runs/m96"]
+
+
+def test_multirun_checks_all_jobs_before_the_first(done, place):
+    words = ["to=${threads}${dtype}", "checkpoint=x", "threads=1,0,-1", "dtype=float32,float3"]
+    found = refused("export", "--multirun", *words)
+    assert len(found) == 3
+    assert any("threads: expected 1 or more, got 0" in problem for problem in found)
+    assert any("threads: expected 1 or more, got -1" in problem for problem in found)
+    assert any("Did you mean 'float32'" in problem for problem in found)
+    assert not done
+    assert not list(place.iterdir())
+
+
+def test_multirun_chooses_in_a_group_without_a_default(done):
+    analyze.run(["--multirun", "checkpoint=x", "+analysis=sinks,drop"])
+    assert [(job.name, job.request.analysis.kind) for job in done] == [
+        ("sinks", "sinks"),
+        ("drop", "drop"),
+    ]
+
+
+def test_two_jobs_do_not_write_one_directory(done):
+    (problem,) = refused("train", "--multirun", "seed=0,1,2", "name=a")
+    assert problem.startswith("--multirun: several jobs would write 'runs/a'; let its name hold")
+    train.run(["--multirun", "seed=0,1", "name=a_${seed}"])
+    assert [job.seed for job in done] == [0, 1]
+
+
+def test_multirun_names_a_launcher_that_is_not_there(done, place):
+    words = ["to=a", "checkpoint=x", "hydra/launcher=submitit_slum"]
+    (problem,) = refused("export", "--multirun", *words)
+    assert "Could not find 'hydra/launcher/submitit_slum'" in problem
+    assert "\n" not in problem
+    assert not list(place.iterdir())
+
+
+def test_a_job_that_fails_ends_multirun_with_its_code(monkeypatch, capsys):
+    def fail(request):
+        raise UserError(f"to: {request.to!r} is full.")
+
+    monkeypatch.setattr(export, "COMMAND", replace(export.COMMAND, execute=fail))
+    with pytest.raises(SystemExit) as stop:
+        export.run(["--multirun", "checkpoint=x", "to=a,b"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: to: 'a' is full.\n"
+
+
+def test_help_and_requests_need_neither_torch_nor_lightning():
+    modules = [f"trainer.commands.{name}" for name in COMMANDS]
+    requests = ("analysis_request", "evaluation_request", "export_request", "generation_request")
+    modules += [f"trainer.workflows.{name}" for name in requests]
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

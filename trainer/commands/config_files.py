@@ -1,0 +1,176 @@
+"""The files that a configuration is made of: those of ``conf/``, and those of a user's own
+directory (``--config-dir``), of which every fault is one line that names the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.errors import UserError, did_you_mean
+
+Place = tuple[str, str]
+"""A group and an option of it; the group of the files that commands start from is empty."""
+
+REQUIRED = "???"
+"""The default option of a group that has none."""
+
+
+def config_directory() -> Path:
+    """``conf/``: inside the package where it is installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+@dataclass(frozen=True)
+class ConfigFiles:
+    """``conf/`` and behind it ``own``, a user's directory.
+
+    Raises:
+        UserError: ``own`` is no directory, or holds an option that ``conf/`` has.
+    """
+
+    own: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.own is None:
+            return
+        if not self.own.is_dir():
+            raise UserError(f"--config-dir: there is no directory {str(self.own)!r}.")
+        taken = ConfigFiles()
+        problems = [
+            f"{path}: there is a {path.stem!r} in conf/{path.parent.name} already; give this "
+            "option another name."
+            for path in sorted(self.own.glob("*/*.yaml"))
+            if taken.find((path.parent.name, path.stem))
+        ]
+        if problems:
+            raise UserError(*problems)
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Where files are looked for, in this order."""
+        return (config_directory(), *((self.own,) if self.own is not None else ()))
+
+    def groups(self) -> list[str]:
+        """The configuration groups."""
+        found = {
+            path.relative_to(directory).as_posix()
+            for directory in self.directories
+            for path in directory.rglob("*")
+            if path.is_dir()
+        }
+        return sorted(found)
+
+    def options(self, group: str) -> list[str]:
+        """The names that ``group=`` or ``+group=`` accepts."""
+        found = {p.stem for place in self.directories for p in (place / group).glob("*.yaml")}
+        return sorted(found)
+
+    def find(self, place: Place) -> Path | None:
+        """The file of an option."""
+        paths = (directory / place[0] / f"{place[1]}.yaml" for directory in self.directories)
+        return next((path for path in paths if path.is_file()), None)
+
+    def lineage(self, place: Place, heirs: tuple[Place, ...] = ()) -> list[Path]:
+        """The files that an option's defaults list leads to, and last its own.
+
+        ``heirs``: the options whose lists have led here.
+
+        Raises:
+            UserError: one of them cannot be read, names what does not exist, or leads to itself.
+        """
+        path = self.find(place)
+        if path is None:
+            group, option = place
+            near = did_you_mean(option, self.options(group))
+            where = f"{self.find(heirs[-1])}: defaults" if heirs else group
+            raise UserError(f"{where}: there is no {group} {option!r}.{near}")
+        if place in heirs:
+            circle = " -> ".join(name for _, name in (*heirs, place))
+            raise UserError(f"{path}: its defaults list leads back to itself ({circle}).")
+        found = []
+        for group, option in _parents(path, place[0]):
+            if option == REQUIRED:
+                continue
+            if group and group not in self.groups():
+                near = did_you_mean(group, self.groups())
+                raise UserError(f"{path}: defaults: there is no group {group!r}.{near}")
+            found += self.lineage((group, option), (*heirs, place))
+        return [*found, path]
+
+    def family(self, place: Place) -> list[Path]:
+        """Those of the lineage that lie in the group of the option.
+
+        Raises:
+            UserError: as :meth:`lineage`.
+        """
+        parents = [directory / place[0] for directory in self.directories]
+        return [path for path in self.lineage(place) if path.parent in parents]
+
+    def default_groups(self, root: str) -> dict[str, str]:
+        """The groups of the file that a command starts from, each with its default option."""
+        found: dict[str, str] = {}
+        path = self.find(("", root))
+        assert path is not None
+        for group, option in _parents(path, ""):
+            found |= {group: option} if group else self.default_groups(option)
+        return found
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The content of a YAML file, interpolations as they are written.
+
+    Raises:
+        UserError: it cannot be read, or is no mapping of keys.
+    """
+    try:
+        content = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line}: {error.problem}.") from error
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, DictConfig):
+        raise UserError(f"{path}: expected keys with values, got a list.")
+    return {str(key): value for key, value in OmegaConf.to_container(content).items()}  # type: ignore[union-attr]
+
+
+def is_global(path: Path) -> bool:
+    """Whether the file says that its keys are those of the whole configuration."""
+    text = path.read_text("utf-8", errors="replace")
+    return re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE) is not None
+
+
+def _parents(path: Path, group: str) -> Iterator[Place]:
+    """What the defaults list of a file in ``group`` names, as far as it stands there in full."""
+    listed = read_file(path).get("defaults", [])
+    if not isinstance(listed, list):
+        raise UserError(f"{path}: defaults: expected a list, got {listed!r}.")
+    for entry in listed:
+        pairs = entry.items() if isinstance(entry, dict) else [("", entry)]
+        for key, value in pairs:
+            words = str(key).partition("@")[0].split()
+            name = words[-1] if words else ""
+            if "optional" in words or name.strip("/").startswith("hydra/") or "${" in str(entry):
+                continue
+            there = name[1:] if name.startswith("/") else "/".join(filter(None, (group, name)))
+            for option in value if isinstance(value, list) else [value]:
+                if isinstance(option, str) and option != "_self_":
+                    if "/" in option:
+                        yield _split(option, there)
+                    else:
+                        yield there, option.partition("@")[0]
+
+
+def _split(option: str, group: str) -> Place:
+    """The place of an option that is written with its group, such as ``/model/nano``."""
+    path = option.partition("@")[0]
+    parts = (path[1:] if path.startswith("/") else f"{group}/{path}").strip("/").split("/")
+    return "/".join(parts[:-1]), parts[-1]

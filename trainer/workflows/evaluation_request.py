@@ -1,0 +1,80 @@
+"""What the ``evaluate`` command is asked for, by the kind of evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from trainer.data.config import DataConfig
+from trainer.evaluation.benchmarks import BenchmarkConfig, HarnessConfig, MultipleChoiceConfig
+from trainer.evaluation.config import EvaluationConfig
+from trainer.workflows.request import request_problems
+
+
+@dataclass(frozen=True)
+class ModelsRequest:
+    """The keys that all kinds have.
+
+    ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
+    file. ``compare``: more of them. ``output``: where the report goes (null: into the run, for a
+    published model here). ``text``: where held-out text comes from, for kinds that read some (null:
+    the first checkpoint's own source).
+    """
+
+    checkpoint: str | None = None
+    compare: list[str] = field(default_factory=list)
+    output: str | None = None
+    threads: int | None = None
+    text: DataConfig | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationRequest(ModelsRequest):
+    """Methods, tasks and lengths, for models of the same tokenizer and training length."""
+
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        common = request_problems(self.checkpoint, self.threads, self.text)
+        return self.evaluation.problems() + common
+
+
+@dataclass(frozen=True)
+class BenchmarkRequest(ModelsRequest):
+    """Benchmarks, which bring their own text."""
+
+    evaluation: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = self.evaluation.problems() + request_problems(self.checkpoint, self.threads)
+        return found + no_text_problems(self)
+
+
+@dataclass(frozen=True)
+class MultipleChoiceRequest(BenchmarkRequest):
+    """Questions from files."""
+
+    evaluation: MultipleChoiceConfig = field(default_factory=MultipleChoiceConfig)
+
+
+@dataclass(frozen=True)
+class HarnessRequest(BenchmarkRequest):
+    """Tasks of lm-eval."""
+
+    evaluation: HarnessConfig = field(default_factory=HarnessConfig)
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = super().problems()
+        if find_spec("lm_eval") is None:
+            found.append("evaluation: lm-eval is not installed; pip install 'unrope[eval]'.")
+        return found
+
+
+def no_text_problems(request: ModelsRequest) -> list[str]:
+    """What is wrong where the evaluation reads no text of the user's choice."""
+    if request.text is None:
+        return []
+    return ["text: this evaluation reads text of its own; +evaluation=extension takes another."]

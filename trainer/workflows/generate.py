@@ -1,0 +1,103 @@
+"""Text from a finished model: one continuation as it grows, several when all are whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+
+from trainer.data.tokenizer import end_of_text
+from trainer.generation.generate import generate
+from trainer.generation.text_stream import TextStream
+from trainer.model.decoder import Decoder
+from trainer.runs.fitted_temperature import with_fitted_temperature
+from trainer.runs.models import find_candidate
+from trainer.workflows.generation_request import GenerationRequest
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """What a model wrote after each prompt.
+
+    ``read``, ``written``: tokens of all together. ``first``, ``rest``: seconds until every prompt
+    had its first token, and from there to the end.
+    """
+
+    texts: tuple[str, ...]
+    read: int
+    written: int
+    first: float
+    rest: float
+
+    def speed(self) -> str:
+        """Tokens, and tokens a second, of reading the prompts and of writing what followed."""
+        said = f"{self.read} tokens read, {self.read / self.first:,.0f} a second"
+        said += f"; {self.written} written"
+        if (later := self.written - len(self.texts)) > 0:
+            said += f", {later / self.rest:,.1f} a second"
+        return said
+
+
+def continue_prompts(
+    request: GenerationRequest, show: Callable[[str], None], say: Callable[[str], None]
+) -> Continuations:
+    """Continue the prompts with the checkpoint.
+
+    ``show`` gets a single continuation piece by piece where the request streams; ``say`` what is
+    known of the model before the first token.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+    torch.set_num_threads(request.threads or os.cpu_count() or 1)
+    found = find_candidate(str(request.checkpoint))
+    model = found.load()
+    model.layout, said = with_fitted_temperature(model.layout, found.path)
+    say(f"{found.name}, {found.path.name}{said}")
+    return write(model, found.tokenizer, found.begin, request, show)
+
+
+def write(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    begin: int | None,
+    request: GenerationRequest,
+    show: Callable[[str], None],
+) -> Continuations:
+    """Continue the prompts, every one of them behind ``begin``, where there is one."""
+    first = [] if begin is None else [begin]
+    encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in request.prompts]
+    ids = [[*first, *tokens] for tokens in encoded]
+    texts = [TextStream(tokenizer.decode, request.stop) for _ in ids]
+    stream = request.stream and len(ids) == 1
+    times: list[float] = [time.perf_counter()]
+
+    def on_token(row: int, token: int) -> bool:
+        new = texts[row].push(token)
+        if stream:
+            show(new)
+        times.append(time.perf_counter())
+        return texts[row].stopped
+
+    new = generate(
+        model,
+        ids,
+        request.max_new_tokens,
+        sampling=request.sampling,
+        end_tokens={end_of_text(tokenizer)},
+        on_token=on_token,
+    )
+    rests = [text.finish() for text in texts]
+    if stream:
+        show(rests[0])
+    return Continuations(
+        texts=tuple(text.text for text in texts),
+        read=sum(map(len, ids)),
+        written=sum(map(len, new)),
+        first=times[len(ids)] - times[0],
+        rest=times[-1] - times[len(ids)],
+    )
