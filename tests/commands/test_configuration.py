@@ -10,12 +10,13 @@ import pytest
 
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.configuration import compose_words
-from trainer.commands.kinds import OF_A_RUN
 from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_config
 from trainer.errors import UserError
 
 FILES = ConfigFiles()
+LENGTHS = ("default", "extension", "niah", "ruler", "longbench", "many_shot")
+"""Options that a run can end with."""
 
 
 def problems(*words):
@@ -46,7 +47,7 @@ def test_every_experiment_is_valid_or_says_which_weights_it_needs(name, monkeypa
     [
         (group, option)
         for group in FILES.default_groups("config")
-        for option in (OF_A_RUN if group == "evaluation" else FILES.options(group))
+        for option in (LENGTHS if group == "evaluation" else FILES.options(group))
     ],
 )
 def test_every_option_of_every_group_is_valid(group, option):
@@ -72,9 +73,7 @@ def schemas():
         (GenerationRequest, "generate", ()),
         *(
             (request_schema(kind), "evaluate", (f"evaluation={option}",))
-            for kind, option in zip(
-                KINDS, ("default", "extension", "multiple_choice", "harness"), strict=True
-            )
+            for kind, option in zip(KINDS, ("extension", "multiple_choice", "harness"), strict=True)
         ),
     ]
 

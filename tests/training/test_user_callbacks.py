@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import sys
 from pathlib import Path
 
@@ -13,7 +12,9 @@ import torch
 
 from tests.runs.test_formats import change_state
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
-from trainer.commands.configuration import compose_values, config_directory
+from trainer.commands.config_files import ConfigFiles
+from trainer.commands.configuration import compose_words
+from trainer.commands.train import read_config, read_run
 from trainer.errors import UserError
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.config import RunConfig
@@ -235,22 +236,20 @@ def test_a_class_in_a_plugin_file(run, tmp_path):
 
 def test_from_the_command_line():
     words = ["+callbacks.mine={_target_: my_callbacks.Shrink, factor: 0.5}"]
-    values, problems = compose_values([*words, "+callbacks.mine.every=3"])
-    assert problems == []
-    (callback,) = make_callbacks(parse(RunConfig, values).callbacks)
+    config = read_config([*words, "+callbacks.mine.every=3"])
+    (callback,) = make_callbacks(config.callbacks)
     assert (callback.factor, callback.every) == (0.5, 3)
 
 
-def test_from_an_experiment(tmp_path, monkeypatch):
-    conf = tmp_path / "conf"
-    shutil.copytree(config_directory(), conf)
-    (conf / "experiment" / "mine.yaml").write_text(
+def test_from_an_experiment_of_one_s_own(tmp_path):
+    path = tmp_path / "experiment" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text(
         "# @package _global_\ncallbacks:\n  mine: {_target_: my_callbacks.Shrink, factor: 0.5}\n"
     )
-    monkeypatch.setattr("trainer.commands.configuration.config_directory", lambda: conf)
-    values, problems = compose_values(["+experiment=mine", "callbacks.mine.factor=0.25"])
-    assert problems == []
-    (callback,) = make_callbacks(parse(RunConfig, values).callbacks)
+    words = ["+experiment=mine", "callbacks.mine.factor=0.25"]
+    composed = compose_words(words, files=ConfigFiles(tmp_path))
+    (callback,) = make_callbacks(read_run(composed).callbacks)
     assert callback.factor == 0.25
 
 
