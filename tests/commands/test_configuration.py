@@ -146,7 +146,7 @@ def compare(schema, given, path):
         (["model=nano", "model=llama_135m"], "model: expected one, got nano, llama_135m."),
         (["+analysis=sinks"], "analysis: unknown group here."),
         (["hydra/launcher=submitit_slurm"], "Hydra's own settings need --multirun"),
-        (["evaluation=niah"], "'niah' is for the evaluate command"),
+        (["evaluation=harness"], "'harness' is for the evaluate command"),
     ],
 )  # fmt: skip
 def test_mistake_is_named(words, said):
