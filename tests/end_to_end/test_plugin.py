@@ -1,4 +1,6 @@
-"""An encoding in one file of the user's: the file CONTRIBUTING.md shows, run as it says."""
+"""Each thing that a user can add takes one file outside of the package: an encoding and a callback
+while training, a task and an analysis of what was trained. The files are those CONTRIBUTING.md and
+docs/lightning.md show, used as they say."""
 
 from __future__ import annotations
 
@@ -10,34 +12,102 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from trainer.__main__ import main
+from trainer.analysis.names import ANALYSES
+from trainer.analysis.studies.catalogue import STUDIES
+from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.runs.checkpoints import find_checkpoint, read_state
 
-GUIDE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE, re.DOTALL)
+COMMANDS = [
+    shlex.split(command.replace("\\\n", " "))
+    for command in re.findall(r"```sh\n(python -m trainer .*?)```", GUIDE, re.DOTALL)
+]
 SMALL = [
     "trainer.max_steps=20", "drop.at=10", "trainer.batch_size=4", "trainer.threads=1",
     "evaluation.needles.trials=8", "evaluation.windows=4", "evaluation.fit_windows=2",
     "evaluation.lengths=[1,2]", "trainer.checkpoint_every=10", "~controls.nope", "~controls.rope",
 ]  # fmt: skip
+CALLBACK = """
+import lightning as L
+
+class Counter(L.Callback):
+    def on_train_batch_end(self, *_):
+        with open("counted", "a") as file:
+            file.write("x")
+"""
 
 
-def test_encoding_from_a_file_trains_drops_and_evaluates(tmp_path):
-    code = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)[1]
-    command = re.search(r"```sh\n(python -m trainer .*?)```", GUIDE, re.DOTALL)[1]
-    (tmp_path / "my_encoding.py").write_text(code)
-    words = shlex.split(command.replace("\\\n", " "))
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with the files, and a run with the encoding and the callback."""
+    directory = tmp_path_factory.mktemp("plugins")
+    for name, code in FILES:
+        (directory / name).write_text(code)
+    (directory / "my_callbacks.py").write_text(CALLBACK)
     result = subprocess.run(
-        [sys.executable, *words[1:], *SMALL],
-        cwd=tmp_path,
+        [
+            *(sys.executable, *COMMANDS[0][1:], *SMALL),
+            "+callbacks.mine={_target_: my_callbacks.Counter}",
+        ],
+        cwd=directory,
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    run = tmp_path / "runs" / "linear"
+    return directory
+
+
+@pytest.fixture
+def command(place, monkeypatch):
+    """Runs a command of the guide in that directory; what its files register is forgotten."""
+    monkeypatch.chdir(place)
+    tasks, studies, names = dict(NEEDLE_TASKS), dict(STUDIES), list(ANALYSES)
+    yield lambda number, *words: main([*COMMANDS[number][3:], *words])
+    for registry, before in ((NEEDLE_TASKS, tasks), (STUDIES, studies)):
+        registry.clear()
+        registry.update(before)
+    ANALYSES[:] = names
+
+
+def test_an_encoding_trains_drops_and_evaluates(place):
+    run = place / "runs" / "linear"
     before = read_state(find_checkpoint(str(run / "checkpoints" / "before-drop")))
     (spectrum,) = before["layout"]["spectra"]
     slowest = 2 * math.pi / 64
     expected = [slowest * (16 - 15 * m / 15) for m in range(16)]
     assert all(math.isclose(a, b) for a, b in zip(spectrum["inv_freq"], expected, strict=True))
     assert json.loads((run / "report.json").read_text())["drop"]["step"] == 10
+
+
+def test_a_callback_is_called_at_every_batch(place):
+    assert (place / "counted").read_text() == "x" * 20
+
+
+def test_a_task_has_cells_in_the_table(command, place):
+    command(1, "evaluation.needles.trials=3", "threads=1")
+    report = json.loads((place / "runs/linear/lengths/niah/report.json").read_text())
+    scores = [cell["scores"] for cell in report["cells"] if cell["task"] == "colour"]
+    assert len(scores) == 1
+    assert len(scores[0]) == 3
+
+
+def test_an_analysis_has_a_page(command, place, capsys):
+    command(2, "threads=1")
+    page = place / "runs/linear/analysis/key_norms/report.html"
+    assert "Norms of keys" in page.read_text()
+    assert "The longest keys are in layer" in capsys.readouterr().out
+
+
+def test_a_file_that_registers_nothing_of_that_name_is_told_so(command, place, capsys):
+    (place / "empty.py").write_text("")
+    with pytest.raises(SystemExit) as error:
+        command(2, "plugins=[empty.py]")
+    assert error.value.code == 2
+    assert "analysis.kind: there is no analysis 'key_norms'" in capsys.readouterr().err

@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.errors import UserError
-from trainer.positional.encodings import ENCODINGS, load_plugins, make_spectrum
+from trainer.plugins import load_plugins
+from trainer.positional.encodings import ENCODINGS, make_spectrum
 
 
 def spectrum(name, head_dim=64, training_length=4096, **given):

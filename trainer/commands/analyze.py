@@ -30,11 +30,14 @@ def run(words: Sequence[str]) -> None:
 
 def read(composed: Composed) -> Named:
     """The checked request."""
+    from trainer.analysis.names import kinds
     from trainer.runs.parsing import parse
     from trainer.workflows.analysis_request import AnalysisRequest
 
     request = parse(AnalysisRequest, composed.values, composed.problems)
-    return Named(composed.choices["analysis"], request)
+    option, kind = composed.choices["analysis"], request.analysis.kind
+    # An own option names its page; one of the program's with another kind is that kind's page.
+    return Named(kind if option in kinds() else option, request)
 
 
 def execute(named: Named) -> None:

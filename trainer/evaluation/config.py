@@ -32,7 +32,11 @@ PARTS = (
     *("longrope", "temperature", "temperature_rope_id", "dope", "weighted_rope", "drop"),
 )
 """What ``evaluation.methods`` joins by ``+``."""
-TASKS = (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
+
+
+def task_names() -> tuple[str, ...]:
+    """What ``evaluation.tasks`` can name, with what plugins have added."""
+    return (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class EvaluationConfig:
     ``enabled``: whether a training run ends with an evaluation. ``lengths``: multiples of the
     training length. ``methods``: names, or several joined by ``+`` (``yarn+dope``), applied from
     left to right; null: those of :data:`METHODS` that do something to a checkpoint. ``tasks``: of
-    :data:`TASKS`. ``windows``: held-out windows of the perplexity at each length, of which the
+    :func:`task_names`. ``windows``: held-out windows of the perplexity at each length, of which the
     ``last`` tokens are reported (null: as many as the training length, or the shortest length if
     that is less); ``fit_windows``: validation windows for what is fitted. ``batch_tokens``: tokens
     in one forward pass. ``dtype``: of the weights. ``needles``: of the trained statements and of
@@ -91,9 +95,9 @@ class EvaluationConfig:
             if getattr(self.longrope, key) < 1:
                 found.append(f"evaluation.longrope.{key}: expected 1 or more.")
         found += [
-            f"evaluation.tasks: unknown task {name!r}.{did_you_mean(name, TASKS)}"
+            f"evaluation.tasks: unknown task {name!r}.{did_you_mean(name, task_names())}"
             for name in self.tasks
-            if name not in TASKS
+            if name not in task_names()
         ]
         for method in self.methods or ():
             found += part_problems(method)

@@ -8,12 +8,9 @@ keys under ``positional.encodings.<name>``. A file outside the package works too
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, did_you_mean
@@ -26,26 +23,6 @@ def encoding(function: Callable[..., Spectrum]) -> Callable[..., Spectrum]:
     """Register ``function`` under its own name."""
     ENCODINGS[function.__name__] = function
     return function
-
-
-def load_plugins(paths: list[str]) -> None:
-    """Run the Python files in which a user registers encodings of their own.
-
-    Raises:
-        UserError: a file is missing or cannot be imported.
-    """
-    for path in paths:
-        if not Path(path).is_file():
-            raise UserError(f"plugins: there is no file {path!r}.")
-        spec = importlib.util.spec_from_file_location(f"unrope_plugin_{Path(path).stem}", path)
-        if spec is None or spec.loader is None:
-            raise UserError(f"plugins: {path!r} is not a Python file (expected a name in .py).")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses look for the module of a class
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            raise UserError(f"plugins: {path!r} failed to import: {error!r}.") from error
 
 
 def parameters(name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import UserError, did_you_mean
-from trainer.positional.encodings import load_plugins
+from trainer.plugins import load_plugins
 from trainer.runs.config import RunConfig
 
 S = TypeVar("S")
@@ -86,8 +86,8 @@ T = TypeVar("T", bound=Schema)
 def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) -> T:
     """Plain values as a checked dataclass; ``found`` are problems already known.
 
-    A run's configuration gets what follows from it: steps from tokens, the shape of pretrained
-    weights.
+    ``plugins`` are run first, so that what they add can be named. A run's configuration gets what
+    follows from it: steps from tokens, the shape of pretrained weights.
 
     Raises:
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
@@ -95,6 +95,10 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) ->
     # `controls=null` on a command line leaves an experiment's out; merging keeps {}.
     values = values | {key: {} for key in ("controls", "callbacks") if values.get(key, ...) is None}
     config, problems = validated(schema, values)
+    try:
+        load_plugins(getattr(config, "plugins", ()))
+    except UserError as error:
+        problems += error.problems
     config, impossible = _completed(config, values, [*found, *problems])
     if problems := [*found, *problems, *impossible]:
         raise UserError(*problems)
@@ -109,17 +113,12 @@ def _completed(config: Any, values: dict[str, Any], known: Sequence[str]) -> tup
 
 @_completed.register
 def _(config: RunConfig, values: dict[str, Any], known: Sequence[str]) -> tuple[Any, list[str]]:
-    problems: list[str] = []
-    try:
-        load_plugins(config.plugins)
-    except UserError as error:
-        problems += error.problems
     config = with_steps(config)
     try:
         config = with_pretrained_shape(config)
     except UserError as error:
-        return config, [*problems, *error.problems]
-    problems += config.problems()
+        return config, list(error.problems)
+    problems = config.problems()
     for name, changes in config.controls.items():
         problems += _control_problems(values, config, name, changes, [*known, *problems])
     return config, problems

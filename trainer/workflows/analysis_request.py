@@ -5,21 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.analysis.names import ALL, kinds
 from trainer.data.config import DataConfig
+from trainer.errors import did_you_mean
 from trainer.workflows.request import request_problems
-
-Kind = Literal[
-    "all",
-    "clusters",
-    "sinks",
-    "synthetic",
-    "frequency_entropy",
-    "offset_features",
-    "matrix_entropy",
-    "positional_bias",
-    "drop",
-]
-"""The keys of :data:`trainer.analysis.studies.catalogue.STUDIES`, all of them, or a drop."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +20,7 @@ class AnalysisConfig:
     pictures of single heads show (empty: found by their measures). ``dtype``: of the weights.
     ``seed``: of subsamples."""
 
-    kind: Kind = "all"
+    kind: str = ALL
     length: int | None = None
     texts: int | None = None
     chosen: list[list[int]] = field(default_factory=list)
@@ -45,6 +34,9 @@ class AnalysisConfig:
             for key, least in (("length", 2), ("texts", 1))
             if (value := getattr(self, key)) is not None and value < least
         ]
+        if self.kind not in kinds():
+            near = did_you_mean(self.kind, kinds())
+            found.append(f"analysis.kind: there is no analysis {self.kind!r}.{near}")
         found += [
             f"analysis.chosen: expected pairs [layer, head], got {pair}."
             for pair in self.chosen
@@ -60,7 +52,8 @@ class AnalysisRequest:
     ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
     file. ``compare``: the model before the drop, for ``drop`` (null: the run's own checkpoint from
     just before it). ``output``: null for ``analysis/NAME`` in the run, for a published model here.
-    ``text``: where held-out text comes from (null: the checkpoint's own source).
+    ``text``: where held-out text comes from (null: the checkpoint's own source). ``plugins``:
+    Python files that register analyses.
     """
 
     checkpoint: str | None = None
@@ -68,6 +61,7 @@ class AnalysisRequest:
     output: str | None = None
     threads: int | None = None
     text: DataConfig | None = None
+    plugins: list[str] = field(default_factory=list)
     analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
 
     def problems(self) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.analysis.capture import Heads
+from trainer.analysis.names import ALL, DROP
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.drop import DropStudy
 from trainer.analysis.studies.study import Study, Target, run
@@ -34,7 +35,6 @@ from trainer.workflows.held_out import held_out_corpus
 
 log = logging.getLogger(__name__)
 
-ALL, DROP = "all", "drop"
 FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
 MOST_TOKENS = 2**24
 """Of the held-out text that are looked at."""

@@ -18,7 +18,7 @@ class ModelsRequest:
     ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
     file. ``compare``: more of them. ``output``: where the report goes (null: into the run, for a
     published model here). ``text``: where held-out text comes from, for kinds that read some (null:
-    the first checkpoint's own source).
+    the first checkpoint's own source). ``plugins``: Python files that register needle tasks.
     """
 
     checkpoint: str | None = None
@@ -26,6 +26,7 @@ class ModelsRequest:
     output: str | None = None
     threads: int | None = None
     text: DataConfig | None = None
+    plugins: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from trainer.analysis.names import ANALYSES
 from trainer.analysis.studies.clusters import ClustersStudy
 from trainer.analysis.studies.frequency_entropy import FrequencyEntropyStudy
 from trainer.analysis.studies.matrix_entropy import MatrixEntropyStudy
@@ -26,3 +27,11 @@ STUDIES: dict[str, type[Study]] = {
         PositionalBiasStudy,
     )
 }
+
+
+def analysis(study: type[Study]) -> type[Study]:
+    """Register a study of the user's own under its key, from a file that ``plugins`` names."""
+    STUDIES[study.key] = study
+    if study.key not in ANALYSES:
+        ANALYSES.append(study.key)
+    return study

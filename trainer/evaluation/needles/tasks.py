@@ -22,7 +22,18 @@ from trainer.evaluation.needles.task import NeedleTask, NeedleTaskSettings
 from trainer.evaluation.needles.words import draw_values
 from trainer.evaluation.scoring import after_all, after_number, exact_number, string_match_all
 
+MakeTask = Callable[[Haystack, NeedleTaskSettings], NeedleTask]
+NEEDLE_TASKS: dict[str, MakeTask] = {}
+"""By the names that ``evaluation.tasks`` takes."""
 
+
+def needle_task(make: MakeTask) -> MakeTask:
+    """Register ``make`` under its own name; a file named in ``plugins`` may do so too."""
+    NEEDLE_TASKS[make.__name__] = make
+    return make
+
+
+@needle_task
 def standard(
     haystack: Haystack, settings: NeedleTaskSettings, *, noisy: bool = False
 ) -> NeedleTask:
@@ -47,11 +58,13 @@ def standard(
     )
 
 
+@needle_task
 def noisy(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """:func:`standard` with attention sinks behind the needle, in the same trials."""
     return standard(haystack, settings, noisy=True)
 
 
+@needle_task
 def multi_key(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """Several keys, one asked for."""
     return NeedleTask(
@@ -65,11 +78,13 @@ def multi_key(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     )
 
 
+@needle_task
 def multi_query(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """Several keys, all asked for; scored by the share that is found."""
     return _all_asked("multi_query", haystack, settings, all_keys)
 
 
+@needle_task
 def multi_value(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """Several values of one key, all asked for; scored by the share that is found."""
     return _all_asked("multi_value", haystack, settings, all_values)
@@ -113,6 +128,7 @@ def _pass_key(count: int, taken: str, random: np.random.Generator) -> Quiz:
     return Quiz((sentences,), "What is the pass key? The pass key is", (key,), (0,))
 
 
+@needle_task
 def passkey(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     """A five-digit pass key at every depth of a text that says nothing (Mohtashami and Jaggi 2023).
 
@@ -128,8 +144,3 @@ def passkey(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
         _pass_key,
         depths=settings.depths,
     )
-
-
-NEEDLE_TASKS: dict[str, Callable[[Haystack, NeedleTaskSettings], NeedleTask]] = {
-    task.__name__: task for task in (standard, noisy, multi_query, multi_key, multi_value, passkey)
-}

@@ -1,0 +1,33 @@
+"""Files of the user's own that add to what can be named: encodings, needle tasks, analyses.
+
+Only what a command names is run; what a checkpoint names never is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.errors import UserError
+
+
+def load_plugins(paths: Sequence[str]) -> None:
+    """Run the Python files in which a user registers encodings, tasks and analyses of their own.
+
+    Raises:
+        UserError: a file is missing or cannot be imported.
+    """
+    for path in paths:
+        if not Path(path).is_file():
+            raise UserError(f"plugins: there is no file {path!r}.")
+        spec = importlib.util.spec_from_file_location(f"unrope_plugin_{Path(path).stem}", path)
+        if spec is None or spec.loader is None:
+            raise UserError(f"plugins: {path!r} is not a Python file (expected a name in .py).")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses look for the module of a class
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise UserError(f"plugins: {path!r} failed to import: {error!r}.") from error
