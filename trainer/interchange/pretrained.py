@@ -23,6 +23,7 @@ from trainer.interchange.hf_config import from_hf_config
 from trainer.interchange.tensor_files import INDEX, FileTensor, read_headers, weights_problem
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
+from trainer.model.initialization import initial_value
 from trainer.positional.layout import Layout
 
 NAMES_SHOWN = 5
@@ -72,7 +73,7 @@ class Pretrained:
             if name in self.tensors:
                 self.tensors[name].read_into(parameter)
             else:
-                parameter.copy_(model.initial_value(name, seed=0))
+                parameter.copy_(initial_value(model.config, name, parameter.shape, seed=0))
 
     def decoder(self, device: str = "cpu") -> Decoder:
         """The model, read straight onto the device; takes its size in memory and hardly more."""

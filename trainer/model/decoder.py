@@ -7,8 +7,6 @@ forward pass and hands every block what its heads need, or nothing.
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,6 +20,7 @@ from trainer.model.attention import Attention, Encoding, RMSNorm
 from trainer.model.backends import BACKENDS, Mask, choose_backend
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
+from trainer.model.initialization import initial_value
 from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
 from trainer.positional.alibi import alibi_slopes
@@ -116,7 +115,7 @@ class Decoder(nn.Module):
 
         Products of few rows are faster then. Weights must not change meanwhile.
         """
-        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         usual = self._product
         try:
             for linear in linears:
@@ -164,34 +163,7 @@ class Decoder(nn.Module):
     def reset_parameters(self, seed: int) -> None:
         """Draw all weights anew."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(self.initial_value(name, seed))
-
-    def initial_value(self, name: str, seed: int) -> Tensor:
-        """The whole initial tensor of one parameter on the CPU; see :class:`ModelConfig`.
-
-        Each parameter has a generator of its own, so that its values depend on nothing but its
-        name, its shape and the seed: not on other parameters, nor on how a run is spread.
-        """
-        shape = self.get_parameter(name).shape
-        if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        return torch.empty(shape).normal_(std=self._initial_std(name), generator=generator)
-
-    def _initial_std(self, name: str) -> float:
-        module = name.removesuffix(".weight")
-        if self.config.initializer == "normal":
-            std = self.config.initializer_range
-        elif module == "embed_tokens":
-            std = 1.0
-        else:
-            std = self.get_parameter(name).shape[1] ** -0.5
-            if module == "lm_head":
-                std *= 0.1
-        if module.endswith(("o_proj", "down_proj")):
-            std /= math.sqrt(2 * self.config.num_hidden_layers)
-        return std
+            parameter.copy_(initial_value(self.config, name, parameter.shape, seed))
 
     def use_backend(
         self, name: str, device: str, *, documents: bool = False, half: bool = True

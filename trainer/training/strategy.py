@@ -33,6 +33,7 @@ from torch.utils.checkpoint import (
 
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
+from trainer.model.initialization import initial_value
 from trainer.runs.config import RunConfig, StrategyConfig
 from trainer.runs.ranks import Ranks
 
@@ -145,7 +146,7 @@ def draw_weights(model: Decoder, seed: int, pretrained: Pretrained | None = None
             value = torch.empty(parameter.shape)
             pretrained.tensors[name].read_into(value)
         else:
-            value = model.initial_value(name, seed)
+            value = initial_value(model.config, name, parameter.shape, seed)
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             # Every rank has the same values, so none has to be sent.

@@ -1,0 +1,39 @@
+"""The weights that a model begins with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from trainer.model.config import ModelConfig
+
+
+def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> Tensor:
+    """The whole initial tensor of one parameter on the CPU; see :class:`ModelConfig`.
+
+    Each parameter has a generator of its own, so that its values depend on nothing but its name,
+    its shape and the seed: not on other parameters, nor on how a run is spread.
+    """
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    return torch.empty(shape).normal_(std=_std(config, name, shape), generator=generator)
+
+
+def _std(config: ModelConfig, name: str, shape: torch.Size) -> float:
+    module = name.removesuffix(".weight")
+    if config.initializer == "normal":
+        std = config.initializer_range
+    elif module == "embed_tokens":
+        std = 1.0
+    else:
+        std = shape[1] ** -0.5
+        if module == "lm_head":
+            std *= 0.1
+    if module.endswith(("o_proj", "down_proj")):
+        std /= math.sqrt(2 * config.num_hidden_layers)
+    return std
