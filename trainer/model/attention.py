@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,9 @@ from trainer.model.backends import BACKENDS, Mask
 from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.linear import Linear
+from trainer.positional.alibi import alibi_slopes
 from trainer.positional.intervening import Intervene
+from trainer.positional.layout import Layout
 from trainer.positional.rotation import Groups, encode_keys, encode_queries
 
 Observer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -134,3 +137,20 @@ class Attention(nn.Module):
         if norm is not None and self.per_head_norm:
             x = norm(x)
         return x.transpose(1, 2)
+
+
+def bias_slopes(layout: Layout, heads: int, device: torch.device) -> list[Tensor | None]:
+    """ALiBi's slopes ``[heads]`` of every layer, None where no head has a bias."""
+    found: dict[int, Tensor | None] = {}
+    for layer in layout.layers:
+        if id(layer) not in found:
+            biased = tuple(spectrum.alibi for spectrum in layer.spectra)
+            found[id(layer)] = _slopes(heads, biased, device) if any(biased) else None
+    return [found[id(layer)] for layer in layout.layers]
+
+
+@lru_cache
+def _slopes(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor:
+    """``[heads]``, 0 where the key-value head has no bias; kept, since copying to a GPU waits."""
+    slopes = torch.tensor(alibi_slopes(heads), device=device)
+    return slopes * torch.tensor(biased, device=device).repeat_interleave(heads // len(biased))

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.attention import Attention, Encoding, RMSNorm
+from trainer.model.attention import Attention, Encoding, RMSNorm, bias_slopes
 from trainer.model.backends import BACKENDS, Mask, choose_backend
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.initialization import initial_value
 from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
-from trainer.positional.alibi import alibi_slopes
 from trainer.positional.intervening import Intervene
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
@@ -228,7 +226,7 @@ class Decoder(nn.Module):
             of_all = self._encodings(places, lengths) if past else encodings
             for index, layer in enumerate(layers):
                 of_all_keys[index] = of_all[index] if layer.frequencies_follow_length else None
-        slopes = self._slopes(device)
+        slopes = bias_slopes(self.layout, self.config.num_attention_heads, device)
         x = self.embed_tokens(ids)
         for index, (block, layer) in enumerate(zip(self.layers, layers, strict=True)):
             window = layer.window if layer.window and layer.window < end else None
@@ -288,20 +286,3 @@ class Decoder(nn.Module):
         """Cross-entropy of every token ``[B, T]``, without gradient."""
         with torch.no_grad():
             return token_losses(self.hidden_states(ids), self.head, targets, self._product)
-
-    def _slopes(self, device: torch.device) -> list[Tensor | None]:
-        """ALiBi's of every layer."""
-        found: dict[int, Tensor | None] = {}
-        for layer in self.layout.layers:
-            if id(layer) not in found:
-                biased = tuple(spectrum.alibi for spectrum in layer.spectra)
-                heads = self.config.num_attention_heads
-                found[id(layer)] = _biased_slopes(heads, biased, device) if any(biased) else None
-        return [found[id(layer)] for layer in self.layout.layers]
-
-
-@lru_cache
-def _biased_slopes(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor:
-    """``[heads]``, 0 where the key-value head has no bias; kept, since copying to a GPU waits."""
-    slopes = torch.tensor(alibi_slopes(heads), device=device)
-    return slopes * torch.tensor(biased, device=device).repeat_interleave(heads // len(biased))
