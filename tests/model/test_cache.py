@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import softmax, turned
+from trainer.generation.generate import generate
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
 from trainer.positional.intervention import Intervention
@@ -233,3 +234,17 @@ def test_rows_of_other_lengths_each_have_their_own_frequencies(tiny_decoder, cha
         whole = torch.cat([prompt, IDS[row, 20:28]])[None]
         alone = token_by_token(model, whole, len(prompt))[0, 1:]
         torch.testing.assert_close(together[row], alone, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [(30, 4), (30, 20), (7, 4)])
+def test_heads_that_are_alike_in_short_sequences_only_stay_apart_in_a_batch(tiny_decoder, lengths):
+    """One row may lie within the training length, where a temperature is 1, and another beyond."""
+    model = tiny_decoder(
+        training_length=8,
+        layers=["nope"],
+        heads={"warm": 0.5},
+        encodings={"warm": {"type": "nope", "temperature": 1.5}},
+    )
+    prompts = [IDS[0, :n].tolist() for n in lengths]
+    assert generate(model, prompts, 6) == [generate(model, [p], 6)[0] for p in prompts]

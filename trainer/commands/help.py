@@ -137,8 +137,21 @@ def _keys(path: Path) -> list[Key]:
                 key = Key(".".join(names), _default(content, names), meaning)
                 if key.default is not None or key.meaning:
                     found.append(key)
+                if "{" in code:  # a group in one line
+                    found += _leaves(content, names)
         above.clear()
     return found
+
+
+def _leaves(content: Any, names: Sequence[str]) -> list[Key]:
+    """The keys of a group, without meanings of their own."""
+    group = content
+    for name in names:
+        group = group[name]
+    if not isinstance(group, dict):
+        return []
+    paths = [[*names, str(key)] for key in group]
+    return [Key(".".join(path), _default(content, path), "") for path in paths]
 
 
 def _default(content: Any, names: Sequence[str]) -> str | None:

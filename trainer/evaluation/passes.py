@@ -13,6 +13,6 @@ def sequences_at_once(model: Decoder, length: int, batch_tokens: int) -> int:
 
     On a CPU there are no more than its caches hold: with more, every layer waits for memory.
     """
-    if model.norm.weight.device.type == "cpu":
+    if model.computes_on == "cpu":
         batch_tokens = min(batch_tokens, IN_CACHE // model.config.hidden_size)
     return max(1, batch_tokens // length)

@@ -102,6 +102,7 @@ class Decoder(nn.Module):
     def choose_products(self, device: str) -> None:
         """Choose how matrices are multiplied on a device ("cpu", "cuda"), which is that of the
         weights unless they are offloaded."""
+        self.computes_on = device
         self._product = product_for(device, self.norm.weight.dtype)
         for module in self.modules():
             if isinstance(module, Linear):

@@ -116,10 +116,10 @@ def head_groups(layout: Layout, positions: Tensor, lengths: int | Sequence[int])
         lengths: tokens in the whole sequence, a number for all rows or one for each.
     """
     if isinstance(lengths, int):
-        return _groups_at(layout.at(lengths), positions)
+        return _groups_at(layout, positions, lengths)
     if not layout.follows_length:
-        return _groups_at(layout, positions)
-    rows = [_groups_at(layout.at(n), p) for p, n in zip(positions, lengths, strict=True)]
+        return _groups_at(layout, positions, max(lengths))
+    rows = [_groups_at(layout, p, n) for p, n in zip(positions, lengths, strict=True)]
     found: dict[int, Groups] = {}
     for layer, of_rows in zip(layout.layers, zip(*rows, strict=True), strict=True):
         if id(layer) not in found:
@@ -129,11 +129,12 @@ def head_groups(layout: Layout, positions: Tensor, lengths: int | Sequence[int])
     return [found[id(layer)] for layer in layout.layers]
 
 
-def _groups_at(layout: Layout, positions: Tensor) -> list[Groups]:
-    """For a layout that follows no length."""
+def _groups_at(layout: Layout, positions: Tensor, length: int) -> list[Groups]:
+    """In sequences of one length. Heads are grouped as in the layout, at every length alike."""
     tables: dict[tuple[Frequencies, float], tuple[Tensor, Tensor]] = {}
 
     def group(spectrum: Spectrum, kv_heads: int) -> HeadGroup:
+        spectrum = spectrum.at(length, layout.training_length)
         temperature = _temperature(spectrum, positions, layout.training_length)
         if not spectrum.rotates and spectrum.rotary_scale == 1:
             return HeadGroup(kv_heads, temperature=temperature)

@@ -119,3 +119,12 @@ def first_does(function: Callable[[], T]) -> T:
     if problems:
         raise UserError(*problems)
     return result  # type: ignore[return-value]
+
+
+def gathered(value: T) -> list[T]:
+    """Every rank's ``value``, in order."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found  # type: ignore[return-value]

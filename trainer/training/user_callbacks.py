@@ -31,12 +31,14 @@ MOST_ELEMENTS = 10_000
 
 
 def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is wrong with configured callbacks, one sentence each; makes them to find out."""
-    try:
-        make_callbacks(given)
-    except UserError as error:
-        return list(error.problems)
-    return []
+    """What is wrong with configured callbacks, one sentence each; imports them, and makes none."""
+    problems: list[str] = []
+    for name, values in given.items():
+        try:
+            _checked(f"callbacks.{name}", values)
+        except UserError as error:
+            problems += error.problems
+    return problems
 
 
 def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
@@ -69,7 +71,8 @@ def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
     return list(made.values())
 
 
-def _make(where: str, values: Mapping[str, Any]) -> L.Callback:
+def _checked(where: str, values: Mapping[str, Any]) -> tuple[type[L.Callback], dict[str, Any]]:
+    """The class, and arguments that it takes."""
     target = values.get(TARGET)
     kind = _find_class(f"{where}.{TARGET}", target)
     arguments = {str(key): value for key, value in values.items() if key != TARGET}
@@ -78,10 +81,15 @@ def _make(where: str, values: Mapping[str, Any]) -> L.Callback:
     except TypeError as error:
         takes = ", ".join(inspect.signature(kind).parameters) or "no arguments"
         raise UserError(f"{where}: {target}: {error}; it takes {takes}.") from error
+    return kind, arguments
+
+
+def _make(where: str, values: Mapping[str, Any]) -> L.Callback:
+    kind, arguments = _checked(where, values)
     try:
         return kind(**arguments)
     except Exception as error:  # a user's code may raise anything
-        raise UserError(f"{where}: {target} could not be made: {error!r}.") from error
+        raise UserError(f"{where}: {values[TARGET]} could not be made: {error!r}.") from error
 
 
 def _find_class(where: str, target: Any) -> type[L.Callback]:

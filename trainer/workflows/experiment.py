@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from trainer.runs.directory import (
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate
 from trainer.runs.parsing import control_config
-from trainer.runs.ranks import Ranks, first_does, join, leave
+from trainer.runs.ranks import Ranks, first_does, gathered, join, leave
 from trainer.training.callbacks.preemption import stopping_between_files
 from trainer.training.loggers import log_table
 from trainer.training.run import TrainedRun, device_problems, set_threads, train
@@ -57,6 +58,7 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     ranks, lock = join(config), RunLock()
     try:
         set_threads(config)
+        check_callbacks(configs.values())
         found = first_does(lambda: _open(config, configs, ranks, lock))
         if found is not None:
             return (found, True) if ranks.is_first else None
@@ -81,6 +83,17 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     return report, False
 
 
+def check_callbacks(configs: Iterable[RunConfig]) -> None:
+    """See on every rank that a user's own callbacks can be imported: a node may lack their file.
+
+    Raises:
+        UserError: on all ranks, with what is wrong on any.
+    """
+    mine = [problem for config in configs for problem in callback_problems(config.callbacks)]
+    if problems := [problem for of_rank in gathered(mine) for problem in of_rank]:
+        raise UserError(*dict.fromkeys(problems))
+
+
 def _open(
     config: RunConfig, configs: dict[str, RunConfig], ranks: Ranks, lock: RunLock
 ) -> Report | None:
@@ -90,9 +103,6 @@ def _open(
         UserError: with all that is wrong.
     """
     problems = device_problems(config) + label_problems(configs) + strategy_problems(config, ranks)
-    problems += dict.fromkeys(
-        p for arm in configs.values() for p in callback_problems(arm.callbacks)
-    )
     if problem := writable_problem(config.run_dir):
         problems.append(problem)
     if problems:
@@ -171,7 +181,7 @@ def make_report(
     text = Text(corpus, config.data, arms["main"])
     evaluation = config.evaluation
     report = (
-        measure_models(config.name, ordered, evaluation, text, cells)
+        measure_models(config.name, ordered, evaluation, text, cells, config.trainer.accelerator)
         if evaluation.enabled
         else unmeasured(config.name, config.data.sequence_length, corpus)
     )

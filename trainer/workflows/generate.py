@@ -72,7 +72,7 @@ def write(
     first = [] if begin is None else [begin]
     encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in request.prompts]
     ids = [[*first, *tokens] for tokens in encoded]
-    texts = [TextStream(tokenizer.decode, request.stop) for _ in ids]
+    texts = [TextStream(tokenizer, request.stop) for _ in ids]
     stream = request.stream and len(ids) == 1
     times: list[float] = [time.perf_counter()]
 

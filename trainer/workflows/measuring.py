@@ -70,7 +70,12 @@ class Text:
 
 
 def measure_models(
-    name: str, candidates: Sequence[Candidate], config: EvaluationConfig, text: Text, cells: Path
+    name: str,
+    candidates: Sequence[Candidate],
+    config: EvaluationConfig,
+    text: Text,
+    cells: Path,
+    accelerator: str = "auto",
 ) -> Report:
     """Every method on every model, in a report without anything of their training.
 
@@ -83,12 +88,13 @@ def measure_models(
         config: methods, tasks and lengths.
         text: of the first candidate's tokens.
         cells: the directory of finished cells.
+        accelerator: cpu, or a GPU where there is one.
 
     Raises:
         UserError: a checkpoint or text cannot be read, a length does not fit a task or the text, or
             no method applies to any model.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     subjects = [_subject(candidate, config, device) for candidate in candidates]
     C = subjects[0].layout.training_length
     recipes, notes = _recipes(subjects, config)

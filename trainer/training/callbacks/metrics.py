@@ -13,6 +13,7 @@ from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
 from trainer.report.progress import Progress
 from trainer.runs.config import RunConfig
+from trainer.runs.metrics_file import COLUMNS
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.steps import ends_step
 from trainer.training.module import LanguageModule
@@ -59,7 +60,7 @@ class Metrics(L.Callback):
             "parameter_norm": norm.item(),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             **self._speed(module, step, batch),
-            **{name: float(value) for name, value in trainer.logged_metrics.items()},
+            **_logged_by_users(trainer),
             **self.pending,
         }
         self.pending, self.last_loss = {}, metrics["loss"]
@@ -105,3 +106,11 @@ def flops_per_token(model: Decoder, batch: Batch) -> float:
     counts = [row.unique_consecutive(return_counts=True)[1].tolist() for row in batch["documents"]]
     total = sum(training_flops(model.config, model.layout, length, each) for each in counts)
     return total / (rows * length)
+
+
+def _logged_by_users(trainer: L.Trainer) -> dict[str, float]:
+    """What a user's own callbacks logged; a name that the run has itself is set apart."""
+    return {
+        f"callback/{name}" if name in COLUMNS else name: float(value)
+        for name, value in trainer.logged_metrics.items()
+    }
