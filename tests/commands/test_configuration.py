@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_type_hints
 
 import pytest
 
@@ -185,12 +185,12 @@ def test_a_group_with_a_default_may_be_chosen_with_a_plus(plus):
 
 
 def test_every_evaluation_and_analysis_has_a_kind_that_exists():
+    from trainer.analysis.names import kinds
     from trainer.commands.kinds import KINDS
-    from trainer.workflows.analysis_request import Kind
 
     for group, root, kinds in (
         ("evaluation", "evaluate", KINDS),
-        ("analysis", "analyze", get_args(Kind)),
+        ("analysis", "analyze", kinds()),
     ):
         for option in FILES.options(group):
             composed = compose_words([f"{group}={option}"], root)

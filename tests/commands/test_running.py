@@ -51,7 +51,7 @@ def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, pl
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["evaluate", "--help"], "  evaluation.trials=256"),
+        (["evaluate", "--help"], "  evaluation.windows=96"),
         (["evaluate", "+evaluation=niah", "--help"], "  evaluation.lengths=[1, 2]     times the"),
         (["analyze", "--help"], "  sinks                         Attention on the first token"),
         (["generate", "--help"], "  top_p=1.0                     draw from the likeliest"),

@@ -41,6 +41,8 @@ def test_layer_is_torchs_layer(monkeypatch, dtype, available):
     torch.manual_seed(0)
     ours, reference = Linear(8, 6).to(dtype), nn.Linear(8, 6).to(dtype)
     ours.product = product_for("cpu", dtype)
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter)
     reference.load_state_dict(ours.state_dict())
     x = torch.randn(3, 4, 8, dtype=dtype)
     torch.testing.assert_close(ours(x), reference(x))

@@ -125,6 +125,65 @@ def vouch_for(path):
     assert damage(path) is None
 
 
+STATES = {
+    "null": "null",
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "nothing in it": "{}",
+    "another type": {"step": "x"},
+    "a shape that is none": {"model": {"hidden_size": "wide"}},
+    "no layout": {"layout": {}},
+    "no tokenizer": {"tokenizer": 3},
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_description_that_is_damaged_is_one_line(run, kind):
+    config, _ = run()
+    path = find_checkpoint(config.run_dir)
+    change, state = STATES[kind], json.loads((path / "state.json").read_text())
+    if isinstance(change, dict):
+        change = json.dumps(state | change)
+    (path / "state.json").write_text(change)
+    vouch_for(path)
+    with pytest.raises(UserError, match=r"state\.json of 'step-000012' is damaged") as error:
+        read_state(path)
+    assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize("manifest", ["[]", '{"state.json": [3]}', "[" * 100_000, '{"a": "b"}'])
+def test_a_manifest_that_is_none_is_damage(run, manifest):
+    config, _ = run()
+    path = find_checkpoint(config.run_dir)
+    (path / MANIFEST).write_text(manifest)
+    assert damage(path).startswith(MANIFEST)
+
+
+def harm_offset(info, about):
+    info.offset = -5
+
+
+def harm_path(info, about):
+    info.relative_path = ".."
+
+
+def harm_chunks(info, about):
+    about.chunks.clear()
+
+
+@pytest.mark.parametrize("harm", [harm_offset, harm_path, harm_chunks])
+def test_an_index_that_does_not_fit_the_files_is_one_line(run, harm):
+    config, _ = run()
+    path = find_checkpoint(config.run_dir)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    index, info = next(i for i in metadata.storage_data.items() if "embed" in i[0].fqn)
+    harm(info, metadata.state_dict_metadata[index.fqn])
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    vouch_for(path)
+    with pytest.raises(UserError, match="step-000012"):
+        load_decoder(path, read_state(path))
+
+
 def test_files_outside_the_checkpoint_are_not_read(run):
     config, _ = run()
     path = find_checkpoint(config.run_dir)

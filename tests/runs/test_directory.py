@@ -9,7 +9,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.runs.config import RunConfig
-from trainer.runs.directory import open_run_directory
+from trainer.runs.directory import open_run_directory, writable_problem
 from trainer.runs.mark import MARK
 from trainer.runs.parsing import parse
 
@@ -46,16 +46,66 @@ def test_overwriting_leaves_a_directory_alone_that_is_no_run(place):
     assert contents(place) == before
 
 
-@pytest.mark.parametrize("where", ["notes.md", "checkpoints/best.pt", "controls/nope/paper.pdf"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "notes.md",
+        "important.tmp",
+        "data.partial",
+        "figures/talk.pptx",
+        "evaluation/thesis.tex",
+        "checkpoints/best.pt",
+        "checkpoints/step-000003/mine.txt",
+        "controls/nope/paper.pdf",
+    ],
+)
 def test_overwriting_names_files_it_does_not_know_and_deletes_nothing(place, where):
     opened(place)
     opened(place / "controls" / "nope")
-    (place / where).parent.mkdir(exist_ok=True)
+    (place / where).parent.mkdir(parents=True, exist_ok=True)
     (place / where).write_text("mine")
     before = contents(place)
     with pytest.raises(UserError, match=Path(where).name):
         opened(place, overwrite=True)
     assert contents(place) == before
+
+
+def test_overwriting_leaves_a_directory_alone_that_another_program_marked(place):
+    place.mkdir()
+    (place / MARK).write_text('{"program": "other", "format": 1}')
+    before = contents(place)
+    with pytest.raises(UserError, match="of another program, 'other'"):
+        opened(place, overwrite=True)
+    assert contents(place) == before
+
+
+def test_overwriting_replaces_all_that_a_run_leaves(place, run):
+    """A trained run with its checkpoints, a measured temperature and an interrupted write."""
+    opened(place)
+    run()
+    (place / "checkpoints" / "step-000012" / "temperature.json").write_text("{}")
+    (place / "checkpoints" / ".step-000015.partial").mkdir()
+    (place / "checkpoints" / ".step-000015.partial" / "__0_0.distcp").write_text("")
+    (place / ".report.json.77.tmp").write_text("")
+    opened(place, overwrite=True)
+    assert not (place / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("damage", ["", "7", "a: [", "\tx: 1", "a: !!python/object:os.system {}"])
+def test_a_damaged_record_is_named(place, damage):
+    opened(place)
+    (place / "config.yaml").write_text(damage)
+    with pytest.raises(UserError, match=r"config\.yaml' is damaged"):
+        opened(place)
+
+
+@pytest.mark.parametrize("where", ["file/run", "circle", "circle/run"])
+def test_a_place_that_cannot_be_is_named_before_anything_starts(tmp_path, where):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    problem = writable_problem(str(tmp_path / where))
+    assert problem is not None
+    assert problem.startswith("run_dir: ")
 
 
 def test_overwriting_does_not_follow_a_link(place, tmp_path):
@@ -79,7 +129,12 @@ def test_a_run_from_before_there_were_marks_is_reopened_and_marked(place):
 
 
 @pytest.mark.parametrize(
-    ("mark", "said"), [('{"format": 99}', "format 99.*newer"), ("[", "damaged"), ("{}", "damaged")]
+    ("mark", "said"),
+    [
+        ('{"program": "unrope", "format": 99}', "format 99.*newer"),
+        ("[", "damaged"),
+        ("{}", "damaged"),
+    ],
 )
 def test_a_directory_of_another_format_is_refused(place, mark, said):
     opened(place)

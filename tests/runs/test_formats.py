@@ -77,7 +77,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(newer, run, reade
 
 def test_checkpoints_in_a_run_directory_of_a_newer_format_are_refused(run):
     config, _ = run()
-    (Path(config.run_dir) / MARK).write_text('{"format": 2}')
+    (Path(config.run_dir) / MARK).write_text('{"program": "unrope", "format": 2}')
     for read in (
         lambda: read_state(find_checkpoint(config.run_dir)),
         lambda: find_candidate(config.run_dir),

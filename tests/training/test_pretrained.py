@@ -85,9 +85,9 @@ def test_shape_and_positions_are_the_published_ones(begin):
     config, run = begin()
     assert config.model.num_attention_heads == 4
     before = read_state(Path(config.run_dir) / "checkpoints" / BEFORE_DROP)
+    assert before["layout"]["training_length"] == 64
     (spectrum,) = before["layout"]["spectra"]
     assert spectrum["inv_freq"] == pytest.approx([500.0 ** (-m / 4) for m in range(4)])
-    assert spectrum["training_length"] == 64
     layout = decoder_of(run).layout
     assert layout.training_length == 64
     assert not any(s.rotates for s in layout.spectra)

@@ -24,6 +24,7 @@ from trainer.training.user_callbacks import (
     callback_problems,
     load_states,
     make_callbacks,
+    making_problems,
     states_of,
 )
 from trainer.workflows.evaluate import evaluate_lengths
@@ -184,7 +185,8 @@ def test_what_is_wrong_is_one_sentence_before_anything_is_prepared(base, tmp_pat
 
 def test_all_that_is_wrong_is_said_together():
     given = {"a": SHRINK, "b": SHRINK, "c": {"_target_": "no_such.Thing"}}
-    missing, same = callback_problems(given)
+    (missing,) = callback_problems(given)
+    _, same = making_problems(given)
     assert "no_such" in missing
     assert "callbacks.b: its state has the key 'Shrink', as that of callbacks.a has" in same
     assert "state_key" in same

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 MANIFEST = "manifest.json"
 
@@ -65,16 +66,28 @@ def damage(directory: Path) -> str | None:
         expected = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"{MANIFEST} is not JSON"
+    if not _is_manifest(expected):
+        return f"{MANIFEST} is no list of files with sizes and checksums"
     wrong = (_difference(directory, name, *about) for name, about in expected.items())
     return next(filter(None, wrong), None)
+
+
+def _is_manifest(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(about, list)
+        and len(about) == 2
+        and isinstance(about[0], int)
+        and isinstance(about[1], str)
+        for about in value.values()
+    )
 
 
 def _difference(directory: Path, name: str, size: int, digest: str) -> str | None:
     """How a file differs from what the manifest says of it, or None."""
     path = directory / name
-    if name != path.name:
+    if name != path.name or name in ("", ".."):
         return f"{MANIFEST} names a file elsewhere ({name})"
     if not path.is_file():
         return f"{name} is missing"

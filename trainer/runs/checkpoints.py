@@ -13,18 +13,19 @@ import math
 import platform
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 import trainer
 from trainer.errors import UserError, did_you_mean
 from trainer.formats import FIRST, check_format
-from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoint_files import MANIFEST, damage
@@ -181,7 +182,7 @@ def read_state(path: Path) -> dict[str, Any]:
         )
         hint = f" Others beside it: {', '.join(others)}." if others else ""
         raise UserError(f"checkpoint: {path.name!r} is damaged: {wrong}.{hint}")
-    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    state = _described(path)
     check_format(
         state.get("format", FIRST),
         FORMAT,
@@ -191,10 +192,38 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+@dataclass(frozen=True)
+class _Description:
+    """What ``state.json`` must hold for whoever reads it."""
+
+    step: int
+    model: ModelConfig
+    layout: dict[str, Any]
+    tokenizer: str
+    config: dict[str, Any]
+
+
+def _described(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((path / STATE).read_bytes())
+        TypeAdapter(_Description).validate_python(state)
+        Layout.from_dict(state["layout"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise UserError(
+            f"checkpoint: {STATE} of {path.name!r} is damaged: {where}: {first['msg']}."
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"checkpoint: {STATE} of {path.name!r} is damaged ({type(error).__name__}: {error})."
+        ) from error
+    return state
+
+
 def model_config(state: dict[str, Any]) -> ModelConfig:
     """The shape of the model in a checkpoint."""
-    shape = dict(state["model"])
-    return ModelConfig(**shape | {"qk_norm": QKNormConfig(**shape["qk_norm"])})
+    return TypeAdapter(ModelConfig).validate_python(state["model"])
 
 
 def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Decoder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import re
 import shutil
 import tempfile
 from dataclasses import asdict
@@ -16,9 +15,9 @@ import yaml
 
 from trainer.errors import UserError
 from trainer.report.atomic import write_atomically
-from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.config import RunConfig
-from trainer.runs.mark import MARK, check_mark, write_mark
+from trainer.runs.mark import check_mark, write_mark
+from trainer.runs.ownership import overwrite_problems
 
 FREE_TO_CHANGE = (
     "overwrite",
@@ -51,18 +50,6 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-OWN = frozenset(
-    {
-        *("config.yaml", MARK, "metrics.csv", "log.txt", "heartbeat.json", "wandb_id", ".lock"),
-        *("report.json", "report.html", "figures", "checkpoints", "controls"),
-        *("table.md", "table.tex", "table.csv"),
-        *("evaluation", "lengths", "analysis", "wandb", "tensorboard"),
-    }
-)
-"""The files and directories that this program makes in a run directory."""
-OWN_CHECKPOINT = re.compile(rf"(unused-)?(step-\d+|{BEFORE_DROP})|\..+\.(partial|removed)")
-
-
 def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
     """Make or reopen the directory of a run, and write its mark and ``config.yaml``.
 
@@ -83,7 +70,7 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
         )
     if record.exists():
         check_mark(directory)
-        saved = yaml.safe_load(record.read_text(encoding="utf-8"))
+        saved = _saved(record)
         free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
         if differing := differences(saved, plain(config), free):
             raise UserError(
@@ -100,32 +87,16 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
     return directory
 
 
-def overwrite_problems(directory: Path) -> list[str]:
-    """Why a directory may not be replaced, one sentence each: it was not made by this program, or
-    somebody put files of their own into it."""
-    if directory.is_symlink():
-        return [f"overwrite: {str(directory)!r} is a link; give the directory that it names."]
-    if not (directory / MARK).is_file():
-        return [
-            f"overwrite: {str(directory)!r} is not marked as a run of this program (it has no "
-            f"{MARK}), so nothing is deleted; remove it yourself, or choose another run_dir."
-        ]
-    foreign = [
-        p for p in directory.iterdir() if p.name not in OWN and p.suffix not in (".partial", ".tmp")
-    ]
-    checkpoints, controls = directory / "checkpoints", directory / "controls"
-    if checkpoints.is_dir():
-        foreign += [p for p in checkpoints.iterdir() if not OWN_CHECKPOINT.fullmatch(p.name)]
-    problems = [
-        f"overwrite: {str(path)!r} was not made by this program, so nothing is deleted; move it "
-        "elsewhere first."
-        for path in sorted(foreign)
-    ]
-    if controls.is_dir():
-        problems += [
-            p for control in sorted(controls.iterdir()) for p in overwrite_problems(control)
-        ]
-    return problems
+def _saved(record: Path) -> dict[str, Any]:
+    try:
+        saved = yaml.safe_load(record.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"run_dir: {str(record)!r} is damaged: {' '.join(str(error).split())}."
+        ) from None
+    if not isinstance(saved, dict):
+        raise UserError(f"run_dir: {str(record)!r} is damaged: it holds no configuration.")
+    return saved
 
 
 def differences(
@@ -185,15 +156,18 @@ class RunLock:
 def writable_problem(directory: str, key: str = "run_dir") -> str | None:
     """Why a directory cannot be made, or None; leaves nothing behind."""
     place = Path(directory)
-    if place.exists() and not place.is_dir():
-        return f"{key}: {directory!r} is a file; give the name of a directory."
-    while not place.is_dir():
-        place = place.parent
     try:
+        if place.is_symlink():
+            place = place.resolve(strict=True)
+        while not place.is_dir():
+            if place.exists() or place.is_symlink():
+                return f"{key}: {str(place)!r} is a file; give the name of a directory."
+            place = place.parent
         with tempfile.TemporaryDirectory(dir=place):
             return None
-    except OSError as error:
-        return f"{key}: {directory!r} cannot be written ({error.strerror})."
+    except (OSError, RuntimeError) as error:  # a link in a circle is a RuntimeError
+        reason = getattr(error, "strerror", None) or "its links go in a circle"
+        return f"{key}: {directory!r} cannot be written ({reason})."
 
 
 def log_to_file(directory: Path) -> None:

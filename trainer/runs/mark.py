@@ -11,11 +11,12 @@ from trainer.report.atomic import write_atomically
 
 MARK = "run.json"
 FORMAT = 1
+PROGRAM = "unrope"
 
 
 def write_mark(directory: Path) -> None:
     """Mark a directory as a run."""
-    write_atomically(directory / MARK, json.dumps({"program": "unrope", "format": FORMAT}) + "\n")
+    write_atomically(directory / MARK, json.dumps({"program": PROGRAM, "format": FORMAT}) + "\n")
 
 
 def check_mark(directory: Path) -> None:
@@ -28,9 +29,12 @@ def check_mark(directory: Path) -> None:
     if not mark.is_file():
         return
     try:
-        found = json.loads(mark.read_bytes())["format"]
-    except (ValueError, KeyError, TypeError):
+        content = json.loads(mark.read_bytes())
+        found, program = content["format"], content.get("program")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(
             f"run_dir: {str(mark)!r} is damaged; it should hold a format number."
         ) from None
+    if program != PROGRAM:
+        raise UserError(f"run_dir: {str(mark)!r} is of another program, {program!r}.")
     check_format(found, FORMAT, f"run_dir: {str(directory)!r}", "choose another run_dir")

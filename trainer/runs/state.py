@@ -6,6 +6,7 @@ Names depend on neither strategy nor world size, so that any of them can read wh
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -99,11 +101,20 @@ def check_shapes(wanted: Tensors, saved: dict[str, TensorStorageMetadata], name:
 
 
 def load(tensors: Tensors, directory: Path) -> None:
-    """Read ``tensors`` in place from a checkpoint; all ranks together where there are several."""
+    """Read ``tensors`` in place from a checkpoint; all ranks together where there are several.
+
+    Raises:
+        UserError: its files cannot be read as its index says.
+    """
     alone = not dist.is_initialized()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # known: alone
-        dcp.load(dict(tensors), storage_reader=SafeReader(directory), no_dist=alone)
+        try:
+            dcp.load(dict(tensors), storage_reader=SafeReader(directory), no_dist=alone)
+        # Damaged files may raise anything; of several ranks' reports DCP makes a BaseException.
+        except (Exception, CheckpointException) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"checkpoint: {directory.name!r} cannot be read: {reason}") from error
 
 
 def save(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> None:
@@ -134,7 +145,11 @@ def read_metadata(directory: Path) -> dict[str, TensorStorageMetadata]:
         raise UserError(
             f"checkpoint: the index of {directory.name!r} is refused: {error}"
         ) from error
-    return {key: about for key, about in found.items() if isinstance(about, TensorStorageMetadata)}
+    tensors = {k: about for k, about in found.items() if isinstance(about, TensorStorageMetadata)}
+    for key, about in tensors.items():
+        if sum(math.prod(chunk.sizes) for chunk in about.chunks) != math.prod(about.size):
+            raise UserError(f"checkpoint: {directory.name!r} does not hold the whole of {key!r}.")
+    return tensors
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -152,7 +167,7 @@ class SafeReader(dcp.FileSystemReader):
             outside = {
                 name
                 for info in metadata.storage_data.values()
-                if (name := info.relative_path) != Path(name).name
+                if (name := info.relative_path) != Path(name).name or name == ".."
             }
             metadata.storage_meta.load_id = self.load_id
         except (pickle.UnpicklingError, OSError):

@@ -41,6 +41,15 @@ def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return problems
 
 
+def making_problems(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What making them says, one sentence each; they are thrown away."""
+    try:
+        make_callbacks(given)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
 def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
     """One callback for each name in ``given``: the class that ``_target_`` names, called with the
     other keys.

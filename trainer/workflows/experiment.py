@@ -33,7 +33,7 @@ from trainer.training.callbacks.preemption import stopping_between_files
 from trainer.training.loggers import log_table
 from trainer.training.run import TrainedRun, device_problems, set_threads, train
 from trainer.training.strategy import strategy_problems
-from trainer.training.user_callbacks import callback_problems
+from trainer.training.user_callbacks import callback_problems, making_problems
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
 
 log = logging.getLogger(__name__)
@@ -84,14 +84,17 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
 
 
 def check_callbacks(configs: Iterable[RunConfig]) -> None:
-    """See on every rank that a user's own callbacks can be imported: a node may lack their file.
+    """See on every rank that a user's own callbacks can be made: a node may lack their file.
 
     Raises:
         UserError: on all ranks, with what is wrong on any.
     """
-    mine = [problem for config in configs for problem in callback_problems(config.callbacks)]
-    if problems := [problem for of_rank in gathered(mine) for problem in of_rank]:
-        raise UserError(*dict.fromkeys(problems))
+    given = [config.callbacks for config in configs]
+    # They are imported everywhere before one is made: what a class does then may need all ranks.
+    for find in (callback_problems, making_problems):
+        mine = [problem for callbacks in given for problem in find(callbacks)]
+        if problems := [problem for of_rank in gathered(mine) for problem in of_rank]:
+            raise UserError(*dict.fromkeys(problems))
 
 
 def _open(
@@ -234,6 +237,6 @@ def _reach(candidate: Candidate) -> tuple[Reach, ...]:
     return tuple(Reach.from_dict(reach) for reach in history["history"])
 
 
-def _median_rate(run_dir: Path) -> float:
+def _median_rate(run_dir: Path) -> float | None:
     rates = [row["tokens_per_second"] for row in read_metrics(run_dir / "metrics.csv")]
-    return round(sorted(rates)[len(rates) // 2], 0)
+    return round(sorted(rates)[len(rates) // 2], 0) if rates else None
