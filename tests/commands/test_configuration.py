@@ -188,10 +188,10 @@ def test_every_evaluation_and_analysis_has_a_kind_that_exists():
     from trainer.analysis.names import kinds
     from trainer.commands.kinds import KINDS
 
-    for group, root, kinds in (
+    for group, root, known in (
         ("evaluation", "evaluate", KINDS),
         ("analysis", "analyze", kinds()),
     ):
         for option in FILES.options(group):
             composed = compose_words([f"{group}={option}"], root)
-            assert composed.without_kind(group)[1] in kinds
+            assert composed.without_kind(group)[1] in known
