@@ -145,6 +145,11 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
         (["slurm.extra=[debug]"], ["slurm.extra: expected options"]),
         (["slurm.setup=[a"], ["'slurm.setup=[a': expected"]),
         (["overwrite=true"], ["overwrite: true would start again"]),
+        (["callbacks=3"], ["callbacks"]),
+        (
+            ["+callbacks.mine={_target_: my_callbacks.Mine}"],
+            ["callbacks.mine: a job does not look for 'my_callbacks' in the directory"],
+        ),
         (["--sumbit"], ["unknown option '--sumbit'. Did you mean '--submit'?"]),
         (["sede=1", "slurm.nodes=0"], ["sede: unknown key. Did you mean 'seed'?", "slurm.nodes"]),
     ],

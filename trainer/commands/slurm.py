@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +86,15 @@ def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[str]:
     found = []
     if values["overwrite"]:
         found.append("overwrite: true would start again whenever the job is requeued.")
+    callbacks = values["callbacks"] if isinstance(values["callbacks"], dict) else {}
+    for name, given in callbacks.items():
+        target = given.get("_target_", "") if isinstance(given, dict) else ""
+        module = str(target).partition(".")[0]
+        if module and not module.startswith("unrope_plugin_") and not _found_by_a_job(module):
+            found.append(
+                f"callbacks.{name}: a job does not look for {module!r} in the directory it was "
+                "submitted from; put that directory on PYTHONPATH and submit again."
+            )
     workers = settings.nodes * max(settings.gpus_per_node, 1)
     if workers > 1 and values["strategy"]["name"] == "single":
         found.append(
@@ -90,6 +102,15 @@ def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[str]:
             "strategy=ddp, or slurm.nodes=1 slurm.gpus_per_node=1."
         )
     return found
+
+
+def _found_by_a_job(module: str) -> bool:
+    """Whether a module is found without the current directory, where a job's Python does not look
+    unless ``PYTHONPATH`` names it."""
+    named = {Path(p).resolve() for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
+    here = Path.cwd().resolve()
+    paths = [p for p in sys.path if p and (Path(p).resolve() != here or here in named)]
+    return PathFinder.find_spec(module, paths) is not None
 
 
 def write_job(job: Job) -> Path:
