@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 from trainer.__main__ import main
+from trainer.analysis.names import kinds
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.data.corpus import prepare_corpus
 from trainer.model.config import ModelConfig
@@ -18,7 +18,7 @@ from trainer.runs.memory import free_memory, needed_memory
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 from trainer.workflows import analyze as analysis
-from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest, Kind
+from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.analyze import analyze
 
 SHORT = ["analysis.length=48", "analysis.texts=2", "threads=1"]
@@ -190,4 +190,4 @@ def test_memory_grows_with_the_model_and_with_the_tokens(tiny_decoder):
 
 
 def test_every_study_can_be_asked_for():
-    assert get_args(Kind) == ("all", *STUDIES, "drop")
+    assert kinds() == ("all", *STUDIES, "drop")

@@ -40,7 +40,9 @@ Resume.on_fit_start = forgetful
 """,
     "the drop forgotten": """
 from trainer.training import run
-run.Layout.from_dict = lambda values: drill.LAYOUT
+class Forgetful:
+    from_dict = staticmethod(lambda values: drill.LAYOUT)
+run.Layout = Forgetful
 original = run.make_decoder
 def remember(*args):
     model = original(*args)
