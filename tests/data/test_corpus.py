@@ -1,94 +1,174 @@
-"""From documents to packed, memory-mapped tokens."""
+"""The text of a run: its splits, its mixture, its blocks."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.data.conftest import write_texts
+from trainer.data import plan, preparing
 from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.data.corpus import pack, prepare_corpus, split_documents
+from trainer.data.corpus import corpus_at, prepare_corpus
+from trainer.data.encoding import document_hash
+from trainer.data.plan import exact_thresholds
+from trainer.data.preparing import unprepared
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 
-
-@pytest.fixture
-def config(tmp_path):
-    files = []
-    for i in range(40):
-        path = tmp_path / f"{i}.txt"
-        path.write_text(f"This is document number {i}. " * 20)
-        files.append(str(path))
-    return DataConfig(
-        source="files",
-        files=files,
-        sequence_length=16,
-        validation=0.1,
-        test=0.2,
-        cache_dir=str(tmp_path / "cache"),
-    )
+BPE = TokenizerConfig(vocab_size=300)
 
 
-def test_streams_are_the_documents_with_an_end_after_each(config):
-    corpus = prepare_corpus(config, TokenizerConfig(vocab_size=300))
-    stream = corpus.train.windows(np.array([0]), len(corpus.train))[0]
-    parts = np.split(stream, np.flatnonzero(stream == corpus.end_of_text) + 1)
-    texts = [corpus.tokenizer.decode(part.tolist()) for part in parts]
-    whole = [text for text in texts[:-1] if text]
-    assert len(whole) > 20
-    assert all(text.startswith("This is document number") for text in whole)
+def texts_of(corpus, stream):
+    return corpus.documents(stream, 10**9)
 
 
-def test_no_document_is_in_two_splits(config):
-    corpus = prepare_corpus(config, TokenizerConfig(vocab_size=300))
-    seen: dict[str, set[str]] = {}
-    for name in ("train", "validation", "test"):
-        stream = getattr(corpus, name)
-        text = corpus.tokenizer.decode(stream.windows(np.array([0]), len(stream))[0].tolist())
-        seen[name] = {word for word in text.replace(".", " ").split() if word.isdigit()}
-    assert not seen["train"] & seen["test"]
-    assert not seen["train"] & seen["validation"]
-    assert not seen["validation"] & seen["test"]
+def test_no_document_is_in_two_splits_not_even_twice(config, tmp_path):
+    path = tmp_path / "texts" / "9.jsonl"
+    path.write_text((tmp_path / "texts" / "0.jsonl").read_text())  # all of it once more
+    corpus = prepare_corpus(config, BPE)
+    splits = [set(texts_of(corpus, s)) for s in (corpus.train, corpus.validation, corpus.test)]
+    assert sum(map(len, splits)) == len(set.union(*splits)) == 120
 
 
-def test_split_shares_are_of_characters():
-    documents = ["x" * n for n in (50, 10, 10, 10, 10, 10)]
-    splits = split_documents(documents, 0.1, 0.2)
-    assert [len(s) for s in splits.values()] == [3, 1, 2]
+def test_small_text_is_split_by_share_of_its_characters(config):
+    corpus = prepare_corpus(config, BPE)
+    sizes = [
+        sum(map(len, texts_of(corpus, stream)))
+        for stream in (corpus.train, corpus.validation, corpus.test)
+    ]
+    # A split ends with a document, of 216 characters at the most.
+    whole = sum(sizes)
+    for size, share in zip(sizes, (0.7, 0.1, 0.2), strict=True):
+        assert abs(size - share * whole) <= 216
 
 
-def test_second_preparation_opens_the_first_and_other_text_does_not(config, tmp_path):
-    first = prepare_corpus(config, TokenizerConfig(vocab_size=300))
-    again = prepare_corpus(config, TokenizerConfig(vocab_size=300))
-    assert again.fingerprint == first.fingerprint
-    (tmp_path / "0.txt").write_text("Something else entirely. " * 30)
-    assert prepare_corpus(config, TokenizerConfig(vocab_size=300)).fingerprint != first.fingerprint
-    assert not list((tmp_path / "cache").rglob(".partial-*"))
+@given(
+    st.lists(st.text(min_size=1), min_size=30, max_size=60, unique=True),
+    st.floats(0.1, 0.3),
+    st.floats(0.1, 0.3),
+)
+@settings(max_examples=30, deadline=None)
+def test_bounds_are_those_of_documents_sorted_by_hash(documents, validation, test):
+    """Against a plain loop: the documents in order of their hashes, cut where a share begins."""
+    found = exact_thresholds(documents, DataConfig(validation=validation, test=test))
+    total, before, expected = sum(map(len, documents)), 0, []
+    for text in sorted(documents, key=document_hash):
+        goal = total * (1 - validation - test, 1 - test)[min(len(expected), 1)]
+        if len(expected) < 2 and before >= goal:
+            expected.append(document_hash(text))
+            if len(expected) == 1 and before >= total * (1 - test):
+                expected.append(document_hash(text))
+        before += len(text)
+    assert [found.validation, found.test] == expected
 
 
-def test_windows_cross_blocks(config):
-    stream = prepare_corpus(config, TokenizerConfig(vocab_size=300)).train
+def test_large_text_holds_out_a_number_of_tokens(config, monkeypatch, tmp_path):
+    monkeypatch.setattr(plan, "SMALL", 0)
+    write_texts(tmp_path / "texts", files=3, documents=3000)
+    config = replace(config, validation_tokens=4_000, test_tokens=8_000)
+    corpus = prepare_corpus(config, BPE)
+    characters = [
+        sum(map(len, texts_of(corpus, stream))) / 4 for stream in (corpus.validation, corpus.test)
+    ]
+    np.testing.assert_allclose(characters, [4_000, 8_000], rtol=0.4)
+
+
+def test_windows_cross_shards_and_any_length_reads_the_same_text(config, monkeypatch):
+    monkeypatch.setattr(plan, "UNIT", 1)
+    corpus = prepare_corpus(config, BPE)
+    stream = corpus.train
+    assert len(stream.places) == 3
     whole = stream.windows(np.array([0]), len(stream))[0]
-    np.testing.assert_array_equal(
-        stream.windows(np.array([5, 30]), 40), [whole[5:45], whole[30:70]]
+    starts = np.array([0, 5, len(stream) // 3, len(stream) - 40])
+    expected = [whole[start : start + 40] for start in starts]
+    np.testing.assert_array_equal(stream.windows(starts, 40), expected)
+    other = prepare_corpus(replace(config, sequence_length=40), BPE)
+    assert other.directories == corpus.directories
+
+
+def test_a_mixture_has_the_texts_of_its_parts_and_one_tokenizer(config, tmp_path):
+    write_texts(tmp_path / "more", files=1, documents=60, start=1000)
+    both = replace(
+        config,
+        mixture={"a": {"weight": 3.0}, "b": {"weight": 1.0, "files": [str(tmp_path / "more")]}},
     )
+    assert both.problems() == []
+    corpus = prepare_corpus(both, BPE)
+    alone = prepare_corpus(config, BPE)
+    assert [part.name for part in corpus.parts] == ["a", "b"]
+    assert corpus.parts[0].text.fingerprint == alone.fingerprint
+    assert corpus.fingerprint != alone.fingerprint
+    assert len(corpus.test) == sum(len(part.text.test) for part in corpus.parts)
+    texts = texts_of(corpus, corpus.train)
+    assert any("Document 1001" in text for text in texts)
+    again = corpus_at(both, corpus.directories)
+    assert again.fingerprint == corpus.fingerprint
 
 
-def test_text_too_short_leaves_nothing_behind(config, tmp_path):
-    from dataclasses import replace
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weight": 0.0}, r"data\.mixture\.a\.weight: expected a positive number"),
+        ({"weights": 1.0}, r"data\.mixture\.a\.weights: unknown key.*weight"),
+        ({"source": "hub"}, r"data\.mixture\.a\.hub_name: .*no dataset is named"),
+        ({"files": "a.txt"}, r"data\.mixture\.a\.files: got 'a\.txt'"),
+        (3, r"data\.mixture\.a: expected a weight and a source's keys"),
+    ],
+)
+def test_what_a_mixture_cannot_be_is_named(changes, said):
+    import re
 
-    with pytest.raises(UserError, match="fewer tokens than one sequence"):
-        prepare_corpus(replace(config, sequence_length=100_000), TokenizerConfig(vocab_size=300))
-    assert not any((tmp_path / "cache" / "corpora").iterdir())
+    (problem,) = DataConfig(mixture={"a": changes}).problems()
+    assert re.search(said, problem)
 
 
-def test_given_tokenizer_is_used(config, tmp_path):
+def test_text_that_is_not_small_is_prepared_by_a_command_of_its_own(config, monkeypatch):
+    monkeypatch.setattr(preparing, "LARGEST_BY_ITSELF", 10)
+    with pytest.raises(UserError, match=r"has not been prepared .* python -m trainer prepare"):
+        prepare_corpus(config, BPE)
+
+
+def test_a_process_among_several_prepares_nothing(config):
+    with pytest.raises(UserError, match=r"has not been prepared .* python -m trainer prepare"):
+        prepare_corpus(config, BPE, alone=False)
+    prepare_corpus(config, BPE)
+    assert prepare_corpus(config, BPE, alone=False).train
+
+
+def test_text_behind_a_network_says_what_it_is_without_one(tmp_path):
+    plain = {"source": "hub", "hub_name": "some/text", "about": "much", "cache_dir": str(tmp_path)}
+    (problem,) = unprepared(plain)
+    assert problem.startswith("data: some/text, much has not been prepared")
+    assert unprepared({"source": "stdlib_docs"}) == []
+
+
+def test_text_shorter_than_a_sequence_is_an_error(config):
+    with pytest.raises(UserError, match="fewer tokens than one sequence of 100000"):
+        prepare_corpus(replace(config, sequence_length=100_000), BPE)
+
+
+def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path):
     corpus = prepare_corpus(config, TokenizerConfig(vocab_size=280))
-    corpus.tokenizer.save(str(tmp_path / "tokenizer.json"))
-    other = prepare_corpus(config, TokenizerConfig(path=str(tmp_path / "tokenizer.json")))
+    path = tmp_path / "tokenizer.json"
+    corpus.tokenizer.save(str(path))
+    other = prepare_corpus(config, TokenizerConfig(path=str(path)))
     assert other.tokenizer.to_str() == corpus.tokenizer.to_str()
+    given = prepare_corpus(config, BPE, load_tokenizer(str(path)))
+    assert given.directories == other.directories
+
+
+def test_many_words_make_ids_of_four_bytes(config, tmp_path):
+    tokenizer = prepare_corpus(config, BPE).tokenizer
+    tokenizer.add_tokens([f"word{i}" for i in range(70_000)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    corpus = prepare_corpus(config, TokenizerConfig(path=str(tmp_path / "tokenizer.json")))
+    assert corpus.train.places[0].ids.dtype == np.uint32
 
 
 @pytest.mark.parametrize("content", [None, "{}", "no json"])
@@ -100,45 +180,25 @@ def test_bad_tokenizer_file_is_named(tmp_path, content):
         load_tokenizer(str(path))
 
 
-def test_pack_leaves_out_only_the_incomplete_block():
-    blocks = pack([[1, 2, 3], [4], [5, 6, 7, 8]], end=0, length=4)
-    assert blocks.tolist() == [[1, 2, 3, 0], [4, 0, 5, 6]]
+def test_a_tokenizer_of_the_hub_without_a_network(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="there is no file 'no/such', and no such model"):
+        load_tokenizer("no/such")
 
 
-def test_a_new_version_of_the_program_finds_text_that_an_older_one_prepared(config, monkeypatch):
-    """The fingerprint is that of version 0.1.0, whatever the version."""
-    monkeypatch.setattr("trainer.__version__", "9.9.9")
-    corpus = prepare_corpus(config, TokenizerConfig(vocab_size=300))
-    assert corpus.fingerprint == "3fe463badbe4f6be"
+def test_counts_of_documents_are_those_of_the_source(config):
+    """Every document once, in the split that its hash says."""
+    corpus = prepare_corpus(config, BPE)
+    found = Counter(
+        text
+        for stream in (corpus.train, corpus.validation, corpus.test)
+        for text in texts_of(corpus, stream)
+    )
+    rows = [json.loads(x)["text"] for f in config.files for x in _lines(f)]
+    assert found == Counter(rows)
 
 
-@pytest.fixture
-def prepared(config):
-    """The directory of prepared text, and a function that opens it again."""
+def _lines(directory):
+    from pathlib import Path
 
-    def again():
-        return prepare_corpus(config, TokenizerConfig(vocab_size=300))
-
-    return Path(config.cache_dir) / "corpora" / again().fingerprint, again
-
-
-def test_prepared_text_without_a_number_has_the_first_format(prepared):
-    directory, again = prepared
-    assert json.loads((directory / "format.json").read_text()) == {"format": 1}
-    (directory / "format.json").unlink()
-    assert len(again().train)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [('{"format": 2}', "format 2.*reads up to 1; install a newer one, or remove it"),
-     ("{}", "damaged"), ("[", "damaged"), ('{"format": "1"}', "damaged")],
-)  # fmt: skip
-def test_prepared_text_of_another_format_is_refused_in_one_line(prepared, content, said):
-    directory, again = prepared
-    (directory / "format.json").write_text(content)
-    with pytest.raises(UserError, match=said) as error:
-        again()
-    (problem,) = error.value.problems
-    assert problem.startswith("data.cache_dir: the prepared text in")
-    assert "\n" not in problem
+    return [x for p in sorted(Path(directory).iterdir()) for x in p.read_text().splitlines()]

@@ -1,35 +1,89 @@
-"""Sample order and randomness are pure functions of (seed, counter)."""
+"""The order of samples: pure functions of (seed, number), without memory."""
 
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.order import sample_indices, uniforms
+from trainer.data.order import PERIOD, Mixture, keys, permuted, sample_indices, uniforms
 
 
-@given(seed=st.integers(0, 2**31), size=st.integers(1, 50))
-def test_every_epoch_visits_every_item_once(seed, size):
-    indices = sample_indices(seed, np.arange(3 * size), size)
-    for epoch in range(3):
-        assert sorted(indices[epoch * size : (epoch + 1) * size]) == list(range(size))
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**32), epoch=st.integers(0, 50))
+@settings(max_examples=60, deadline=None)
+def test_every_item_comes_once_in_an_epoch(size, seed, epoch):
+    found = sample_indices(seed, np.arange(epoch * size, (epoch + 1) * size), size)
+    assert sorted(found) == list(range(size))
 
 
-def test_epochs_and_seeds_differ():
-    orders = [
-        tuple(sample_indices(seed, np.arange(40) + 40 * e, 40)) for seed in (0, 1) for e in (0, 1)
-    ]
-    assert len(set(orders)) == 4
+@given(size=st.integers(1, 2000), group=st.integers(1, 500), seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_with_groups_every_item_comes_once_and_neighbours_stay_together(size, group, seed):
+    found = sample_indices(seed, np.arange(size), size, group)
+    assert sorted(found) == list(range(size))
+    whole = found[: size // group * group].reshape(-1, group)
+    assert (whole // group == whole[:, :1] // group).all()
 
 
-@given(cut=st.integers(1, 29))
-def test_batching_does_not_matter(cut):
-    counters = np.arange(30)
-    for function in (lambda c: sample_indices(5, c, 7), lambda c: uniforms(5, c, 4)):
-        whole = function(counters)
-        parts = np.concatenate([function(counters[:cut]), function(counters[cut:])])
-        np.testing.assert_array_equal(whole, parts)
+@given(size=st.integers(1, 10**10), seed=st.integers(0, 2**32), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_sample_is_the_same_alone_and_among_others(size, seed, data):
+    numbers = np.array(data.draw(st.lists(st.integers(0, 3 * size), min_size=1, max_size=8)))
+    alone = [sample_indices(seed, numbers[i : i + 1], size)[0] for i in range(len(numbers))]
+    np.testing.assert_array_equal(sample_indices(seed, numbers, size), alone)
+
+
+def test_epochs_and_seeds_are_shuffled_anew():
+    first = sample_indices(0, np.arange(100), 100)
+    assert (first != np.arange(100)).mean() > 0.9
+    assert (first != sample_indices(0, np.arange(100, 200), 100)).mean() > 0.9
+    assert (first != sample_indices(1, np.arange(100), 100)).mean() > 0.9
+
+
+@pytest.mark.parametrize("size", [5, 16, 97])
+def test_each_item_is_as_likely_in_each_place(size):
+    """Chi-squared over 4,000 seeds: the statistic of a uniform permutation is near its mean."""
+    draws = 4000
+    counts = np.zeros((size, size))
+    for seed in range(draws):
+        counts[np.arange(size), permuted(np.arange(size), size, keys(seed))] += 1
+    expected = draws / size
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    mean = (size - 1) ** 2
+    assert abs(statistic - mean) < 6 * np.sqrt(2 * mean)
+
+
+def test_neighbours_in_order_are_no_neighbours_in_the_text():
+    """Rank correlation of places and items, and of successive items, is that of chance."""
+    found = sample_indices(0, np.arange(50_000), 50_000)
+    assert abs(np.corrcoef(found, np.arange(50_000))[0, 1]) < 0.02
+    assert abs(np.corrcoef(found[1:], found[:-1])[0, 1]) < 0.02
+
+
+def test_a_mixture_has_its_shares_and_leaves_no_sample_out():
+    mixture = Mixture.of([0.7, 0.2, 0.1])
+    texts, numbers = mixture.assign(3, np.arange(10**6))
+    shares = np.bincount(texts) / 10**6
+    np.testing.assert_allclose(shares, [0.7, 0.2, 0.1], atol=1e-3)
+    for text in range(3):
+        mine = numbers[texts == text]
+        assert (np.bincount(mine) == 1).all()
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
+@settings(max_examples=50, deadline=None)
+def test_quotas_fill_a_period_and_are_the_nearest(weights):
+    quotas = np.array(Mixture.of(weights).quotas)
+    assert quotas.sum() == PERIOD
+    exact = np.array(weights) / sum(weights) * PERIOD
+    assert (np.abs(quotas - exact) <= len(weights)).all()
+    assert (quotas >= 1).all()
+
+
+def test_uniforms_depend_on_seed_and_row_alone():
+    rows = uniforms(0, np.arange(1000), 7)
+    np.testing.assert_array_equal(rows[500:503], uniforms(0, np.arange(500, 503), 7))
 
 
 def test_uniforms_are_uniform_and_independent():

@@ -1,4 +1,4 @@
-"""Text sources and their errors."""
+"""Where text comes from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import json
 import pytest
 
 from trainer.data.config import DataConfig
-from trainer.data.sources import read_documents, read_files, stdlib_docs
+from trainer.data.sources import (
+    TEXT_SOURCES,
+    list_source,
+    read_source,
+    source_problems,
+    text_source,
+)
+from trainer.data.standard_library import stdlib_docs
 from trainer.errors import UserError
 
 
@@ -29,64 +36,71 @@ def test_stdlib_docs_hold_what_pydoc_shows(docs):
     assert any(folded[:60] in text for text in docs)
 
 
-def test_documents_come_in_the_same_order_whatever_order_files_have(tmp_path):
-    names = []
-    for i in range(5):
-        (tmp_path / f"{i}.txt").write_text(f"document {i}")
-        names.append(str(tmp_path / f"{i}.txt"))
-    forwards, backwards = (
-        read_documents(DataConfig(source="files", files=order)) for order in (names, names[::-1])
+def test_files_have_one_identity_wherever_they_lie(tmp_path):
+    for place in ("here", "there"):
+        (tmp_path / place / "sub").mkdir(parents=True)
+        (tmp_path / place / "a.txt").write_text("some text")
+        (tmp_path / place / "sub" / "b.txt").write_text("more text")
+    here, there = (
+        list_source(DataConfig(source="files", files=[str(tmp_path / place)])).identity
+        for place in ("here", "there")
     )
-    assert forwards == backwards
-    assert sorted(forwards) == [f"document {i}" for i in range(5)]
+    assert here == there == {"revision": None, "files": [["a.txt", 9], ["sub/b.txt", 9]]}
 
 
-def test_jsonl_is_one_document_a_line(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"body": f"text {i}"}) for i in range(3)) + "\n\n")
-    assert read_files([str(path)], "body") == ["text 0", "text 1", "text 2"]
+def test_a_list_of_addresses_stands_for_its_lines(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "list").write_text(f"{tmp_path}/a.txt\n\n")
+    config = DataConfig(source="files", files=[f"@{tmp_path}/list"])
+    assert [file.name for file in list_source(config).files] == ["a.txt"]
+    with pytest.raises(UserError, match=r"the list .*missing' cannot be read"):
+        list_source(DataConfig(source="files", files=[f"@{tmp_path}/missing"]))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"", "holds no text"),
-        ("a.txt", b"\xff\xfe\xff", "not UTF-8"),
-        ("a.csv", b"x", "not a .txt or .jsonl"),
-        ("a.jsonl", b"{", "line 1 is not JSON"),
-        ("a.jsonl", b'{"body": "x"}', "no text under 'text'.*body"),
-        ("a.jsonl", b"[1]", "no text under 'text'.*list"),
-    ],
-)
-def test_bad_files_are_named(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read_files([str(tmp_path / name)], "text")
+def test_a_dataset_is_the_files_of_its_configuration_and_split(tmp_path):
+    """``datasets`` reads the same card from a directory as from the hub."""
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n"
+        "    path: small/*.jsonl\n- config_name: large\n  data_files: large/*.jsonl\n---\n"
+    )
+    for name in ("small/a.jsonl", "small/b.jsonl", "large/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
+    config = DataConfig(source="hub", hub_name=str(tmp_path), hub_config="small")
+    files = list_source(config).files
+    read = [row for file in files for row in read_source(config, file)]
+    assert read == ["small/a.jsonl", "small/b.jsonl"]
+    with pytest.raises(UserError, match="no such split"):
+        list_source(DataConfig(**{**vars(config), "hub_split": "tests"}))
 
 
-def test_all_bad_files_are_named_at_once(tmp_path):
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(UserError) as error:
-        read_files([str(tmp_path / "missing.txt"), str(tmp_path / "empty.txt")], "text")
-    assert len(error.value.problems) == 2
-
-
-def test_hub_dataset_that_cannot_be_had_says_what_is_missing(monkeypatch):
+def test_a_dataset_that_cannot_be_had_says_what_is_missing(monkeypatch):
     import datasets
 
     def offline(*_, **__):
         raise ConnectionError("Couldn't reach the hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(UserError, match=r"'some/text' .* not on this machine"):
-        read_documents(DataConfig(source="hub", hub_name="some/text"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", offline)
+    with pytest.raises(UserError, match=r"'some/text' cannot be read from the hub: Couldn't"):
+        list_source(DataConfig(source="hub", hub_name="some/text"))
 
 
-def test_one_long_text_becomes_documents_that_can_be_split(tmp_path):
-    text = "".join(f"Line {i}.\n" for i in range(20_000)) + "x" * 50_000
-    path = tmp_path / "a.txt"
-    path.write_text(text)
-    documents = read_files([str(path)], "text")
-    assert "".join(documents) == text
-    assert max(map(len, documents)) <= 2 * 8192
-    assert len(documents) > len(text) // (2 * 8192)
+def test_a_source_of_the_users_own(monkeypatch):
+    monkeypatch.setattr("trainer.data.sources.TEXT_SOURCES", dict(TEXT_SOURCES))
+
+    @text_source
+    def numbers(upto=3):
+        return [f"number {i}" for i in range(upto)]
+
+    config = DataConfig(source="numbers", arguments={"upto": 2})
+    assert source_problems(config) == []
+    (file,) = list_source(config).files
+    from trainer.data import sources
+
+    monkeypatch.setitem(sources.TEXT_SOURCES, "numbers", numbers)
+    assert list(read_source(config, file)) == ["number 0", "number 1"]
+    assert (
+        "does not take them"
+        in source_problems(DataConfig(source="numbers", arguments={"up": 2}))[0]
+    )
+    assert "Did you mean 'numbers'?" in source_problems(DataConfig(source="number"))[0]

@@ -2,6 +2,8 @@
 
 COMMANDS = {
     "train": "train a model, its controls, evaluate and report (the default command)",
+    "prepare": "turn the text of a run into tokens on disk, once, before it trains on a cluster",
+    "inspect": "show the samples that a step of a run read, decoded, with their sources",
     "evaluate": "measure retrieval and loss of trained checkpoints, far beyond the training length",
     "analyze": "show a model's attention geometry: clusters, sinks, entropies, features, biases",
     "generate": "continue prompts with a trained checkpoint",

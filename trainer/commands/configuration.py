@@ -27,7 +27,14 @@ from trainer.errors import UserError, did_you_mean
 
 Values = dict[str, Any]
 
-FREE_FORM = ("positional.encodings", "positional.heads", "controls", "callbacks")
+FREE_FORM = (
+    "positional.encodings",
+    "positional.heads",
+    "controls",
+    "callbacks",
+    "data.mixture",
+    "data.arguments",
+)
 """Groups whose keys the user chooses; new ones are added with a plus."""
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainer.commands.command import Command
 from trainer.commands.kinds import OF_A_RUN, kind_problem
 from trainer.commands.running import run_command
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
@@ -29,6 +30,26 @@ def read_config(words: Sequence[str]) -> RunConfig:
     from trainer.commands.configuration import compose_words
 
     return read_run(compose_words(words))
+
+
+def read(composed: Composed) -> RunConfig:
+    """As :func:`read_run`; it also says at once where text behind a network is not prepared.
+
+    Raises:
+        UserError: with all problems of keys, types and values together.
+    """
+    from trainer.data.preparing import unprepared
+
+    try:
+        config, problems = read_run(composed), ()
+    except UserError as error:
+        if not any(problem.startswith("model weights") for problem in error.problems):
+            raise
+        config, problems = None, error.problems
+    if found := [*problems, *unprepared(composed.values["data"])]:
+        raise UserError(*found)
+    assert config is not None
+    return config
 
 
 def read_run(composed: Composed, found: Sequence[str] = ()) -> RunConfig:
@@ -64,6 +85,8 @@ HELP = """
 unrope: train decoders with any positional encoding, drop it, and see how far they reach.
 
 python -m trainer +experiment=NAME KEY=VALUE ...      train, evaluate, report
+python -m trainer prepare +experiment=NAME            turn its text into tokens on disk, once
+python -m trainer inspect checkpoint=runs/NAME step=N show what a step read
 python -m trainer evaluate checkpoint=runs/NAME ...   evaluate a checkpoint
 python -m trainer analyze checkpoint=runs/NAME +analysis=all   show its attention geometry
 python -m trainer generate checkpoint=runs/NAME prompt="..."   continue a text
@@ -75,4 +98,4 @@ python -m trainer COMMAND --help                      more about one of them
 Try first:      python -m trainer +experiment=drope_demo
 All values:     python -m trainer +experiment=drope_demo --cfg job
 """
-COMMAND = Command("config", HELP, read_run, execute, place=lambda config: config.run_dir)
+COMMAND = Command("config", HELP, read, execute, place=lambda config: config.run_dir)

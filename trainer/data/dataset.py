@@ -6,15 +6,22 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from trainer.data.certificate import sample_hashes
 from trainer.data.config import DataConfig
-from trainer.data.corpus import Corpus, TokenStream
+from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary, mix_needles
-from trainer.data.order import Integers, sample_indices
+from trainer.data.order import Integers, Mixture, keys, sample_indices
+from trainer.data.packing import BestFitBlocks, Blocks, StreamBlocks
+from trainer.data.shards import TokenStream
 
 Batch = dict[str, Tensor]
+
+MOST_AT_ONCE = 64
+"""Samples whose hashes are computed together."""
 
 
 class TrainingSamples(Dataset[Batch]):
@@ -26,38 +33,89 @@ class TrainingSamples(Dataset[Batch]):
 
     def __init__(self, corpus: Corpus, config: DataConfig, seed: int) -> None:
         self.corpus, self.config, self.seed = corpus, config, seed
-        self.blocks = len(corpus.train) // config.sequence_length
+        C = config.sequence_length
+        self.blocks: list[Blocks] = [
+            StreamBlocks(part.text.train, C)
+            if config.packing == "stream"
+            else BestFitBlocks(part.text, C)
+            for part in corpus.parts
+        ]
+        self.mixture = Mixture.of([part.weight for part in corpus.parts])
         self.vocabulary = NeedleVocabulary.of(corpus.tokenizer) if config.needles.share else None
+
+    def where(self, counters: Integers) -> tuple[Integers, Integers]:
+        """For each sample number the part of the corpus it is from, and the block there."""
+        parts, numbers = self.mixture.assign(self.seed, counters)
+        blocks = np.empty_like(counters)
+        for part in np.unique(parts):
+            mine = parts == part
+            seed = self.seed if part == 0 else int(keys(self.seed, int(part)))
+            blocks[mine] = sample_indices(
+                seed, numbers[mine], len(self.blocks[part]), self.config.shuffle_group
+            )
+        return parts, blocks
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """How often each part has been read after so many samples."""
+        shares = np.array(self.mixture.quotas) / sum(self.mixture.quotas)
+        return {
+            part.name: samples * share / len(blocks)
+            for part, share, blocks in zip(self.corpus.parts, shares, self.blocks, strict=True)
+        }
 
     def __getitems__(self, counters: list[int]) -> Batch:
         """The samples of these numbers as one batch of tensors ``[B, sequence_length]``."""
-        C, numbers = self.config.sequence_length, np.asarray(counters, dtype=np.int64)
-        blocks = sample_indices(self.seed, numbers, self.blocks)
-        targets = self.corpus.train.windows(blocks * C, C)
-        weights = np.ones(targets.shape, dtype=np.float32)
+        targets, weights = self.targets(np.asarray(counters, dtype=np.int64))
+        return as_batch(targets, self.corpus.end_of_text, weights, self.config)
+
+    def hashes(self, counters: Sequence[int]) -> NDArray[np.uint64]:
+        """The hashes of these samples, as their batches carry them."""
+        parts = [counters[i : i + MOST_AT_ONCE] for i in range(0, len(counters), MOST_AT_ONCE)]
+        numbers = [np.asarray(part, dtype=np.int64) for part in parts]
+        return np.concatenate([sample_hashes(self.targets(part)[0]) for part in numbers])
+
+    def targets(self, numbers: Integers) -> tuple[Integers, NDArray[np.float32]]:
+        """Tokens to predict and their weights in the loss, both ``[B, sequence_length]``."""
+        parts, blocks = self.where(numbers)
+        targets = np.empty((len(numbers), self.config.sequence_length), np.int64)
+        filled = np.empty_like(numbers)
+        for part in np.unique(parts):
+            mine = parts == part
+            targets[mine], filled[mine] = self.blocks[part].read(blocks[mine])
+        weights = (np.arange(targets.shape[1]) < filled[:, None]).astype(np.float32)
         if self.vocabulary is not None:
-            targets, weights = mix_needles(
+            targets, of_needles = mix_needles(
                 targets, numbers, self.vocabulary, self.config.needles, self.seed
             )
-        return as_batch(targets, self.corpus.end_of_text, weights, self.config.document_mask)
+            weights *= of_needles
+        return targets, weights
 
 
 def as_batch(
-    targets: Integers, end: int, weights: np.ndarray, document_mask: bool = False
+    targets: Integers, end: int, weights: NDArray[np.float32], config: DataConfig | None = None
 ) -> Batch:
-    """Inputs, targets, weights and, if asked for, document numbers, all ``[B, T]``.
+    """Inputs, targets and weights, all ``[B, T]``, and a hash of every sample's targets ``[B]``.
 
-    The inputs are the targets moved by one, behind an end-of-text token. A document's number counts
-    the end-of-text tokens up to it.
+    The inputs are the targets moved by one, behind an end-of-text token. With document masks there
+    are ``documents`` ``[B, T]``, how many end-of-text tokens came up to each input, and where they
+    restart, ``positions`` ``[B, T]``.
     """
     inputs = np.concatenate([np.full_like(targets[:, :1], end), targets[:, :-1]], axis=1)
+    begins = inputs == end
+    if config is not None and not config.first_token_loss:
+        weights = np.where(begins, np.float32(0), weights)
     batch = {
         "input_ids": torch.from_numpy(inputs),
         "labels": torch.from_numpy(np.ascontiguousarray(targets)),
         "weights": torch.from_numpy(weights),
+        "hashes": torch.from_numpy(sample_hashes(targets).view(np.int64)),
     }
-    if document_mask:
-        batch["documents"] = (batch["input_ids"] == end).cumsum(dim=1)
+    if config is not None and config.document_mask:
+        batch["documents"] = torch.from_numpy(begins.cumsum(axis=1))
+    if config is not None and config.restart_positions:
+        columns = np.arange(inputs.shape[1])
+        latest = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
+        batch["positions"] = torch.from_numpy(columns - latest)
     return batch
 
 
@@ -94,10 +152,15 @@ class CountingSampler(Sampler[list[int]]):
         """The micro-batches that are left."""
         size = self.batch_size // (self.micro_batches * self.ranks)
         for step in range(self.start, self.steps):
-            first = step * self.batch_size + sum(n for at, n in self.skips if step >= at)
+            first = first_sample(step, self.batch_size, self.skips)
             for part in range(self.micro_batches):
                 begin = first + (part * self.ranks + self.rank) * size
                 yield list(range(begin, begin + size))
+
+
+def first_sample(step: int, batch_size: int, skips: Sequence[Sequence[int]] = ()) -> int:
+    """The number of the first sample that a step reads."""
+    return step * batch_size + sum(n for at, n in skips if step >= at)
 
 
 def held_out_windows(stream: TokenStream, count: int, length: int) -> Integers:

@@ -1,186 +1,172 @@
-"""Text sources: each yields documents, in an order that depends on nothing but their content."""
+"""Text sources by name: what each consists of, and its documents in order."""
 
 from __future__ import annotations
 
-import ast
-import gc
-import hashlib
-import json
-import os
-import re
-import sysconfig
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trainer.data.config import DataConfig
-from trainer.errors import UserError
+import fsspec
 
-SHORTEST_DOCSTRING = 80
-"""Characters; shorter docstrings repeat a name and little else."""
+from trainer.data.config import SourceConfig
+from trainer.data.files import File, find_files, one_line
+from trainer.data.rows import BadRow, read_rows
+from trainer.data.standard_library import stdlib_docs, stdlib_version
+from trainer.errors import UserError, did_you_mean
 
-SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-"""Folders of the standard library."""
-
-STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
-"""What may hold definitions."""
-
-
-@cache
-def stdlib_docs() -> tuple[str, ...]:
-    """Docstrings of the running Python's standard library, and the topics of its ``help()``.
-
-    About 2 MB of English prose that is on every machine. Duplicates are left out, white space is
-    folded, ruled lines are shortened, and what is not ASCII is dropped.
-    """
-    from pydoc_data.topics import topics
-
-    root = Path(sysconfig.get_path("stdlib"))
-    documents = dict.fromkeys(_clean(text) for _, text in sorted(topics.items()))
-    with _without_collections():
-        for file in sorted(_modules(root)):
-            documents.update(dict.fromkeys(map(_clean, _docstrings(file))))
-    return tuple(text for text in documents if len(text) > SHORTEST_DOCSTRING)
+BUILT_IN = ("stdlib_docs", "files", "hub")
+TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}
+"""Sources of the user's own, by name."""
 
 
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Syntax trees are so many objects that collections, each through all that was imported, take
-    longer than parsing."""
-    enabled = gc.isenabled()
-    gc.disable()
+def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
+    """Register ``function`` under its own name: from ``data.arguments`` to documents, in an order
+    that is always the same. For a file that ``plugins`` names."""
+    TEXT_SOURCES[function.__name__] = function
+    return function
+
+
+def source_problems(config: SourceConfig, at: str = "data") -> list[str]:
+    """Whether there is such a source and it takes such arguments, one sentence each."""
+    if config.source in BUILT_IN:
+        return []
+    if (function := TEXT_SOURCES.get(config.source)) is None:
+        near = did_you_mean(config.source, [*BUILT_IN, *TEXT_SOURCES])
+        return [f"{at}.source: unknown source {config.source!r}.{near}"]
     try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+        inspect.signature(function).bind(**config.arguments)
+    except TypeError as error:
+        return [f"{at}.arguments: {config.source!r} does not take them: {one_line(error)}."]
+    return []
 
 
-def _modules(root: Path) -> Iterator[Path]:
-    for directory, folders, files in os.walk(root):
-        folders[:] = set(folders) - SKIPPED  # and what is below them
-        yield from (Path(directory, name) for name in files if name.endswith(".py"))
+@dataclass(frozen=True)
+class Listing:
+    """What a source consists of now. ``revision``: the commit of a dataset on the hub, else what
+    the configuration says."""
+
+    files: tuple[File, ...]
+    revision: str | None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Names and sizes, without where they lie."""
+        return {"revision": self.revision, "files": [[f.name, f.size] for f in self.files]}
 
 
-def _docstrings(file: Path) -> Iterator[str]:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # templates and files kept for older versions of the language
-        return
-    nodes: list[ast.AST] = [tree]
-    for node in nodes:
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
-        # Nothing below an expression has a docstring, and most nodes are expressions.
-        nodes += (n for n in ast.iter_child_nodes(node) if isinstance(n, STATEMENTS))
-
-
-def _clean(text: str) -> str:
-    text = re.sub(r"[^\x20-\x7e\n]", "", text)
-    text = re.sub(r"([^\w\s])\1{2,}", r"\1", text)
-    return re.sub(r"\s+", " ", text).strip()
-
-
-def read_files(paths: list[str], text_field: str) -> list[str]:
-    """Documents of ``.txt`` files, in pieces, and of ``.jsonl`` files, one a line.
-
-    ``text_field`` is the key that holds the text of a line.
+def list_source(config: SourceConfig) -> Listing:
+    """What the configured source consists of.
 
     Raises:
-        UserError: every file that is missing, empty, of another kind or malformed.
+        UserError: it is not here, or cannot be reached.
     """
-    documents: list[str] = []
-    problems: list[str] = []
-    for name in paths:
-        path = Path(name)
-        if not path.is_file():
-            problems.append(f"data.files: there is no file {name!r}.")
-        elif path.suffix not in (".txt", ".jsonl"):
-            problems.append(f"data.files: {name!r} is not a .txt or .jsonl file.")
-        else:
-            try:
-                text = path.read_text(encoding="utf-8")
-                found = pieces(text) if path.suffix == ".txt" else _jsonl(text, name, text_field)
-            except UnicodeDecodeError:
-                problems.append(f"data.files: {name!r} is not UTF-8 text.")
-            except UserError as error:
-                problems.extend(error.problems)
-            else:
-                found = [document for document in found if document.strip()]
-                if not found:
-                    problems.append(f"data.files: {name!r} holds no text.")
-                documents += found
-    if problems:
-        raise UserError(*problems)
-    return documents
+    if config.source == "stdlib_docs":
+        name, size = stdlib_version()
+        return Listing((File("stdlib_docs", name, size),), config.revision)
+    if config.source == "files":
+        return Listing(tuple(find_files(_addresses(config.files), "data.files")), config.revision)
+    if config.source == "hub":
+        return _list_hub(config)
+    return Listing((File(config.source, config.source, 0),), config.revision)
 
 
-def pieces(text: str, size: int = 8192) -> list[str]:
-    """A long text as documents of about ``size`` characters, cut at line ends, so that a single
-    file can be split into text to train on and text to hold out."""
-    found = [""]
-    for line in text.splitlines(keepends=True):
-        for start in range(0, len(line), size):
-            if len(found[-1]) >= size:
-                found.append("")
-            found[-1] += line[start : start + size]
+def read_source(config: SourceConfig, file: File) -> Iterator[str | BadRow]:
+    """The documents of one of its files.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if config.source == "stdlib_docs":
+        return iter(stdlib_docs())
+    if config.source in TEXT_SOURCES:
+        return _checked(config)
+    return read_rows(file.path, config.text_field)
+
+
+def _checked(config: SourceConfig) -> Iterator[str | BadRow]:
+    try:
+        for number, text in enumerate(TEXT_SOURCES[config.source](**config.arguments), 1):
+            bad = BadRow(f"{config.source} row {number}", f"is no text but {text!r:.40}")
+            yield text if isinstance(text, str) else bad
+    except Exception as error:
+        raise UserError(f"data.source: {config.source!r} failed: {error!r}.") from error
+
+
+def is_here(config: SourceConfig) -> bool:
+    """Whether listing the source needs no network."""
+    if config.source == "hub":
+        return False
+    return not any("://" in path for path in config.files)
+
+
+def _addresses(patterns: Sequence[str]) -> list[str]:
+    """The patterns, ``@LIST`` replaced by the lines of that file.
+
+    Raises:
+        UserError: a list cannot be read.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        if not pattern.startswith("@"):
+            found.append(pattern)
+            continue
+        try:
+            with fsspec.open(pattern[1:], "rt", encoding="utf-8") as file:
+                found += [line.strip() for line in file if line.strip()]
+        except Exception as error:  # transports raise whatever they like
+            raise UserError(
+                f"data.files: the list {pattern[1:]!r} cannot be read: {one_line(error)}."
+            ) from error
     return found
 
 
-def _jsonl(text: str, name: str, text_field: str) -> list[str]:
-    documents = []
-    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold other line ends
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"data.files: {name!r} line {number} is not JSON ({error}).") from None
-        if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
-            keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-            raise UserError(
-                f"data.files: {name!r} line {number} has no text under {text_field!r} "
-                f"(data.text_field); it has {keys}."
-            )
-        documents.append(row[text_field])
-    return documents
-
-
-def read_hub(config: DataConfig) -> list[str]:
-    """Documents of a dataset on the Hugging Face hub.
-
-    Raises:
-        UserError: it cannot be had, or has no such field.
-    """
-    import datasets
-
+def _list_hub(config: SourceConfig) -> Listing:
+    """The files of a dataset's configuration and split, at one commit."""
+    where = f"data.hub_name: {config.hub_name!r}"
     try:
-        rows = datasets.load_dataset(config.hub_name, config.hub_config, split=config.hub_split)
+        if config.hub_files:
+            revision = _commit(config)
+            at = f"hf://datasets/{config.hub_name}@{revision}/"
+            patterns = [at + pattern for pattern in config.hub_files]
+        else:
+            import datasets
+
+            builder = datasets.load_dataset_builder(
+                config.hub_name, config.hub_config, revision=config.revision
+            )
+            revision = config.revision
+            splits = builder.config.data_files or {}
+            if config.hub_split not in splits:
+                near = did_you_mean(config.hub_split, map(str, splits))
+                raise UserError(f"data.hub_split: {config.hub_name!r} has no such split.{near}")
+            patterns = list(splits[config.hub_split])
+            if patterns and patterns[0].startswith("hf://"):
+                revision = patterns[0].partition("@")[2].partition("/")[0]
+    except UserError:
+        raise
     except Exception as error:  # datasets raises whatever its transports raise
-        raise UserError(
-            f"data.hub_name: {config.hub_name!r} (split {config.hub_split!r}) is not on this "
-            f"machine and could not be loaded from the hub: {str(error).splitlines()[0]}"
-        ) from error
-    if config.text_field not in rows.column_names:
-        raise UserError(
-            f"data.text_field: {config.hub_name!r} has no field {config.text_field!r}; "
-            f"it has {', '.join(rows.column_names)}."
-        )
-    return [text for text in rows[config.text_field] if text.strip()]
+        raise UserError(f"{where} cannot be read from the hub: {one_line(error)}.") from error
+    files = find_files(patterns, "data.hub_name")
+    return Listing(tuple(files), revision)
 
 
-def read_documents(config: DataConfig) -> list[str]:
-    """The documents of the configured source, ordered by a hash of their text.
+def _commit(config: SourceConfig) -> str:
+    from huggingface_hub import HfApi
 
-    That order is a shuffle which does not depend on file systems or seeds, so that the split into
-    training and held-out documents is the same everywhere.
-    """
-    documents: Sequence[str]
-    if config.source == "stdlib_docs":
-        documents = stdlib_docs()
-    elif config.source == "files":
-        documents = read_files(config.files, config.text_field)
-    else:
-        documents = read_hub(config)
-    return sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest())
+    found = HfApi().dataset_info(str(config.hub_name), revision=config.revision).sha
+    return str(found)
+
+
+def describe(config: SourceConfig) -> str:
+    """The source in a few words, with what is known of its size."""
+    if config.source == "hub":
+        name = f"{config.hub_name} ({config.hub_config})" if config.hub_config else config.hub_name
+        return f"{name}{', ' + config.about if config.about else ''}"
+    if config.source == "files":
+        if config.about:
+            return config.about
+        more = f" and {len(config.files) - 1} more" if len(config.files) > 1 else ""
+        return f"{Path(config.files[0]).name}{more}"
+    return config.source

@@ -1,19 +1,22 @@
-"""A byte-level BPE, trained on the training text or loaded from ``tokenizer.json``."""
+"""A byte-level BPE, trained on the training text, or one that others have trained."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trainer.data.config import TokenizerConfig
 from trainer.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents and begins every sequence."""
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, words: Sequence[str]) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str]) -> Tokenizer:
     """A byte-level BPE of ``vocab_size`` entries, plus ``words`` as whole tokens.
 
     Args:
@@ -36,19 +39,56 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, words: Sequence[str])
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Read a ``tokenizer.json``.
+    """Read a ``tokenizer.json``, a ``.gguf``'s, or that of a model on the hub.
 
     Raises:
         UserError: it is missing, malformed or has no end-of-text token.
     """
-    if not Path(path).is_file():
+    if Path(path).is_file():
+        tokenizer = _read(path)
+    elif path.endswith((".json", ".gguf")) or path.count("/") != 1 or path.startswith((".", "~")):
         raise UserError(f"tokenizer.path: there is no file {path!r}.")
-    try:
-        tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"tokenizer.path: {path!r} is not a tokenizer.json ({error}).") from error
+    else:
+        try:
+            tokenizer = Tokenizer.from_pretrained(path)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise UserError(
+                f"tokenizer.path: there is no file {path!r}, and no such model could be had from "
+                f"the hub: {str(error).splitlines()[0]}"
+            ) from error
     end_of_text(tokenizer)
     return tokenizer
+
+
+def _read(path: str) -> Tokenizer:
+    try:
+        if path.endswith(".gguf"):
+            from trainer.interchange.gguf import read_gguf
+
+            return read_gguf(Path(path))[2]
+        return Tokenizer.from_file(path)
+    except UserError as error:
+        raise UserError(*(f"tokenizer.path: {path!r}: {p}" for p in error.problems)) from error
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError(f"tokenizer.path: {path!r} is not a tokenizer.json ({error}).") from error
+
+
+def tokenizer_identity(
+    config: TokenizerConfig, given: Tokenizer | None, words: Sequence[str]
+) -> dict[str, Any]:
+    """What tells one tokenizer from another: its content, its name on the hub, or how it is
+    trained."""
+    if config.path and not Path(config.path).is_file() and config.path.count("/") == 1:
+        return {"hub": config.path}
+    if config.path:
+        given = load_tokenizer(config.path)
+    if given is not None:
+        return {"sha256": hashlib.sha256(given.to_str().encode()).hexdigest()}
+    return {
+        "vocab_size": config.vocab_size,
+        "sample_megabytes": config.sample_megabytes,
+        "words": hashlib.sha256("\0".join(words).encode()).hexdigest(),
+    }
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:

@@ -274,11 +274,12 @@ class Decoder(nn.Module):
         weights: Tensor | None = None,
         *,
         documents: Tensor | None = None,
+        positions: Tensor | None = None,
         z_loss: float = 0.0,
         losses: Tensor | None = None,
     ) -> Tensor:
         """Weighted mean cross-entropy, nats per token; see :func:`linear_cross_entropy`."""
-        x = self.hidden_states(ids, documents=documents)
+        x = self.hidden_states(ids, documents=documents, positions=positions)
         return linear_cross_entropy(
             x, self.head, targets, weights, z_loss=z_loss, losses=losses, product=self._product
         )

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.data.certificate import as_text
 from trainer.data.corpus import Corpus
+from trainer.data.dataset import TrainingSamples, first_sample
 from trainer.errors import UserError
 from trainer.runs.checkpoints import (
     newest_sound_checkpoint,
@@ -83,21 +85,41 @@ def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[i
 
 def data_facts(corpus: Corpus, config: RunConfig) -> dict[str, str]:
     """What decides which tokens a sample number stands for, as hashes."""
-    order = [corpus.fingerprint, config.seed, config.data.sequence_length]
-    order.append(asdict(config.data.needles))
+    data = config.data
+    order = [
+        *(corpus.fingerprint, config.seed, data.sequence_length, data.packing, data.shuffle_group),
+        asdict(data.needles),
+    ]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
     return {"corpus": corpus.fingerprint, "order": digest}
 
 
 def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) -> None:
-    """Refuse to go on with other text or another order.
+    """Refuse to go on with other text or another order; the samples of the checkpoint's last step
+    are read again and compared.
 
     Raises:
         UserError: the checkpoint was trained on other samples.
     """
+    if "certificate" not in state:
+        raise UserError(
+            "checkpoint: an earlier version of this program wrote it, whose order of samples this "
+            "one does not have; evaluate, analyze and export read it, training does not go on: "
+            "overwrite=true starts again."
+        )
     if state["data"] != data_facts(corpus, config):
         raise UserError(
             "data: the checkpoint was trained on other text, or in another order, than this "
             "command reads (changed files, another version of Python, another seed); give the "
             "same, or overwrite=true."
+        )
+    size = config.trainer.batch_size
+    first = first_sample(state["step"] - 1, size, state.get("skips", []))
+    samples = TrainingSamples(corpus, config.data, config.seed)
+    found = as_text(int(samples.hashes(range(first, first + size)).sum()))
+    if found != state["certificate"]["last_step"]:
+        raise UserError(
+            f"data: the last step of the checkpoint read samples {first} to {first + size - 1} "
+            f"with the certificate {state['certificate']['last_step']}, here they have {found}; "
+            "`python -m trainer prepare verify=true` compares the prepared text with its checksums."
         )

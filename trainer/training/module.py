@@ -15,6 +15,7 @@ from trainer.model.decoder import Decoder
 from trainer.positional.config import build_layout
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
+from trainer.training.certificate import Certificate
 from trainer.training.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
 from trainer.training.phases import phase_at, phases_of
 from trainer.training.strategy import parallelize, synchronize_gradients
@@ -64,6 +65,7 @@ class LanguageModule(L.LightningModule):
         self.phases = phases_of(config)
         self.tally = Tally()
         self.timer = StepTimer()
+        self.certificate = Certificate()
 
     def configure_model(self) -> None:
         """Spread the model over devices and draw its weights; Lightning calls this more than once
@@ -78,7 +80,9 @@ class LanguageModule(L.LightningModule):
         The division by the weight of the tokens waits for the whole step: a token counts the same
         in whatever micro-batch, and on whatever rank, it is read.
         """
-        last = (index + 1) % self.trainer.accumulate_grad_batches == 0
+        parts = self.trainer.accumulate_grad_batches
+        last = (index + 1) % parts == 0
+        self.certificate.add(batch["hashes"], begins_step=index % parts == 0)
         synchronize_gradients(self.model, last)
         weights = batch["weights"]
         losses = torch.empty_like(weights)
@@ -87,6 +91,7 @@ class LanguageModule(L.LightningModule):
             batch["labels"],
             weights,
             documents=batch.get("documents"),
+            positions=batch.get("positions"),
             z_loss=self.config.trainer.z_loss,
             losses=losses,
         )

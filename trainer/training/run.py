@@ -144,7 +144,7 @@ def _fit(
     model = make_decoder(config, corpus.tokenizer.get_vocab_size(), pretrained)
     if start.checkpoint is not None:
         check_same_model(start.state, model, start.checkpoint.name)
-        check_same_data(start.state, corpus, config)
+        first_does(lambda: check_same_data(start.state, corpus, config))
         model.layout = Layout.from_dict(start.state["layout"])
     skips = start.state.get("skips", []) if skips is None else skips
     module = LanguageModule(config, model, ranks, pretrained)
@@ -164,6 +164,7 @@ def _fit(
                 "world_size": ranks.world_size,
                 "loss": metrics.last_loss,
                 "tally": module.tally.state(),
+                "certificate": module.certificate.state(),
                 "callbacks": {type(c).__name__: c.state_dict() for c in with_state},
                 "user_callbacks": states_of(own),
                 "loggers": {type(x).__name__: x.version for x in loggers if x.version},

@@ -15,7 +15,7 @@ from trainer.runs.descriptions import reference_first
 from trainer.runs.directory import writable_problem
 from trainer.runs.models import find_candidate
 from trainer.workflows.evaluation_request import EvaluationRequest
-from trainer.workflows.held_out import held_out_corpus, text_source
+from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.measuring import Text, checked, measure_models, with_observations
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,8 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     """
     torch.set_num_threads(request.threads or os.cpu_count() or 1)
     if request.output and (problem := writable_problem(request.output, "output")):
-        raise UserError(
-            problem
-        )  # before checkpoints are read, which takes long where they are large
+        # Before checkpoints are read, which takes long where they are large.
+        raise UserError(problem)
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(given, "compare") for given in request.compare]
     place = Path("evaluation") if name == DEFAULT else Path("lengths", name)
@@ -48,7 +47,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     candidates = checked([first, *others])
     if problems := request.evaluation.problems(first.layout.training_length):
         raise UserError(*problems)
-    text = Text(held_out_corpus(request.text, first), text_source(request.text, first), first)
+    text = Text(held_out_corpus(request.text, first), first)
     if name == DEFAULT:  # the order of a run's own table
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.data.corpus import Corpus, corpus_at
+from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
-from trainer.interchange.pretrained import read_pretrained
 from trainer.report.outcomes import Outcomes
 from trainer.report.results import Arm, Drop, Reach, Report
 from trainer.report.writing import write_renderings
@@ -35,6 +35,7 @@ from trainer.training.run import TrainedRun, device_problems, set_threads, train
 from trainer.training.strategy import strategy_problems
 from trainer.training.user_callbacks import callback_problems, making_problems
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
+from trainer.workflows.training_text import open_corpus
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,11 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
         found = first_does(lambda: _open(config, configs, ranks, lock))
         if found is not None:
             return (found, True) if ranks.is_first else None
-        # The first rank has prepared the text; the others open it.
-        corpus = open_corpus(config)
+        # The first rank has found the text; the others open it where it lies.
+        places = first_does(lambda: open_corpus(config, ranks.world_size == 1).directories)
+        corpus = corpus_at(config.data, places)
+        if ranks.is_first:
+            say_epochs(config, corpus)
         runs = {name: _train_arm(config, arm, name, corpus) for name, arm in configs.items()}
     finally:
         leave()
@@ -115,8 +119,7 @@ def _open(
         report = _finished_report(finished)
         open_run_directory(config, finished=True)
         return report
-    log.info("Preparing the text (%s)", config.data.source)
-    open_corpus(config)
+    open_corpus(config, ranks.world_size == 1)
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():
         lock.hold(directory)
@@ -137,16 +140,15 @@ def _finished_report(path: Path) -> Report:
         ) from None
 
 
-def open_corpus(config: RunConfig) -> Corpus:
-    """The run's text, with the tokenizer of its pretrained model where it has one.
-
-    Raises:
-        UserError: text or tokenizer cannot be read.
-    """
-    tokenizer, given = None, config.model.from_pretrained
-    if given and not config.tokenizer.path:
-        tokenizer = read_pretrained(given).require_tokenizer()
-    return prepare_corpus(config.data, config.tokenizer, tokenizer)
+def say_epochs(config: RunConfig, corpus: Corpus) -> None:
+    """Tell how much text there is, and how often the run reads it."""
+    samples = TrainingSamples(corpus, config.data, config.seed)
+    read = config.trainer.max_steps * config.trainer.batch_size
+    for part in corpus.parts:
+        times = samples.epochs(read)[part.name]
+        name = "The text" if len(corpus.parts) == 1 else f"The text {part.name!r}"
+        tokens = f"{len(part.text.train):,}"
+        log.info("%s holds %s tokens: this run reads it %.3g times", name, tokens, times)
 
 
 def _train_arm(config: RunConfig, arm: RunConfig, name: str, corpus: Corpus) -> TrainedRun:
@@ -181,7 +183,7 @@ def make_report(
     began = time.perf_counter()
     ordered = sorted(arms.values(), key=lambda candidate: reference_first(candidate.role))
     cells = Path(config.run_dir) / "evaluation" / "cells"
-    text = Text(corpus, config.data, arms["main"])
+    text = Text(corpus, arms["main"])
     evaluation = config.evaluation
     report = (
         measure_models(config.name, ordered, evaluation, text, cells, config.trainer.accelerator)

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.data.config import DataConfig
-from trainer.data.corpus import Corpus, split_documents
+from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary
-from trainer.data.sources import read_documents
 from trainer.errors import UserError
 from trainer.evaluation.config import (
     LONGBENCH,
@@ -47,21 +45,22 @@ from trainer.runs.models import DTYPES, Candidate
 
 log = logging.getLogger(__name__)
 
+HAYSTACK = 1 << 22
+"""Tokens of held-out documents that haystacks are made of."""
+
 
 @dataclass(frozen=True)
 class Text:
-    """Held-out tokens for perplexity and fits, and the documents of ``data`` for haystacks, in the
-    tokens of the ``first`` model."""
+    """Held-out tokens for perplexity and fits, and documents for haystacks, in the tokens of the
+    ``first`` model."""
 
     corpus: Corpus
-    data: DataConfig
     first: Candidate
 
     @cached_property
     def documents(self) -> list[str]:
-        """Documents of the test split."""
-        documents = read_documents(self.data)
-        return split_documents(documents, self.data.validation, self.data.test)["test"]
+        """Documents of the test split, :data:`HAYSTACK` tokens of them at most."""
+        return self.corpus.documents(self.corpus.test, HAYSTACK)
 
     @property
     def training_share(self) -> float:

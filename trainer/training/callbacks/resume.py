@@ -40,6 +40,7 @@ class Resume(L.Callback):
             return
         restore(module.model, trainer.optimizers[0], self.checkpoint)
         module.tally.load(self.state["tally"], module.device)
+        module.certificate.load(self.state["certificate"])
         for callback in self.callbacks:
             # A monitor may have come with this command.
             if (name := type(callback).__name__) in self.state["callbacks"]:

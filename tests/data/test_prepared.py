@@ -1,0 +1,153 @@
+"""Prepared text on disk: found without its source, and checked before it is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from trainer.data.config import TokenizerConfig
+from trainer.data.corpus import prepare_corpus
+from trainer.data.prepared import open_prepared, verify
+from trainer.data.preparing import Preparation
+from trainer.data.shards import Place, Shard, TokenStream
+from trainer.errors import UserError
+
+BPE = TokenizerConfig(vocab_size=300)
+
+
+@pytest.fixture
+def directory(config):
+    """Of a text that is prepared."""
+    work = Preparation.of(config, BPE, None)
+    work.run(workers=1)
+    return work.directory
+
+
+def test_text_is_found_without_its_source_and_under_other_paths(config, directory, tmp_path):
+    (tmp_path / "texts").rename(tmp_path / "moved")
+    assert Preparation.of(config, BPE, None).directory == directory
+    moved = replace(config, files=[str(tmp_path / "moved")])
+    assert Preparation.of(moved, BPE, None).directory == directory
+    elsewhere = replace(config, files=["gone"], prepared=str(directory))
+    assert prepare_corpus(elsewhere, BPE).fingerprint == open_prepared(directory).fingerprint
+
+
+def test_text_that_is_nowhere_says_what_is_missing(config):
+    with pytest.raises(UserError, match="there is no file 'gone'"):
+        Preparation.of(replace(config, files=["gone"]), BPE, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"min_characters": 50},
+        {"validation": 0.2},
+        {"revision": "second"},
+        {"text_field": "text", "test_tokens": 50},
+    ],
+)
+def test_another_request_is_another_text(config, directory, change):
+    assert Preparation.of(replace(config, **change), BPE, None).directory != directory
+
+
+def test_a_source_of_another_size_is_another_text(config, directory, tmp_path):
+    with (tmp_path / "texts" / "0.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "one more"}) + "\n")
+    work = Preparation.of(config, BPE, None)
+    assert work.directory != directory
+    assert not work.is_done
+
+
+def test_what_bounds_do_not_change_is_the_same_text(config, directory):
+    for change in ({"sequence_length": 99}, {"bad_rows": 0.5}, {"document_mask": True}):
+        assert Preparation.of(replace(config, **change), BPE, None).directory == directory
+
+
+def harm(directory, what):
+    shard = directory / "train-00000-0000.bin"
+    manifest = directory / "manifest.json"
+    plain = json.loads(manifest.read_text())
+    match what:
+        case "cut":
+            os.truncate(shard, shard.stat().st_size - 2)
+        case "missing":
+            shard.unlink()
+        case "ends":
+            (directory / "train-00000-0000.ends").unlink()
+        case "manifest":
+            manifest.write_text("{")
+        case "list":
+            manifest.write_text("[]")
+        case "keys":
+            manifest.write_text(json.dumps({"format": 2}))
+        case "newer":
+            manifest.write_text(json.dumps({**plain, "format": 3}))
+        case "older":
+            manifest.write_text(json.dumps({**plain, "format": 1}))
+        case "unfinished":
+            manifest.unlink()
+        case "tokenizer":
+            (directory / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("cut", r"train-00000-0000\.bin has .* bytes instead of"),
+        ("missing", r"train-00000-0000\.bin is missing"),
+        ("ends", r"train-00000-0000\.ends is missing"),
+        ("manifest", "damaged: its manifest cannot be read"),
+        ("list", "damaged: its manifest cannot be read"),
+        ("keys", "damaged"),
+        ("newer", "has format 3, .*reads up to 2"),
+        ("older", "has format 1, which is no longer read"),
+        ("unfinished", "was not finished; the command that began it goes on"),
+        ("tokenizer", r"tokenizer\.json is not what was written"),
+    ],
+)
+def test_damage_is_one_line_that_names_the_directory(directory, what, said):
+    harm(directory, what)
+    with pytest.raises(UserError, match=said) as error:
+        open_prepared(directory)
+    (problem,) = error.value.problems
+    assert str(directory) in problem
+    assert "\n" not in problem
+
+
+def test_a_flipped_bit_is_found_on_demand(directory):
+    text = open_prepared(directory)
+    assert verify(text, 2) == []
+    for name in ("train-00000-0000.bin", "test-00000-0000.ends"):
+        path = directory / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    assert verify(text, 2) == [
+        "train-00000-0000.bin is not what was written",
+        "test-00000-0000.ends is not what was written",
+    ]
+
+
+def test_a_hundred_billion_tokens_open_at_once_and_read_anywhere(tmp_path):
+    """Sparse files stand in for 400 shards; only what is read is mapped."""
+    size = 250_000_000
+    places = []
+    for index in range(400):
+        shard = Shard(f"train-{index}", size, 1, "", "")
+        path = tmp_path / f"train-{index}.bin"
+        with path.open("wb") as file:
+            file.truncate(2 * size)
+        places.append(Place(tmp_path, shard, "<u2"))
+    with (tmp_path / "train-399.bin").open("r+b") as file:
+        file.seek(2 * (size - 3))
+        file.write(np.array([7, 8, 9], "<u2").tobytes())
+    stream = TokenStream(places)
+    assert len(stream) == 10**11
+    np.testing.assert_array_equal(stream.windows(np.array([10**11 - 4]), 4), [[0, 7, 8, 9]])
+    across = stream.windows(np.array([size - 2, 17]), 4)
+    assert across.shape == (2, 4)
+    assert sum("ids" in vars(place) for place in places) == 3

@@ -1,0 +1,234 @@
+"""Text becomes shards: the same bytes, whoever does it and whatever comes between."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.conftest import write_texts
+from trainer.data import batches, plan, units
+from trainer.data.config import TokenizerConfig
+from trainer.data.lock import locked
+from trainer.data.prepared import open_prepared
+from trainer.data.preparing import Preparation
+from trainer.errors import UserError
+
+BPE = TokenizerConfig(vocab_size=300)
+
+
+@pytest.fixture
+def many_pieces(monkeypatch):
+    """Every file a unit, a few documents a batch, a shard every few batches."""
+    monkeypatch.setattr(plan, "UNIT", 1)
+    monkeypatch.setattr(batches, "BATCH", 300)
+    monkeypatch.setattr(units, "SHARD", 600)
+
+
+def work_of(config, **kwargs):
+    return Preparation.of(config, BPE, None, **kwargs)
+
+
+def bytes_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("*") if path.is_file()}
+
+
+@pytest.fixture
+def whole(config, many_pieces, tmp_path):
+    """What one process writes without being disturbed."""
+    work = work_of(replace(config, cache_dir=str(tmp_path / "whole")))
+    assert work.run(workers=1)
+    return bytes_of(work.directory)
+
+
+def test_there_are_shards_of_every_split_with_their_documents(config, many_pieces):
+    work = work_of(config)
+    assert work.run(workers=1)
+    text = open_prepared(work.directory)
+    assert len(text.train.places) > 6
+    streams = (text.train, text.validation, text.test)
+    documents = [d for stream in streams for d in stream.documents(10**6)]
+    said = [text.tokenizer.decode(ids[:-1].tolist()) for ids in documents]
+    assert all(ids[-1] == text.end_of_text for ids in documents)
+    expected = [f"Document {i} says something. " * (1 + i % 7) for i in range(120)]
+    assert sorted(said) == sorted(expected)
+    trained = said[: len(text.train.documents(10**6))]
+    assert trained == [s for s in expected if s in set(trained)]  # in the order of the source
+    manifest = text.manifest
+    assert sum(manifest["documents"].values()) == 120
+    assert manifest["source"]["files"][0][0] == "0.jsonl"
+    assert text.train.places[0].ids.dtype == np.uint16
+
+
+def test_several_processes_write_the_same_bytes(config, whole, monkeypatch):
+    monkeypatch.setattr(batches, "SMALL", 0)
+    work = work_of(config)
+    assert work.run(workers=2)
+    assert bytes_of(work.directory) == whole
+
+
+def test_parts_write_the_same_bytes_in_any_order(config, whole):
+    assert [work_of(config).run((part, 3), workers=1) for part in (3, 1, 2)] == [False, False, True]
+    assert bytes_of(work_of(config).directory) == whole
+    assert not any("tmp" in name for name in whole)
+
+
+@pytest.mark.parametrize("writes", range(1, 60, 7))
+def test_an_interrupted_preparation_goes_on_to_the_same_bytes(config, whole, monkeypatch, writes):
+    """Killed before its ``writes``-th write to disk."""
+    work = work_of(config)
+    process = get_context("fork").Process(target=_killed_at, args=(work, writes))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    finals = work.directory.glob("*.bin")
+    assert all(whole[path.name] == path.read_bytes() for path in finals)
+    work = work_of(config)
+    assert not work.is_done
+    assert work.run(workers=1)
+    left = bytes_of(work.directory)
+    left.pop(".part-1-of-1.lock", None)
+    assert left == whole
+
+
+def _killed_at(work, writes):
+    count = 0
+    original = os.fsync
+
+    def fsync(descriptor):
+        nonlocal count
+        count += 1
+        if count == writes:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(descriptor)
+
+    os.fsync = fsync
+    work.run(workers=1)
+
+
+def test_a_finished_text_is_not_touched_again(config, many_pieces, monkeypatch):
+    work = work_of(config)
+    work.run(workers=1)
+    monkeypatch.setattr(units, "read_source", lambda *_: pytest.fail("it was read again"))
+    assert work_of(config).run(workers=1)
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config, whole, monkeypatch):
+    original, count = units.ShardWriter.add, 0
+
+    def add(self, encoded):
+        nonlocal count
+        count += 1
+        if count == 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(self, encoded)
+
+    monkeypatch.setattr(units.ShardWriter, "add", add)
+    work = work_of(config)
+    with pytest.raises(UserError, match=r"no room left .* the same command goes on") as error:
+        work.run(workers=1)
+    assert len(error.value.problems) == 1
+    assert not list(work.directory.glob(".*.tmp"))
+    assert work_of(config).run(workers=1)
+    assert bytes_of(work.directory) == whole
+
+
+def test_malformed_rows_are_named_ten_at_once(config, tmp_path):
+    path = tmp_path / "texts" / "1.jsonl"
+    path.write_text(path.read_text() + "{\n" * 14)
+    with pytest.raises(UserError) as error:
+        work_of(config).run(workers=1)
+    *named, last = error.value.problems
+    assert len(named) == 10
+    assert "1.jsonl' line 41 is not JSON" in named[0]
+    assert last.startswith("data.bad_rows: 10 of the first 90 rows are malformed")
+
+
+def test_a_share_of_malformed_rows_may_be_left_out_and_is_counted(config, tmp_path):
+    path = tmp_path / "texts" / "1.jsonl"
+    path.write_text(path.read_text() + "{\n" * 14)
+    work = work_of(replace(config, bad_rows=0.2))
+    assert work.run(workers=1)
+    manifest = open_prepared(work.directory).manifest
+    assert manifest["bad_rows"] == 14
+    with pytest.raises(UserError, match=r"14 of the first 94 rows|11 of the first 91 rows"):
+        work_of(replace(config, bad_rows=0.01, min_characters=1)).run(workers=1)
+
+
+def test_a_source_that_changes_between_two_parts_is_noticed(config, many_pieces, tmp_path):
+    work_of(config).run((1, 3), workers=1)
+    path = tmp_path / "texts" / "1.jsonl"
+    unfinished = Preparation.of(config, BPE, None)
+    path.write_text(path.read_text() + json.dumps({"text": "more"}) + "\n")
+    with pytest.raises(UserError, match=r"1\.jsonl' has .* bytes, and had"):
+        unfinished.run((2, 3), workers=1)
+
+
+def test_a_file_behind_a_network_is_tried_again(config, whole, monkeypatch):
+    waits, calls = [], 0
+    original = units.read_source
+
+    def read_source(given, file):
+        nonlocal calls
+        calls += 1
+        rows = list(original(given, file))
+        yield from rows[:25]
+        if calls < 3:
+            raise units.UnreadableError("data.files: 'hf://x' cannot be read to its end: reset.")
+        yield from rows[25:]
+
+    monkeypatch.setattr(units, "read_source", read_source)
+    monkeypatch.setattr(units.time, "sleep", waits.append)
+    work = work_of(config)
+    assert work.run(workers=1)
+    assert waits == [5.0, 20.0]
+    assert bytes_of(work.directory) == whole
+
+
+def test_two_processes_do_not_do_one_part(config, many_pieces):
+    work = work_of(config)
+    work.directory.mkdir(parents=True)
+    with (
+        locked(work.directory / ".part-1-of-1.lock", "is busy"),
+        pytest.raises(UserError, match=r"process \d+ of .* prepares part 1/1 of .* already; wait"),
+    ):
+        work_of(config).run(workers=1)
+    assert work_of(config).run(workers=1)
+
+
+def test_special_tokens_in_text_are_text(config, tmp_path):
+    path = tmp_path / "texts" / "0.jsonl"
+    path.write_text(json.dumps({"text": "before <|endoftext|> after " * 5}) + "\n")
+    work = work_of(config)
+    work.run(workers=1)
+    text = open_prepared(work.directory)
+    for stream in (text.train, text.validation, text.test):
+        for document in stream.documents(10**6):
+            assert (document == text.end_of_text).sum() == 1
+
+
+def test_memory_for_a_document_does_not_depend_on_it(monkeypatch):
+    from trainer.data import encoding
+
+    monkeypatch.setattr(encoding, "LONGEST_WORK", 100)
+    text = "some words and more of them " * 50 + "x" * 350
+    parts = encoding.cut(text)
+    assert "".join(parts) == text
+    assert max(map(len, parts)) <= 100
+    assert all(part.startswith(" ") for part in parts[1:14])
+    assert encoding.cut("") == [""]
+
+
+def test_text_too_short_leaves_nothing_behind(tmp_path, config):
+    write_texts(tmp_path / "few", files=1, documents=2)
+    config = replace(config, files=[str(tmp_path / "few")])
+    with pytest.raises(UserError, match="2 different document"):
+        work_of(config).run(workers=1)
+    assert not (tmp_path / "cache").exists()

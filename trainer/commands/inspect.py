@@ -1,0 +1,49 @@
+"""``python -m trainer inspect checkpoint=runs/NAME step=N``: what did a step read?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainer.commands.command import Command
+from trainer.commands.running import run_command
+
+if TYPE_CHECKING:
+    from trainer.commands.configuration import Composed
+    from trainer.workflows.inspection_request import InspectionRequest
+
+
+def run(words: Sequence[str]) -> None:
+    """Print the samples of a step."""
+    run_command(COMMAND, words)
+
+
+def read(composed: Composed) -> InspectionRequest:
+    """The checked request."""
+    from trainer.runs.parsing import parse
+    from trainer.workflows.inspection_request import InspectionRequest
+
+    return parse(InspectionRequest, composed.values, composed.problems)
+
+
+def execute(request: InspectionRequest) -> None:
+    """Read the samples again and print them."""
+    from trainer.commands.console import set_up_console
+
+    set_up_console()
+    from trainer.workflows.inspect_step import inspect_step
+
+    for line in inspect_step(request):
+        print(line)
+
+
+HELP = """
+python -m trainer inspect checkpoint=runs/NAME step=N [samples=K] [characters=M]
+
+Reads the samples of a step of any run again and shows them as text: where each is from, where
+documents end (¶), how many of its tokens count in the loss, and a hash of its tokens. The sum of
+the hashes of all samples is the run's certificate, which its checkpoints carry.
+"""
+COMMAND = Command(
+    "inspect", HELP, read, execute, alone="one step is shown at a time; run it for each."
+)

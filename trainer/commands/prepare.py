@@ -1,0 +1,70 @@
+"""``python -m trainer prepare +experiment=NAME``: text becomes tokens on disk, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from trainer.commands.command import Command
+from trainer.commands.running import run_command
+from trainer.commands.train import read_run
+from trainer.workflows.prepare_request import PrepareConfig, PrepareRequest
+
+if TYPE_CHECKING:
+    from trainer.commands.configuration import Composed
+
+OWN = ("prepare", "verify")
+"""Keys of this command; the others are a run's."""
+
+
+@dataclass(frozen=True)
+class _Own:
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    verify: bool = False
+
+
+def run(words: Sequence[str]) -> None:
+    """Prepare the text of a run, or compare it with its checksums."""
+    run_command(COMMAND, words)
+
+
+def read(composed: Composed) -> PrepareRequest:
+    """The checked request."""
+    from trainer.runs.parsing import validated
+
+    values = {key: value for key, value in composed.values.items() if key not in OWN}
+    own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
+    problems += own.prepare.problems()
+    config = read_run(replace(composed, values=values), problems)
+    return PrepareRequest(config, own.prepare, own.verify)
+
+
+def execute(request: PrepareRequest) -> None:
+    """Prepare or verify, and say what there is."""
+    from trainer.commands.console import set_up_console
+
+    set_up_console()
+    from trainer.workflows.prepare import prepare
+
+    for line in prepare(request):
+        print(line)
+
+
+HELP = """
+python -m trainer prepare +experiment=NAME [prepare.part=3/16]
+python -m trainer prepare data=files 'data.files=[texts/*.jsonl.zst]' tokenizer.path=tokenizer.json
+
+Reads the text of a run, tokenises it on all cores and writes it as flat files of token ids, which
+sequences of any length are cut from. Interrupted, the same command goes on; done, it does nothing.
+Several processes or nodes share the work by prepare.part; `trainer slurm prepare` writes an array
+of such jobs. Memory does not grow with the text.
+"""
+COMMAND = Command(
+    "prepare",
+    HELP,
+    read,
+    execute,
+    alone="text is prepared once, for all runs that read it.",
+    described=("prepare", "data"),
+)

@@ -1,0 +1,114 @@
+"""Documents in batches, and their tokens, in order, from as many processes as there are cores."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+from trainer.data.config import SourceConfig
+from trainer.data.encoding import Encoded, Encoder, encode, start_worker
+from trainer.data.plan import SMALL, Plan, is_kept
+from trainer.data.rows import BadRow
+from trainer.errors import UserError
+
+BATCH = 1 << 20
+"""Characters of the documents that are tokenised together."""
+NAMED = 10
+"""Malformed rows that are named."""
+
+
+@dataclass
+class Batch:
+    """Documents to tokenise together, and the rows of the unit up to their end."""
+
+    texts: list[str] = field(default_factory=list)
+    rows: int = 0
+    bad: int = 0
+    named: list[str] = field(default_factory=list)
+    text_bytes: int = 0
+
+
+Map = Callable[[Iterator[Batch]], Iterator[tuple[Batch, dict[str, Encoded]]]]
+
+
+def batches_of(rows: Iterable[str | BadRow], config: SourceConfig, start: Batch) -> Iterator[Batch]:
+    """Documents in batches; the last one has what is left, and may have no documents.
+
+    Raises:
+        UserError: too many rows are malformed.
+    """
+    batch = Batch(rows=start.rows, bad=start.bad, named=list(start.named))
+    size = 0
+    rows = iter(rows)
+    for row in rows:
+        batch.rows += 1
+        if isinstance(row, BadRow):
+            batch.bad += 1
+            if len(batch.named) < NAMED:
+                batch.named.append(f"{row.place} {row.problem}.")
+            _check_bad(batch, config, rows)
+        elif is_kept(row, config):
+            batch.texts.append(row)
+            size += len(row)
+            if size >= BATCH:
+                batch.text_bytes = size
+                yield batch
+                batch = Batch(rows=batch.rows, bad=batch.bad, named=list(batch.named))
+                size = 0
+    batch.text_bytes = size
+    yield batch
+
+
+def _check_bad(batch: Batch, config: SourceConfig, rows: Iterator[str | BadRow]) -> None:
+    allowed = config.allowed_bad
+    if allowed and batch.bad <= max(NAMED, allowed * batch.rows):
+        return
+    for row in rows if not allowed else ():  # name more of them at once
+        batch.rows += 1
+        if isinstance(row, BadRow):
+            batch.bad += 1
+            batch.named.append(f"{row.place} {row.problem}.")
+            if len(batch.named) >= NAMED:
+                break
+    raise UserError(
+        *(f"data: {named}" for named in batch.named),
+        f"data.bad_rows: {batch.bad} of the first {batch.rows:,} rows are malformed, and a share "
+        f"of {allowed:g} may be.",
+    )
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def encoders(plan: Plan, workers: int) -> Iterator[Map]:
+    """Something that tokenises batches in their order, in other processes where it is worth it."""
+    arguments = (plan.tokenizer, plan.end, plan.thresholds, plan.dtype)
+    if workers == 1 or sum(file.text_bytes for file in plan.files) <= SMALL // 4:
+        encoder = Encoder(*arguments)
+        yield lambda batches: ((batch, encoder(batch.texts)) for batch in batches)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, arguments)
+
+    def several(batches: Iterator[Batch]) -> Iterator[tuple[Batch, dict[str, Encoded]]]:
+        waiting: deque[tuple[Batch, Future[dict[str, Encoded]]]] = deque()
+        for batch in batches:
+            waiting.append((batch, pool.submit(encode, batch.texts)))
+            batch.texts = []  # they are on their way; memory is for what is not
+            if len(waiting) > 3 * workers:
+                first, encoded = waiting.popleft()
+                yield first, encoded.result()
+        for batch, encoded in waiting:
+            yield batch, encoded.result()
+
+    try:
+        yield several
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,257 @@
+"""What prepared text will be, decided before the first token: its name, parts, split, tokenizer.
+
+A plan is written once and followed by every process that shares the work, now or later, so that
+all of them write the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from trainer.data.config import SourceConfig, TokenizerConfig
+from trainer.data.encoding import Thresholds, document_hash
+from trainer.data.files import File
+from trainer.data.needles import WORDS
+from trainer.data.sources import Listing, list_source, read_source
+from trainer.data.tokenizer import end_of_text, load_tokenizer, tokenizer_identity, train_tokenizer
+from trainer.errors import UserError
+from trainer.formats import check_format
+
+RECIPE = 2
+"""Changes where the same text would become other tokens."""
+FORMAT = 2
+"""Of a directory with prepared text; the first was one Arrow data set a split."""
+SMALL = 64 << 20
+"""Bytes of text that are read once more for a split with exact shares."""
+UNIT = 1 << 30
+"""Bytes of text that one process prepares at a time: whole files, together about so much."""
+BYTES_PER_TOKEN = 4
+"""Of English under a vocabulary of 32,000 to 128,000; for estimates."""
+SAMPLED_FILES = 16
+"""Of a large source, that a tokenizer is trained on parts of."""
+
+
+def request_of(config: SourceConfig, tokenizer: TokenizerConfig, given: Tokenizer | None) -> dict:
+    """What was asked for, in plain values: equal requests of one source give equal tokens."""
+    keys = {
+        "hub": ("hub_name", "hub_config", "hub_split", "hub_files", "text_field"),
+        "files": ("files", "text_field"),
+        "stdlib_docs": (),
+    }.get(config.source, ("arguments",))
+    split = ("min_characters", "validation", "test", "validation_tokens", "test_tokens")
+    return {
+        "recipe": RECIPE,
+        **{key: getattr(config, key) for key in ("source", "revision", *keys, *split)},
+        "tokenizer": tokenizer_identity(tokenizer, given, WORDS),
+    }
+
+
+def digest(value: Any) -> str:
+    """Eight hexadecimal digits of plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def directory_name(request: dict[str, Any], listing: Listing) -> str:
+    """A readable word, and hashes of what was asked for and of what the source consists of."""
+    first = listing.files[0].name if listing.files else request["source"]
+    word = request.get("hub_config") or request.get("hub_name") or Path(first).stem
+    readable = re.sub(r"[^\w.-]+", "-", str(word).rpartition("/")[2]).strip("-.")[:40].lower()
+    # Where the files lie is left out: elsewhere, the same files are the same text.
+    asked = {key: value for key, value in request.items() if key != "files"}
+    return f"{readable or 'text'}-{digest(asked)}-{digest(listing.identity)}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a source becomes shards.
+
+    ``units``: indices of the files that are prepared together. ``tokenizer``: its JSON; ``end``:
+    the id behind every document; ``dtype``: of the ids. ``tokens``: about how many there will be.
+    """
+
+    request: dict[str, Any]
+    files: tuple[File, ...]
+    identity: dict[str, Any]
+    units: tuple[tuple[int, ...], ...]
+    thresholds: Thresholds
+    tokenizer: str
+    end: int
+    dtype: str
+    tokens: int
+
+    def write(self, directory: Path) -> None:
+        """Write it, unless another process has done so first."""
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = directory / f".plan.{os.uname().nodename}.{os.getpid()}.tmp"
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump({"format": FORMAT, **asdict(self)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, directory / "plan.json")
+        except FileExistsError:
+            pass
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, directory: Path) -> Plan:
+        """The plan that is followed in a directory.
+
+        Raises:
+            UserError: it is damaged, or of another version.
+        """
+        where = f"data.cache_dir: the plan in {str(directory)!r}"
+        try:
+            plain = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
+            check_format(plain.pop("format"), FORMAT, where, "remove the directory")
+            plain["files"] = tuple(File(**file) for file in plain["files"])
+            plain["units"] = tuple(map(tuple, plain["units"]))
+            plain["thresholds"] = Thresholds(**plain["thresholds"])
+            return cls(**plain)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{where} is damaged ({error}); remove the directory.") from None
+
+
+def make_plan(
+    config: SourceConfig,
+    tokenizer_config: TokenizerConfig,
+    given: Tokenizer | None,
+    listing: Listing,
+) -> Plan:
+    """Decide everything that the tokens depend on; small text is read for it once.
+
+    ``given``: a tokenizer to use where ``tokenizer_config`` names none, instead of training one.
+
+    Raises:
+        UserError: the text or the tokenizer cannot be read, or there is too little text.
+    """
+    size = sum(file.text_bytes for file in listing.files)
+    small = _small(config, listing) if size <= SMALL else None
+    if small is not None:
+        thresholds, tokens = exact_thresholds(small, config), sum(map(len, small)) // 4
+    else:
+        tokens = size // BYTES_PER_TOKEN
+        thresholds = _estimated_thresholds(config, tokens)
+    if tokenizer_config.path:
+        tokenizer = load_tokenizer(tokenizer_config.path)
+    elif given is not None:
+        tokenizer = given
+    else:
+        sample = iter(small) if small is not None else _sample(config, listing, tokenizer_config)
+        texts = (text for text in sample if thresholds.split_of(text) == "train")
+        tokenizer = train_tokenizer(texts, tokenizer_config.vocab_size, WORDS)
+    return Plan(
+        request_of(config, tokenizer_config, given),
+        listing.files,
+        listing.identity,
+        tuple(_units(listing.files)),
+        thresholds,
+        tokenizer.to_str(),
+        end_of_text(tokenizer),
+        "<u2" if tokenizer.get_vocab_size() <= 1 << 16 else "<u4",
+        tokens,
+    )
+
+
+def plan_for(
+    config: SourceConfig, tokenizer_config: TokenizerConfig, given: Tokenizer | None
+) -> tuple[str, Listing]:
+    """The name of the directory for a source as it is now, and what it consists of."""
+    listing = list_source(config)
+    return directory_name(request_of(config, tokenizer_config, given), listing), listing
+
+
+def _units(files: tuple[File, ...]) -> Iterator[tuple[int, ...]]:
+    unit: list[int] = []
+    size = 0
+    for index, file in enumerate(files):
+        if unit and size + file.text_bytes > UNIT:
+            yield tuple(unit)
+            unit, size = [], 0
+        unit.append(index)
+        size += file.text_bytes
+    if unit:
+        yield tuple(unit)
+
+
+def documents_of(config: SourceConfig, files: Iterable[File]) -> Iterator[str]:
+    """Documents as they are prepared: malformed, empty and short ones left out."""
+    rows = chain.from_iterable(read_source(config, file) for file in files)
+    return (row for row in rows if isinstance(row, str) and is_kept(row, config))
+
+
+def is_kept(text: str, config: SourceConfig) -> bool:
+    """Whether a document has text, and enough of it."""
+    return len(text) >= config.min_characters and not text.isspace() and bool(text)
+
+
+def _small(config: SourceConfig, listing: Listing) -> list[str] | None:
+    """All documents, or None where they are more than :data:`SMALL`."""
+    found, size = [], 0
+    for text in documents_of(config, listing.files):
+        found.append(text)
+        size += len(text)
+        if size > SMALL:
+            return None
+    return found
+
+
+def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
+    """Bounds between which the hashes of held-out documents lie, with their share of the
+    characters.
+
+    Raises:
+        UserError: there are too few documents.
+    """
+    hashes = {document_hash(text): 0 for text in documents}
+    for text in documents:
+        hashes[document_hash(text)] += len(text)
+    total = sum(hashes.values())
+    tokens = max(total / BYTES_PER_TOKEN, 1)
+    test = min(config.test, config.test_tokens / tokens)
+    validation = min(config.validation, config.validation_tokens / tokens)
+    bounds: list[int] = []
+    before = 0
+    for value, length in sorted(hashes.items()):
+        goals = (1 - validation - test, 1 - test)
+        while len(bounds) < 2 and before >= goals[len(bounds)] * total and before:
+            bounds.append(value)
+        before += length
+    if len(bounds) < 2 or bounds[0] == bounds[1]:
+        raise UserError(
+            f"data: {len(hashes)} different document(s) are too few to keep data.validation="
+            f"{config.validation} and data.test={config.test} of them out of training; give more "
+            "text (a line of a .jsonl is never cut) or larger shares."
+        )
+    return Thresholds(*bounds)
+
+
+def _estimated_thresholds(config: SourceConfig, tokens: int) -> Thresholds:
+    test = min(config.test, config.test_tokens / tokens)
+    validation = min(config.validation, config.validation_tokens / tokens)
+    return Thresholds(int((1 - validation - test) * 2**64), int((1 - test) * 2**64))
+
+
+def _sample(config: SourceConfig, listing: Listing, tokenizer: TokenizerConfig) -> Iterator[str]:
+    """The first documents of files spread over the source."""
+    count = min(SAMPLED_FILES, len(listing.files))
+    chosen = [listing.files[i * len(listing.files) // count] for i in range(count)]
+    most = (tokenizer.sample_megabytes << 20) // count
+    for file in chosen:
+        size = 0
+        for text in documents_of(config, [file]):
+            yield text
+            size += len(text)
+            if size >= most:
+                break

@@ -1,0 +1,123 @@
+"""Prepared text as it lies on disk: found, checked against its manifest, and opened."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from trainer.data.config import DataConfig
+from trainer.data.encoding import SPLITS
+from trainer.data.plan import FORMAT, digest
+from trainer.data.shards import Place, Shard, TokenStream, checksum_problem, size_problem
+from trainer.errors import UserError
+from trainer.formats import check_format
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One text: its tokenizer, the id behind every document, its splits, and what its manifest
+    says of where it came from."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    end_of_text: int
+    train: TokenStream
+    validation: TokenStream
+    test: TokenStream
+    manifest: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits that change whenever the tokens do."""
+        asked = {k: v for k, v in self.manifest["request"].items() if k != "files"}
+        return digest(asked) + digest(self.manifest["source"])
+
+
+def cache_directory(config: DataConfig) -> Path:
+    """Where prepared data lies: ``data.cache_dir``, ``$UNROPE_CACHE``, or the user's cache."""
+    if config.cache_dir:
+        return Path(config.cache_dir)
+    home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    return Path(os.environ.get("UNROPE_CACHE", Path(home) / "unrope"))
+
+
+def is_prepared(directory: Path) -> bool:
+    """Whether all of a text is there."""
+    return (directory / "manifest.json").is_file()
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """What there is in a directory.
+
+    Raises:
+        UserError: there is no prepared text, it is damaged, or of another version.
+    """
+    where = f"data: the prepared text in {str(directory)!r}"
+    try:
+        manifest = json.loads((directory / "manifest.json").read_bytes())
+        found = manifest["format"]
+    except FileNotFoundError:
+        more = (
+            "was not finished; the command that began it goes on"
+            if (directory / "plan.json").is_file()
+            else "has no manifest.json; `python -m trainer prepare` writes such a directory"
+        )
+        raise UserError(f"{where} {more}.") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{where} is damaged: its manifest cannot be read ({error}).") from None
+    check_format(found, FORMAT, where, "remove it to have it prepared again")
+    if found < FORMAT:
+        raise UserError(f"{where} has format {found}, which is no longer read; remove it.")
+    return manifest
+
+
+def open_prepared(directory: Path) -> Prepared:
+    """Open a text; its shards are mapped when they are used, and their sizes checked now.
+
+    Raises:
+        UserError: something is missing or damaged.
+    """
+    manifest = read_manifest(directory)
+    where = f"data: the prepared text in {str(directory)!r} is damaged"
+    again = "remove the directory and prepare it again"
+    try:
+        dtype = np.dtype(manifest["dtype"])
+        shards = {split: [Shard(**s) for s in manifest["shards"][split]] for split in SPLITS}
+        text = (directory / "tokenizer.json").read_bytes()
+        expected = manifest["tokenizer_sha256"]
+        end = int(manifest["end_of_text"])
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise UserError(f"{where} ({error!r}); {again}.") from None
+    if hashlib.sha256(text).hexdigest() != expected:
+        raise UserError(f"{where}: tokenizer.json is not what was written; {again}.")
+    problems = [size_problem(directory, s, dtype) for split in SPLITS for s in shards[split]]
+    if found := [problem for problem in problems if problem]:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        raise UserError(f"{where}: {found[0]}{more}; {again}.")
+    streams = {
+        split: TokenStream([Place(directory, shard, manifest["dtype"]) for shard in shards[split]])
+        for split in SPLITS
+    }
+    return Prepared(directory, Tokenizer.from_str(text.decode()), end, manifest=manifest, **streams)
+
+
+def verify(prepared: Prepared, threads: int) -> list[str]:
+    """Compare every byte with the manifest's checksums; a clause for each file that differs."""
+    dtype = np.dtype(prepared.manifest["dtype"])
+    shards = [Shard(**s) for split in SPLITS for s in prepared.manifest["shards"][split]]
+
+    def problem(shard: Shard) -> str | None:
+        return size_problem(prepared.directory, shard, dtype) or checksum_problem(
+            prepared.directory, shard
+        )
+
+    with ThreadPoolExecutor(threads) as pool:
+        return [found for found in pool.map(problem, shards) if found]

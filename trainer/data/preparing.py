@@ -1,0 +1,187 @@
+"""Where a configured text lies, whether it is prepared, and what is to be done to have it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from tokenizers import Tokenizer
+
+from trainer.data.batches import cores
+from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.data.packing import is_packed, pack
+from trainer.data.plan import Plan, digest, make_plan, plan_for, request_of
+from trainer.data.prepared import cache_directory, is_prepared, open_prepared, read_manifest
+from trainer.data.sources import Listing, describe, is_here, source_problems
+from trainer.data.units import Report, prepare_units, write_manifest
+from trainer.errors import UserError
+
+LARGEST_BY_ITSELF = 256 << 20
+"""Bytes of local text that a run of one process prepares without being asked."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The preparation of one text: where it goes, and whether it is done.
+
+    ``listing``: what the source consists of; None where it was not asked, since prepared text was
+    found or the source is behind a network.
+    """
+
+    config: DataConfig
+    tokenizer_config: TokenizerConfig
+    tokenizer: Tokenizer | None
+    name: str
+    directory: Path
+    listing: Listing | None
+
+    @classmethod
+    def of(
+        cls,
+        config: DataConfig,
+        tokenizer_config: TokenizerConfig,
+        tokenizer: Tokenizer | None,
+        name: str = "text",
+        network: bool = False,
+    ) -> Preparation:
+        """Find the directory; ``network``: whether a source that is not here may be asked.
+
+        Raises:
+            UserError: there is no such source, or it cannot be read.
+        """
+        given = (config, tokenizer_config, tokenizer, name)
+        if config.prepared:
+            read_manifest(Path(config.prepared))
+            return cls(*given, Path(config.prepared), None)
+        if problems := source_problems(config):
+            raise UserError(*problems)
+        root = cache_directory(config) / "corpora"
+        asked = request_of(config, tokenizer_config, tokenizer)
+        if is_here(config) or network:
+            try:
+                directory, listing = plan_for(config, tokenizer_config, tokenizer)
+                return cls(*given, root / directory, listing)
+            except UserError:
+                found = _prepared_from(root, asked)
+                if len(found) != 1:
+                    raise
+                return cls(*given, found[0], None)
+        found = _prepared_from(root, asked)
+        if len(found) > 1:
+            raise UserError(
+                f"data.revision: several states of {describe(config)} are prepared: "
+                f"{', '.join(str(path) for path in found)}; name one with data.prepared."
+            )
+        return cls(*given, found[0] if found else root, None)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the text is there, with the blocks that are asked for."""
+        if not is_prepared(self.directory):
+            return False
+        return self.config.packing == "stream" or is_packed(
+            self.directory, self.config.sequence_length
+        )
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it may be prepared in passing."""
+        if self.listing is None:  # prepared text that lacks nothing but its packing
+            return is_prepared(self.directory)
+        return sum(file.text_bytes for file in self.listing.files) <= LARGEST_BY_ITSELF
+
+    @property
+    def missing(self) -> str:
+        """What a run says that may not prepare its text by itself."""
+        return not_prepared(self.config)
+
+    def run(
+        self,
+        part: tuple[int, int] = (1, 1),
+        workers: int | None = None,
+        report: Report = lambda _: None,
+        planned: Callable[[Plan], None] = lambda _: None,
+    ) -> bool:
+        """Do one part of the work, or go on with it; whether all parts are done.
+
+        Raises:
+            UserError: the source cannot be read, or has too little text or too many bad rows.
+        """
+        if not is_prepared(self.directory):
+            plan = self._plan()
+            planned(plan)
+            if not prepare_units(
+                plan,
+                self.config,
+                self.directory,
+                part=part,
+                workers=workers or cores(),
+                report=report,
+            ):
+                return False
+            write_manifest(plan, self.directory)
+        if not self.is_done:
+            pack(open_prepared(self.directory), self.config.sequence_length)
+        return True
+
+    def _plan(self) -> Plan:
+        if not (self.directory / "plan.json").is_file():
+            assert self.listing is not None
+            plan = make_plan(self.config, self.tokenizer_config, self.tokenizer, self.listing)
+            plan.write(self.directory)
+        return Plan.read(self.directory)
+
+
+def _prepared_from(root: Path, request: dict[str, object]) -> list[Path]:
+    """Prepared texts that were asked for in the same words, whatever state the source was in."""
+    asked = {key: value for key, value in request.items() if key != "files"}
+    found = sorted(root.glob(f"*-{digest(asked)}-*/manifest.json"))
+    return [
+        path.parent
+        for path in found
+        if read_manifest(path.parent)["request"].get("files") == request.get("files")
+    ]
+
+
+def not_prepared(config: DataConfig) -> str:
+    """That a text is missing, how large it is, and the command that prepares it."""
+    return (
+        f"data: {describe(config)} has not been prepared below "
+        f"{str(cache_directory(config))!r}; once, where both can be reached: {prepare_command()}"
+    )
+
+
+def unprepared(values: Any) -> list[str]:
+    """Of texts behind a network, those of which nothing is prepared, whatever their tokenizer."""
+    try:
+        config = TypeAdapter(DataConfig).validate_python(values)
+        texts = [text for text, _ in config.texts.values()]
+    except (ValidationError, TypeError):
+        return []
+    return [
+        not_prepared(text)
+        for text in texts
+        if not text.prepared and not is_here(text) and not _any_prepared(text)
+    ]
+
+
+def _any_prepared(config: DataConfig) -> bool:
+    keys = ("source", "hub_name", "hub_config", "files")
+    for path in (cache_directory(config) / "corpora").glob("*/manifest.json"):
+        request = read_manifest(path.parent)["request"]
+        if all(request.get(key) == getattr(config, key) for key in keys if key in request):
+            return True
+    return False
+
+
+def prepare_command() -> str:
+    """The command that prepares what this command line wants to read."""
+    words = sys.argv[1:] if Path(sys.argv[0]).name in ("__main__.py", "unrope") else []
+    if words and words[0] in ("train", "slurm"):
+        words = words[1:]
+    return shlex.join(["python", "-m", "trainer", "prepare", *(words or ["+experiment=NAME"])])

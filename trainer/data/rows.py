@@ -1,0 +1,199 @@
+"""The rows of files of text: ``.txt``, ``.jsonl``, ``.parquet`` and ``.arrow``, anywhere.
+
+Files are read a piece at a time, so that memory does not grow with them. A row that holds no text
+is yielded as a :class:`BadRow`, with its place; what is wrong with a whole file is an error.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.data.files import kind_of, one_line
+from trainer.errors import UserError
+
+READ = 1 << 20
+"""Bytes read at a time."""
+LONGEST = 64 << 20
+"""Bytes of the longest line or row that is read; a longer one is malformed."""
+PIECE = 8192
+"""Characters of the documents that a ``.txt`` file is cut into, at line ends."""
+
+
+class UnreadableError(UserError):
+    """A file could not be read now; behind a network it may be, later."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row without text: where it is and what is wrong with it."""
+
+    place: str
+    problem: str
+
+
+def read_rows(path: str, text_field: str) -> Iterator[str | BadRow]:
+    """The documents of a file, in order.
+
+    Raises:
+        UserError: it cannot be read, or not to its end.
+    """
+    kind, compression = kind_of(path)
+    try:
+        with _opened(path, compression) as file:
+            if kind == ".txt":
+                yield from _pieces(file, path)
+            elif kind == ".jsonl":
+                yield from _json_lines(file, path, text_field)
+            else:
+                yield from _columns(file, path, kind, text_field)
+    except UserError:
+        raise
+    except Exception as error:  # transports raise whatever they like
+        raise UnreadableError(
+            f"data.files: {path!r} cannot be read to its end: {one_line(error)}."
+        ) from error
+
+
+@contextmanager
+def _opened(path: str, compression: str | None) -> Iterator[IO[bytes]]:
+    with fsspec.open(path, "rb") as raw:
+        if compression is None:
+            yield raw
+        else:
+            with pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression) as file:
+                yield file
+
+
+def _pieces(file: IO[bytes], path: str) -> Iterator[str]:
+    """A long text as documents, so that a single file can be split into text to train on and text
+    to hold out."""
+    piece = ""
+    for line in _text_lines(file, path):
+        for start in range(0, len(line), PIECE):
+            if len(piece) >= PIECE:
+                yield piece
+                piece = ""
+            piece += line[start : start + PIECE]
+    yield piece
+
+
+def _text_lines(file: IO[bytes], path: str) -> Iterator[str]:
+    """Lines with their ends; one that is very long in parts."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    rest, done = "", 0
+    while data := file.read(READ):
+        if (zero := data.find(b"\0")) >= 0:
+            raise UserError(f"data.files: {path!r} is not text: byte {done + zero:,} is NUL.")
+        text = rest + _decoded(decoder, data, path, done)
+        *lines, last = text.splitlines(keepends=True) or [""]
+        yield from lines
+        # It may go on, even behind a carriage return.
+        rest = last if len(last) < READ else ""
+        if not rest:
+            yield last
+        done += len(data)
+    yield from (rest + _decoded(decoder, b"", path, done, final=True)).splitlines(keepends=True)
+
+
+def _decoded(
+    decoder: codecs.IncrementalDecoder, data: bytes, path: str, done: int, final: bool = False
+) -> str:
+    try:
+        return decoder.decode(data, final)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"data.files: {path!r} is not UTF-8 text, at about byte {done + error.start:,}."
+        ) from None
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
+    """Lines without their end; None for one that is too long."""
+    rest, skipping = b"", False
+    while data := file.read(READ):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield None if skipping or len(line) > LONGEST else line
+            skipping = False
+        if len(rest) > LONGEST:
+            rest, skipping = b"", True
+    if rest or skipping:
+        yield None if skipping else rest
+
+
+def _json_lines(file: IO[bytes], path: str, text_field: str) -> Iterator[str | BadRow]:
+    for number, line in enumerate(_lines(file), 1):
+        place = f"{path!r} line {number}"
+        if line is None:
+            yield BadRow(place, f"is longer than {LONGEST >> 20} MiB")
+        elif line.strip():
+            try:
+                yield _text_of(json.loads(line), text_field, place)
+            except (ValueError, RecursionError) as error:  # also of text that is not UTF-8
+                yield BadRow(place, f"is not JSON ({one_line(error)})")
+
+
+def _text_of(row: Any, text_field: str, place: str) -> str | BadRow:
+    text = row.get(text_field) if isinstance(row, dict) else None
+    if isinstance(text, str):
+        # JSON can name half a character, which no UTF-8 holds.
+        return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    has = f"it has {', '.join(map(repr, row))}" if isinstance(row, dict) else "it is no object"
+    return BadRow(place, f"has no text under {text_field!r} (data.text_field); {has}")
+
+
+def _columns(file: IO[bytes], path: str, kind: str, text_field: str) -> Iterator[str | BadRow]:
+    number = 0
+    for batch in _batches(file, path, kind, text_field):
+        for value in batch:
+            number += 1
+            place = f"{path!r} row {number}"
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError:
+                yield BadRow(place, "is not UTF-8 text")
+                continue
+            if not isinstance(text, str):
+                yield BadRow(place, f"has no text under {text_field!r} but {str(text)[:40]}")
+            elif len(text) > LONGEST:
+                yield BadRow(place, f"is longer than {LONGEST >> 20} MiB")
+            else:
+                yield text
+
+
+def _batches(file: IO[bytes], path: str, kind: str, text_field: str) -> Iterator[pa.Array]:
+    if kind == ".parquet":
+        table = pq.ParquetFile(file)
+        _check_column(table.schema_arrow, text_field, path)
+        for batch in table.iter_batches(batch_size=256, columns=[text_field]):
+            yield batch.column(0)
+        return
+    source = pa.PythonFile(file, mode="r")
+    magic = source.read(6)
+    source.seek(0)
+    if magic == b"ARROW1":
+        reader = pa.ipc.open_file(source)
+        _check_column(reader.schema, text_field, path)
+        for index in range(reader.num_record_batches):
+            yield reader.get_batch(index).column(text_field)
+        return
+    stream = pa.ipc.open_stream(source)
+    _check_column(stream.schema, text_field, path)
+    for batch in stream:
+        yield batch.column(text_field)
+
+
+def _check_column(schema: pa.Schema, text_field: str, path: str) -> None:
+    if text_field not in schema.names:
+        raise UserError(
+            f"data.text_field: {path!r} has no field {text_field!r}; it has "
+            f"{', '.join(schema.names)}."
+        )

@@ -1,0 +1,264 @@
+"""From a source to shards: read, tokenised on all cores, written piece by piece, continued.
+
+A plan cuts the source into units of whole files. Each unit becomes pieces, a shard of every split
+that has text in it; a piece counts when its record stands in ``pieces/``. Whatever stops the
+program, a unit goes on behind its last record, and every process that follows the plan writes the
+same bytes. When all units are done, the manifest says what there is.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.batches import Batch, Map, batches_of, encoders
+from trainer.data.config import SourceConfig
+from trainer.data.encoding import SPLITS
+from trainer.data.files import File
+from trainer.data.lock import locked
+from trainer.data.plan import FORMAT, Plan
+from trainer.data.rows import UnreadableError
+from trainer.data.shards import ShardWriter, synchronise, write_synchronised
+from trainer.data.sources import read_source
+from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
+
+SHARD = 512 << 20
+"""Bytes after which a shard of training text is finished."""
+WAITS = (5.0, 20.0, 60.0)
+"""Seconds before a file behind a network is tried again."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Advance:
+    """What has been done since the last time: bytes of text of the source, and tokens."""
+
+    text_bytes: int
+    tokens: int
+
+
+Report = Callable[[Advance], None]
+
+
+def prepare_units(
+    plan: Plan,
+    config: SourceConfig,
+    directory: Path,
+    *,
+    part: tuple[int, int] = (1, 1),
+    workers: int = 1,
+    report: Report = lambda _: None,
+) -> bool:
+    """Prepare one part of the units of a plan; returns whether all units of all parts are done.
+
+    Args:
+        plan: what is followed; it lies in ``directory``.
+        config: where the text is.
+        directory: of the prepared text.
+        part: which of how many parts, from 1.
+        workers: processes that tokenise.
+        report: told of what is done.
+
+    Raises:
+        UserError: a file cannot be read, too many rows are malformed, or there is no room.
+    """
+    (directory / "pieces").mkdir(parents=True, exist_ok=True)
+    number, parts = part
+    mine = range(number - 1, len(plan.units), parts)
+    open_units = [unit for unit in mine if not _is_done(directory, unit)]
+    for unit in mine:
+        if unit not in open_units:
+            done = sum(plan.files[i].text_bytes for i in plan.units[unit])
+            report(Advance(done, _tokens(directory, unit)))
+    lock = directory / f".part-{number}-of-{parts}.lock"
+    again = f"prepares part {number}/{parts} of {str(directory)!r} already"
+    try:
+        with locked(lock, again), encoders(plan, workers if open_units else 1) as tokenised:
+            for unit in open_units:
+                _with_patience(
+                    lambda unit=unit: _prepare_unit(
+                        plan, config, directory, unit, tokenised, report
+                    )
+                )
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise UserError(
+                f"data.cache_dir: there is no room left in {str(directory)!r}; what was finished "
+                "stays, and the same command goes on."
+            ) from error
+        raise UserError(
+            f"data.cache_dir: {str(directory)!r} cannot be written ({error.strerror})."
+        ) from error
+    except BrokenProcessPool as error:
+        raise UserError(
+            "prepare: a process that tokenises was killed, perhaps for want of memory; what was "
+            "finished stays, and the same command goes on (prepare.workers= for fewer of them)."
+        ) from error
+    return all(_is_done(directory, unit) for unit in range(len(plan.units)))
+
+
+def write_manifest(plan: Plan, directory: Path) -> None:
+    """Say what there is, when all units are done.
+
+    Raises:
+        UserError: there is no text to train on.
+    """
+    records = [r for unit in range(len(plan.units)) for r in _records(directory, unit)]
+    shards = {
+        split: [record["shards"][split] for record in records if split in record["shards"]]
+        for split in SPLITS
+    }
+    if missing := [split for split in SPLITS if not shards[split]]:
+        raise UserError(
+            f"data: the text holds nothing for {' and '.join(missing)}; give more text, or larger "
+            "data.validation and data.test."
+        )
+    tokenizer = json.dumps(json.loads(plan.tokenizer), ensure_ascii=False, indent=1)
+    write_synchronised(directory / "tokenizer.json", tokenizer.encode())
+    manifest = {
+        "format": FORMAT,
+        "request": plan.request,
+        "source": plan.identity,
+        "dtype": plan.dtype,
+        "end_of_text": plan.end,
+        "tokenizer_sha256": hashlib.sha256(tokenizer.encode()).hexdigest(),
+        "bad_rows": sum(record["bad"] for record in records),
+        "tokens": {split: sum(s["tokens"] for s in shards[split]) for split in SPLITS},
+        "documents": {split: sum(s["documents"] for s in shards[split]) for split in SPLITS},
+        "shards": shards,
+    }
+    for leftover in directory.glob(".plan.*.tmp"):
+        leftover.unlink(missing_ok=True)
+    write_synchronised(directory / "manifest.json", (json.dumps(manifest) + "\n").encode())
+
+
+def _records(directory: Path, unit: int) -> list[dict[str, Any]]:
+    """The finished pieces of a unit, in order."""
+    found = []
+    while True:
+        path = directory / "pieces" / f"{unit:05d}-{len(found):04d}.json"
+        try:
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return found
+        except ValueError:
+            raise UserError(f"data.cache_dir: {str(path)!r} is damaged; remove it.") from None
+
+
+def _is_done(directory: Path, unit: int) -> bool:
+    records = _records(directory, unit)
+    return bool(records) and records[-1]["last"]
+
+
+def _tokens(directory: Path, unit: int) -> int:
+    return sum(s["tokens"] for r in _records(directory, unit) for s in r["shards"].values())
+
+
+def _with_patience(work: Callable[[], None]) -> None:
+    """Try again what a network may have broken; finished pieces are not done again."""
+    for wait in (*WAITS, None):
+        try:
+            return work()
+        except UnreadableError as error:
+            if wait is None or "://" not in error.problems[0]:
+                raise
+            log.warning("%s Trying again in %.0f s.", error.problems[0], wait)
+            time.sleep(wait)
+    return None
+
+
+def _prepare_unit(
+    plan: Plan, config: SourceConfig, directory: Path, unit: int, tokenised: Map, report: Report
+) -> None:
+    leftovers = (
+        directory.glob(f".*-{unit:05d}-*.tmp"),
+        directory.glob(f"pieces/.{unit:05d}-*.tmp"),
+    )
+    for leftover in chain.from_iterable(leftovers):
+        leftover.unlink(missing_ok=True)
+    files = [plan.files[index] for index in plan.units[unit]]
+    _check_sizes(config, files)
+    records = _records(directory, unit)
+    last = records[-1] if records else {"rows": 0, "bad": 0, "named": []}
+    expected = sum(file.text_bytes for file in files)
+    rows = chain.from_iterable(read_source(config, file) for file in files)
+    start = Batch(rows=last["rows"], bad=last["bad"], named=list(last["named"]))
+    batches = batches_of(islice(rows, start.rows, None), config, start)
+    writers: dict[str, ShardWriter] = {}
+    piece, done, batch = len(records), 0, start
+    try:
+        for batch, encoded in tokenised(batches):
+            for split, of_split in encoded.items():
+                if split not in writers:
+                    name = f"{split}-{unit:05d}-{piece:04d}"
+                    writers[split] = ShardWriter(directory, name)
+                writers[split].add(of_split)
+            step = min(batch.text_bytes, expected - done)
+            done += step
+            report(Advance(step, sum(len(of_split.ids) for of_split in encoded.values())))
+            train = writers.get("train")
+            if train is not None and train.tokens * np.dtype(plan.dtype).itemsize >= SHARD:
+                _commit(directory, unit, piece, writers, batch, last=False)
+                piece += 1
+        _commit(directory, unit, piece, writers, batch, last=True)
+    finally:
+        for writer in writers.values():
+            writer.discard()
+    report(Advance(expected - done, 0))
+
+
+def _commit(
+    directory: Path,
+    unit: int,
+    piece: int,
+    writers: dict[str, ShardWriter],
+    batch: Batch,
+    *,
+    last: bool,
+) -> None:
+    """Finish the shards of a piece, then write its record; ``writers`` is empty afterwards."""
+    shards = {split: asdict(writer.finish()) for split, writer in writers.items()}
+    writers.clear()
+    synchronise(directory)
+    record = {
+        "rows": batch.rows,
+        "bad": batch.bad,
+        "named": batch.named,
+        "last": last,
+        "shards": shards,
+    }
+    path = directory / "pieces" / f"{unit:05d}-{piece:04d}.json"
+    write_synchronised(path, json.dumps(record).encode())
+
+
+def _check_sizes(config: SourceConfig, files: Iterable[File]) -> None:
+    """See that files are those that were planned.
+
+    Raises:
+        UserError: one has changed since.
+    """
+    if config.source != "files":
+        return
+    for file in files:
+        try:
+            size = Path(file.path).stat().st_size if "://" not in file.path else file.size
+        except OSError as error:
+            raise UserError(f"data.files: {file.path!r} is gone ({error.strerror}).") from error
+        if size != file.size:
+            raise UserError(
+                f"data.files: {file.path!r} has {size:,} bytes, and had {file.size:,} when "
+                "preparing it began; remove the unfinished directory, or bring the file back."
+            )

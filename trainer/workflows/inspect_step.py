@@ -1,0 +1,64 @@
+"""The samples of a step of a run, decoded, with where each is from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from trainer.data.certificate import as_text, sample_hashes
+from trainer.data.dataset import TrainingSamples, first_sample
+from trainer.errors import UserError
+from trainer.runs.models import find_candidate
+from trainer.runs.starting_point import data_facts
+from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.inspection_request import InspectionRequest
+
+BORDER = " ¶ "
+"""Stands where a document ends."""
+
+
+def inspect_step(request: InspectionRequest) -> Iterator[str]:
+    """Lines about the step, then about each of its samples.
+
+    Raises:
+        UserError: it is no run, has no such step, or its text is not here.
+    """
+    candidate = find_candidate(str(request.checkpoint))
+    if (run := candidate.run) is None:
+        raise UserError("checkpoint: published weights; no run here knows what they have read.")
+    if request.step > run.trainer.max_steps:
+        raise UserError(f"step: the run has {run.trainer.max_steps} steps, got {request.step}.")
+    corpus = held_out_corpus(None, candidate)
+    if candidate.state["data"] != data_facts(corpus, run):
+        raise UserError(
+            "checkpoint: it was trained on other text, or in another order, than is read here "
+            "(an earlier version of this program, changed files, another version of Python)."
+        )
+    samples = TrainingSamples(corpus, run.data, run.seed)
+    size = run.trainer.batch_size
+    first = first_sample(request.step - 1, size, candidate.state.get("skips", []))
+    total = as_text(int(samples.hashes(range(first, first + size)).sum()))
+    yield (
+        f"Step {request.step} of {candidate.given}: samples {first:,} to {first + size - 1:,} of "
+        f"{run.data.sequence_length:,} tokens, certificate {total}"
+    )
+    numbers = np.arange(first, first + min(request.samples, size))
+    parts, blocks = samples.where(numbers)
+    targets, weights = samples.targets(numbers)
+    for number, part, block, row, weight, found in zip(
+        numbers, parts, blocks, targets, weights, sample_hashes(targets), strict=True
+    ):
+        source = corpus.parts[part]
+        ends = int((row == corpus.end_of_text).sum())
+        yield ""
+        yield (
+            f"Sample {number:,}: block {block:,} of {source.name} "
+            f"({source.text.directory.name}), {ends} document ends, {int((weight > 0).sum()):,} "
+            f"tokens in the loss, hash {as_text(int(found))}"
+        )
+        documents = np.split(row, np.flatnonzero(row == corpus.end_of_text) + 1)
+        texts = [corpus.tokenizer.decode(one.tolist()) for one in documents]
+        text = BORDER.join(texts)
+        more = "..." if len(text) > request.characters else ""
+        yield text[: request.characters] + more

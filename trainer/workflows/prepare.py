@@ -1,0 +1,116 @@
+"""Prepares the text of a run: every text of its mixture, or a part of each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+from tokenizers import Tokenizer
+
+from trainer.data.batches import cores
+from trainer.data.plan import Plan
+from trainer.data.prepared import open_prepared, verify
+from trainer.data.preparing import Preparation
+from trainer.data.sources import describe
+from trainer.data.units import Advance
+from trainer.errors import UserError
+from trainer.report.progress import Progress
+from trainer.runs.descriptions import without_home
+from trainer.workflows.prepare_request import PrepareRequest
+from trainer.workflows.training_text import pretrained_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def prepare(request: PrepareRequest) -> Iterator[str]:
+    """Do it; a line for each text that is there.
+
+    Raises:
+        UserError: a source cannot be read, or what is prepared is not what was written.
+    """
+    config = request.config
+    tokenizer = pretrained_tokenizer(config)
+    for name, (text, _) in config.data.texts.items():
+        work = Preparation.of(text, config.tokenizer, tokenizer, name, network=True)
+        if request.verify:
+            yield _verified(work)
+        elif work.is_done:
+            yield f"Nothing to do: {_described(work)}"
+        elif _run(work, request):
+            yield f"Prepared {_described(work)}"
+        else:
+            yield (
+                f"Part {request.prepare.part} of {describe(text)} is done; the last part that is "
+                "finishes the whole."
+            )
+            if tokenizer is None and config.tokenizer.path is None and config.data.mixture:
+                yield "The mixture's other texts wait for it, whose tokenizer they have."
+                return
+        tokenizer = tokenizer or _tokenizer(work)
+
+
+def _tokenizer(work: Preparation) -> Tokenizer | None:
+    return open_prepared(work.directory).tokenizer if work.is_done else None
+
+
+def _run(work: Preparation, request: PrepareRequest) -> bool:
+    """Do a part of the work under a progress bar; whether all parts are done."""
+    began, done = time.perf_counter(), Advance(0, 0)
+    progress: Progress | None = None
+    number, parts = request.prepare.number_of
+
+    def planned(plan: Plan) -> None:
+        nonlocal progress
+        size = sum(file.text_bytes for file in plan.files)
+        log.info(
+            "Preparing %s: about %s of text in %d files, about %s tokens, into %s",
+            describe(work.config),
+            f"{size / 2**20:,.0f} MiB",
+            len(plan.files),
+            f"{plan.tokens:,}",
+            without_home(str(work.directory)),
+        )
+        mine = [plan.units[i] for i in range(number - 1, len(plan.units), parts)]
+        total = sum(plan.files[index].text_bytes for unit in mine for index in unit)
+        progress = Progress("Preparing text", max(total, 1))
+        progress.__enter__()
+        progress.advance_to(0)
+
+    def report(advance: Advance) -> None:
+        nonlocal done
+        done = Advance(done.text_bytes + advance.text_bytes, done.tokens + advance.tokens)
+        if progress is not None:
+            progress.advance_to(done.text_bytes, tokens=done.tokens)
+
+    try:
+        finished = work.run((number, parts), request.prepare.workers, report, planned)
+    finally:
+        if progress is not None:
+            progress.__exit__(None, None, None)
+    seconds = time.perf_counter() - began
+    log.info("%s tokens in %.0f s", f"{done.tokens:,}", seconds)
+    return finished
+
+
+def _described(work: Preparation) -> str:
+    text = open_prepared(work.directory)
+    manifest = text.manifest
+    counts = ", ".join(f"{split} {count:,}" for split, count in manifest["tokens"].items())
+    bad = f"; {manifest['bad_rows']} malformed rows left out" if manifest["bad_rows"] else ""
+    return (
+        f"{describe(work.config)}: tokens {counts}; {sum(manifest['documents'].values()):,} "
+        f"documents{bad}; in {without_home(str(work.directory))}"
+    )
+
+
+def _verified(work: Preparation) -> str:
+    if not work.is_done:
+        raise UserError(work.missing)
+    text = open_prepared(work.directory)
+    if problems := verify(text, cores()):
+        raise UserError(
+            *(f"data: {str(work.directory)!r}: {problem}." for problem in problems),
+            "Remove that directory and prepare the text again.",
+        )
+    return f"Every byte is as it was written: {_described(work)}"

@@ -1,0 +1,42 @@
+"""The text of a run, in the tokens of its model."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.errors import UserError
+from trainer.interchange.pretrained import read_pretrained
+from trainer.runs.config import RunConfig
+
+
+def open_corpus(config: RunConfig, alone: bool) -> Corpus:
+    """The run's text, with the tokenizer of its pretrained model where it has one.
+
+    ``alone``: whether the run has one process, which may prepare small text.
+
+    Raises:
+        UserError: text or tokenizer cannot be read, the text is not prepared, or the model has
+            fewer embeddings than the tokenizer has tokens.
+    """
+    tokenizer = pretrained_tokenizer(config)
+    corpus = prepare_corpus(config.data, config.tokenizer, tokenizer, alone=alone)
+    tokens, embeddings = corpus.tokenizer.get_vocab_size(), config.model.vocab_size
+    if embeddings is not None and embeddings < tokens:
+        raise UserError(
+            f"model.vocab_size: {embeddings} embeddings, but the tokenizer has {tokens} tokens; "
+            f"give {tokens} or more, or null."
+        )
+    return corpus
+
+
+def pretrained_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """That of the run's pretrained model, where it has one and no other is configured.
+
+    Raises:
+        UserError: the model came without.
+    """
+    given = config.model.from_pretrained
+    if given is None or config.tokenizer.path:
+        return None
+    return read_pretrained(given).require_tokenizer()
