@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 
 from trainer.commands.train import read_config
 from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
-from trainer.data.sources import stdlib_docs
+from trainer.data.standard_library import stdlib_docs
 from trainer.data.tokenizer import end_of_text, train_tokenizer
 from trainer.errors import UserError
 from trainer.evaluation.answering import answers

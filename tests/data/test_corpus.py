@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.data.conftest import write_texts
 from trainer.data import plan, preparing
@@ -18,7 +20,7 @@ from trainer.data.corpus import corpus_at, prepare_corpus
 from trainer.data.encoding import document_hash
 from trainer.data.plan import exact_thresholds
 from trainer.data.preparing import unprepared
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import END_OF_TEXT, load_tokenizer
 from trainer.errors import UserError
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -164,8 +166,8 @@ def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path):
 
 
 def test_many_words_make_ids_of_four_bytes(config, tmp_path):
-    tokenizer = prepare_corpus(config, BPE).tokenizer
-    tokenizer.add_tokens([f"word{i}" for i in range(70_000)])
+    words = {word: i for i, word in enumerate([END_OF_TEXT, *map(str, range(70_000))])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token=END_OF_TEXT))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     corpus = prepare_corpus(config, TokenizerConfig(path=str(tmp_path / "tokenizer.json")))
     assert corpus.train.places[0].ids.dtype == np.uint32
@@ -181,7 +183,10 @@ def test_bad_tokenizer_file_is_named(tmp_path, content):
 
 
 def test_a_tokenizer_of_the_hub_without_a_network(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    def offline(*_, **__):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
     with pytest.raises(UserError, match="there is no file 'no/such', and no such model"):
         load_tokenizer("no/such")
 

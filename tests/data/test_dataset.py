@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from trainer.data.certificate import sample_hashes
 from trainer.data.config import DataConfig, NeedlesConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
-from trainer.data.dataset import CountingSampler, TrainingSamples, as_batch, held_out_windows
+from trainer.data.dataset import CountingSampler, TrainingSamples, held_out_windows
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +80,35 @@ def test_inputs_are_targets_moved_by_one_behind_an_end_token(corpus_and_config):
     assert (batch["input_ids"][:, 0] == corpus.end_of_text).all()
 
 
-def test_document_numbers_count_the_ends():
-    batch = as_batch(np.array([[5, 0, 6, 7]]), 0, np.ones((1, 4), np.float32), document_mask=True)
-    assert batch["input_ids"].tolist() == [[0, 5, 0, 6]]
-    assert batch["documents"].tolist() == [[1, 1, 2, 2]]
+def test_hashes_are_those_of_the_batches_and_change_with_any_token(corpus_and_config):
+    samples = TrainingSamples(*corpus_and_config, seed=3)
+    hashes = samples.hashes(range(70))
+    parts = [samples.__getitems__(list(range(i, i + 10)))["hashes"] for i in range(0, 70, 10)]
+    np.testing.assert_array_equal(hashes.view(np.int64), torch.cat(parts))
+    assert len(set(hashes.tolist())) == 70
+    tokens = np.arange(1, 9)[None]
+    other = tokens.copy()
+    other[0, 2:4] = other[0, 3:1:-1]
+    assert sample_hashes(tokens) != sample_hashes(other)
+
+
+def test_a_mixture_reads_every_block_of_each_text_once_an_epoch(corpus_and_config, tmp_path):
+    _, config = corpus_and_config
+    path = tmp_path / "b.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Other {i}. "}) + "\n" for i in range(900)))
+    config = replace(config, mixture={"a": {"weight": 3}, "b": {"files": [str(path)]}})
+    corpus = prepare_corpus(config, TokenizerConfig(vocab_size=300))
+    samples = TrainingSamples(corpus, config, seed=3)
+    parts, blocks = samples.where(np.arange(40_000))
+    for part in range(2):
+        read = blocks[parts == part]
+        size = len(samples.blocks[part])
+        assert abs(len(read) / 40_000 - (0.75, 0.25)[part]) < 1e-3
+        counts = np.bincount(read, minlength=size)
+        assert counts.max() - counts.min() <= 1
+        epochs = samples.epochs(40_000)["ab"[part]]
+        assert abs(epochs - counts.mean()) < 1e-6
+    assert_same(batches(samples, start=5), batches(samples)[5:])
 
 
 def test_held_out_windows_cover_the_stream(corpus_and_config):

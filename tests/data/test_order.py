@@ -41,10 +41,10 @@ def test_epochs_and_seeds_are_shuffled_anew():
     assert (first != sample_indices(1, np.arange(100), 100)).mean() > 0.9
 
 
-@pytest.mark.parametrize("size", [5, 16, 97])
+@pytest.mark.parametrize("size", [5, 16])
 def test_each_item_is_as_likely_in_each_place(size):
-    """Chi-squared over 4,000 seeds: the statistic of a uniform permutation is near its mean."""
-    draws = 4000
+    """Chi-squared over 1,000 seeds: the statistic of a uniform permutation is near its mean."""
+    draws = 1000
     counts = np.zeros((size, size))
     for seed in range(draws):
         counts[np.arange(size), permuted(np.arange(size), size, keys(seed))] += 1

@@ -50,8 +50,10 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(f"tokenizer.path: there is no file {path!r}.")
     else:
         try:
-            tokenizer = Tokenizer.from_pretrained(path)
-        except Exception as error:  # tokenizers raises bare Exception
+            from huggingface_hub import hf_hub_download
+
+            tokenizer = Tokenizer.from_file(hf_hub_download(path, "tokenizer.json"))
+        except Exception as error:  # whatever transports raise, and tokenizers' bare Exception
             raise UserError(
                 f"tokenizer.path: there is no file {path!r}, and no such model could be had from "
                 f"the hub: {str(error).splitlines()[0]}"

@@ -183,12 +183,9 @@ def _with_patience(work: Callable[[], None]) -> None:
 def _prepare_unit(
     plan: Plan, config: SourceConfig, directory: Path, unit: int, tokenised: Map, report: Report
 ) -> None:
-    leftovers = (
-        directory.glob(f".*-{unit:05d}-*.tmp"),
-        directory.glob(f"pieces/.{unit:05d}-*.tmp"),
-    )
-    for leftover in chain.from_iterable(leftovers):
-        leftover.unlink(missing_ok=True)
+    for pattern in (f".*-{unit:05d}-*.tmp", f"pieces/.{unit:05d}-*.tmp"):
+        for leftover in directory.glob(pattern):
+            leftover.unlink(missing_ok=True)
     files = [plan.files[index] for index in plan.units[unit]]
     _check_sizes(config, files)
     records = _records(directory, unit)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.config import DataConfig
-from trainer.data.corpus import cache_directory
+from trainer.data.prepared import cache_directory
 from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.benchmarks import MultipleChoiceConfig, Score, mean_score
 from trainer.evaluation.likelihood import log_likelihoods
