@@ -92,8 +92,8 @@ def test_a_tokenizer_that_begins_sequences_itself_is_left_to_it(model):
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, END)]
     )
     request = GenerationRequest("x", ["the"], max_new_tokens=30)
-    begin = candidate(model, tokenizer).begin
-    done = workflow.write(model, tokenizer, begin, request, show=lambda text: None)
+    bos_token = candidate(model, tokenizer).bos_token
+    done = workflow.write(model, tokenizer, bos_token, request, show=lambda text: None)
     assert done.texts[0].replace("\r", "\n") == continuation(model, "the")
 
 

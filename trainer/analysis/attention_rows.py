@@ -1,6 +1,6 @@
-"""What every query's row of attention says, a few numbers each, in one pass over the scores.
+"""Statistics of every query's attention distribution, in one pass over the scores.
 
-Sinks, distances, entropies and positional biases are all functions of these.
+Sinks, distances, entropies and positional biases are all computed from these.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def visible_keys(length: int, window: int | None, device: torch.device) -> Tenso
 
 
 def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
-    """Read every row of attention of a layer once, never holding more than a block of them.
+    """The statistics of a layer, block by block: the whole matrix is never in memory.
 
     Args:
         heads: queries and keys of a layer.

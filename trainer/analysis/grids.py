@@ -1,4 +1,4 @@
-"""Where along a sequence an analysis reports: prefixes that double, buckets that widen."""
+"""Positions at which analyses report: doubling prefixes, and widening buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Five numbers that say what attention does in each layer, cheap enough for a model in training.
+"""Five attention statistics of each layer, cheap enough to be computed during training.
 
 The mass on the first token (attention sinks, Xiao et al. 2024), the entropy of attention, whose
 collapse comes with instability (Zhai et al. 2023), the largest logit, whose growth does (Dehghani

@@ -1,4 +1,4 @@
-"""What a rescaling of frequencies does to a head's attention (DroPE Sec. 4.1, Fig. 6, 7, 8, 11)."""
+"""The effect of rescaled frequencies on a head's attention (DroPE Sec. 4.1, Fig. 6, 7, 8, 11)."""
 
 from __future__ import annotations
 

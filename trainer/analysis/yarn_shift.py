@@ -1,4 +1,4 @@
-"""What YaRN does to every head, above all to a positional and to a semantic one (DroPE Sec. 4.1,
+"""How YaRN changes the attention of heads, positional and semantic ones (DroPE Sec. 4.1,
 Fig. 7 and 8).
 
 The text is read twice in a row: on its second reading every token has occurred before, a known

@@ -57,7 +57,7 @@ class Composed:
         return {**self.values, group: rest}, inside.get("kind")
 
     @staticmethod
-    def by_hydra(config: DictConfig) -> Composed:
+    def from_hydra(config: DictConfig) -> Composed:
         """The configuration that Hydra hands to a job."""
         return Composed(_plain(config), dict(HydraConfig.get().runtime.choices))
 

@@ -78,7 +78,7 @@ def _main(command: Command[Any], words: Sequence[str], files: ConfigFiles) -> No
     @hydra.main(version_base=None, config_path=str(config_directory()), config_name=command.root)
     def job(composed: DictConfig) -> None:
         with exit_codes():
-            command.execute(command.read(Composed.by_hydra(composed)))
+            command.execute(command.read(Composed.from_hydra(composed)))
 
     own = ["--config-dir", str(files.own)] if files.own is not None else []
     given = sys.argv

@@ -1,4 +1,4 @@
-"""A decoder as lm-eval sees models. Importing this needs the ``eval`` extra."""
+"""A decoder behind lm-eval's model interface. Importing this needs the ``eval`` extra."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class HarnessModel(LM):
 
             generate(
                 self.model,
-                [prompts[i] or [self.encoder.begin] for i in batch],
+                [prompts[i] or [self.encoder.bos_token] for i in batch],
                 new,
                 sampling=sampling,
                 end_tokens={self.encoder.end},

@@ -1,4 +1,4 @@
-"""What interventions on heads share: a text is read with some layout, and layers get them."""
+"""What methods that intervene on heads share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.positional.layout import LayerEncoding, Layout
 
 @contextmanager
 def reading_with(model: Decoder, layout: Layout) -> Iterator[None]:
-    """Within it the model has that layout."""
+    """A context in which the model has another layout."""
     own = model.layout
     try:
         model.layout = layout

@@ -1,7 +1,7 @@
-"""Methods by their names: parts that change a layout for an extension factor, joined by ``+``.
+"""Methods by name: parts joined by ``+``, each of which changes a layout for an extension factor.
 
-What a part chooses on held-out text it chooses for the layout that the parts before it give, so
-that every intervention goes with every rescaling.
+A part that is fitted on held-out text is fitted to the layout that the parts before it give, so
+that every intervention can be combined with every rescaling.
 """
 
 from __future__ import annotations

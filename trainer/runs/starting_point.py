@@ -66,7 +66,7 @@ def starting_point(config: RunConfig, branch: Path | None) -> Start:
 
 
 def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[int]]:
-    """Put away the checkpoints since a run broke; the samples to leave out from where it goes on.
+    """Set aside the checkpoints since a run diverged; returns the samples to skip on resuming.
 
     Returns:
         Pairs (step, number of samples) for the steps from there on.
@@ -81,8 +81,8 @@ def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[i
     return [*state.get("skips", []), [step, lost]]
 
 
-def data_facts(corpus: Corpus, config: RunConfig) -> dict[str, str]:
-    """What decides which tokens a sample number stands for, as hashes."""
+def data_fingerprints(corpus: Corpus, config: RunConfig) -> dict[str, str]:
+    """Hashes of everything that determines the tokens of a sample number."""
     order = [corpus.fingerprint, config.seed, config.data.sequence_length]
     order.append(asdict(config.data.needles))
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
@@ -90,12 +90,12 @@ def data_facts(corpus: Corpus, config: RunConfig) -> dict[str, str]:
 
 
 def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) -> None:
-    """Refuse to go on with other text or another order.
+    """Refuse to resume with other text or another order of samples.
 
     Raises:
         UserError: the checkpoint was trained on other samples.
     """
-    if state["data"] != data_facts(corpus, config):
+    if state["data"] != data_fingerprints(corpus, config):
         raise UserError(
             "data: the checkpoint was trained on other text, or in another order, than this "
             "command reads (changed files, another version of Python, another seed); give the "

@@ -28,7 +28,13 @@ from trainer.runs.directory import (
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate
 from trainer.runs.parsing import control_config
-from trainer.runs.ranks import Ranks, first_does, gathered, join, leave
+from trainer.runs.ranks import (
+    Ranks,
+    all_gather,
+    init_distributed,
+    on_rank_zero,
+    shutdown_distributed,
+)
 from trainer.training.callbacks.preemption import stopping_between_files
 from trainer.training.loggers import log_table
 from trainer.training.run import TrainedRun, device_problems, set_threads, train
@@ -55,19 +61,19 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     configs = {"main": config} | {
         name: control_config(plain(config), name) for name in config.controls
     }
-    ranks, lock = join(config), RunLock()
+    ranks, lock = init_distributed(config), RunLock()
     try:
         set_threads(config)
         check_callbacks(configs.values())
-        found = first_does(lambda: _open(config, configs, ranks, lock))
+        found = on_rank_zero(lambda: _open(config, configs, ranks, lock))
         if found is not None:
-            return (found, True) if ranks.is_first else None
+            return (found, True) if ranks.is_rank_zero else None
         # The first rank has prepared the text; the others open it.
         corpus = open_corpus(config)
         runs = {name: _train_arm(config, arm, name, corpus) for name, arm in configs.items()}
     finally:
-        leave()
-    if not ranks.is_first:
+        shutdown_distributed()
+    if not ranks.is_rank_zero:
         return None
     directory = Path(config.run_dir)
     # A trainer that is done is a circle of references: only now its memory is free for evaluation.
@@ -93,7 +99,7 @@ def check_callbacks(configs: Iterable[RunConfig]) -> None:
     # They are imported everywhere before one is made: what a class does then may need all ranks.
     for find in (callback_problems, making_problems):
         mine = [problem for callbacks in given for problem in find(callbacks)]
-        if problems := [problem for of_rank in gathered(mine) for problem in of_rank]:
+        if problems := [problem for of_rank in all_gather(mine) for problem in of_rank]:
             raise UserError(*dict.fromkeys(problems))
 
 
@@ -119,10 +125,10 @@ def _open(
     open_corpus(config)
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():
-        lock.hold(directory)
+        lock.acquire(directory)
     for arm in configs.values():
         open_run_directory(arm)
-    lock.hold(directory)  # new, or made anew by overwrite=true
+    lock.acquire(directory)  # new, or made anew by overwrite=true
     log_to_file(Path(config.run_dir))
     return None
 
