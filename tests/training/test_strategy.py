@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
-from trainer.runs.ranks import Ranks
+from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
 from trainer.training import strategy
 from trainer.training.module import make_decoder
 from trainer.training.strategy import (

@@ -94,7 +94,7 @@ class HarnessModel(LM):
                 [prompts[i] or [self.encoder.bos_token] for i in batch],
                 new,
                 sampling=sampling,
-                end_tokens={self.encoder.end},
+                end_tokens={self.encoder.end_of_text},
                 on_token=push,
             )
         for text in texts:

@@ -66,7 +66,7 @@ class LanguageModule(L.LightningModule):
         self.timer = StepTimer()
 
     def configure_model(self) -> None:
-        """Distribute the model over devices and initialize its weights; Lightning may call this more
+        """Distribute the model over devices and initialize its weights; Lightning may call it more
         than once."""
         if self.model.norm.weight.is_meta:
             device = self.trainer.strategy.root_device
