@@ -123,11 +123,10 @@ def _block(
     return peak, sink, diagonal, before / total, i[:, 0] - first - mean, entropy
 
 
-def head_attention(heads: Heads, head: int, queries: slice, *, rotated: bool = True) -> Tensor:
+def head_attention(heads: Heads, head: int, queries: slice) -> Tensor:
     """Attention ``[B, queries, queries.stop]`` of some queries of one head, float32."""
-    q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
+    q, k, slopes = heads.rotated_q, heads.rotated_k, head_slopes(heads)
     kv = head // heads.queries_per_key
-    slopes = head_slopes(heads) if rotated else None
     mask = Mask(heads.encoding.window, slopes=None if slopes is None else slopes[head : head + 1])
     return probabilities(q[:, head : head + 1, queries], k[:, kv : kv + 1, : queries.stop], mask)[
         :, 0

@@ -238,11 +238,8 @@ def _cell(
 
     def measured() -> dict[str, Any]:
         began = time.perf_counter()
-        model.layout = layout
-        try:
+        with model.using(layout):
             found = plan.task.measure(model, plan.length, reads, batch_tokens, done)
-        finally:
-            model.layout = trained
         seconds = round(time.perf_counter() - began, 3)
         names = (plan.subject.name, plan.recipe.key, plan.task.key)
         return Cell(*names, plan.length, factor, **found, seconds=seconds).to_dict()

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from trainer.errors import UserError
-from trainer.model.decoder import Decoder
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
-
-
-@contextmanager
-def reading_with(model: Decoder, layout: Layout) -> Iterator[None]:
-    """A context in which the model has another layout."""
-    own = model.layout
-    try:
-        model.layout = layout
-        yield
-    finally:
-        model.layout = own
 
 
 def require_rotation(layout: Layout, key: str) -> None:

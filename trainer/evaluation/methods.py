@@ -14,7 +14,6 @@ from typing import Any
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import TEXTS, Fitting
-from trainer.evaluation.interventions import reading_with
 from trainer.evaluation.layouts import (
     TITLES,
     is_free_of_positions,
@@ -134,7 +133,7 @@ def _longrope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> L
 
     def search(factor: float, layout: Layout) -> list[list[float]]:
         windows = fitting.text.windows[round(factor * C)][: settings.windows]
-        with reading_with(fitting.model, layout):
+        with fitting.model.using(layout):
             found = search_longrope(
                 fitting.model,
                 windows,
