@@ -100,6 +100,7 @@ def train(
     corpus: Corpus,
     branch: Path | None = None,
     callbacks: Sequence[L.Callback] = (),
+    user_callbacks: Sequence[L.Callback] | None = None,
 ) -> TrainedRun:
     """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` where there is one.
 
@@ -109,6 +110,8 @@ def train(
         branch: where the run has no checkpoint yet, the checkpoint of another run to go on from,
             with that run's metrics up to it.
         callbacks: further Lightning callbacks.
+        user_callbacks: those that ``config.callbacks`` names; None: made here. After the run has
+            gone back to a checkpoint they are made anew.
 
     Raises:
         UserError: the checkpoint does not fit the run, none is sound, the last one cannot be
@@ -116,14 +119,16 @@ def train(
         PreemptedError: the run was asked to stop, and has.
     """
     began, skips = time.perf_counter(), None
+    own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
     for _ in range(MAX_REWINDS):
         start = on_rank_zero(lambda: starting_point(config, branch))
-        effect, broken = _fit(config, corpus, start, skips, callbacks)
+        effect, broken = _fit(config, corpus, start, skips, own, callbacks)
         if broken is None:
             name = step_name(config.trainer.max_steps)
             path = Path(config.run_dir) / "checkpoints" / name
             return TrainedRun(path, effect, time.perf_counter() - began)
         skips = on_rank_zero(partial(rewind_run, config, *broken))
+        own = make_callbacks(config.callbacks)
     raise UserError(
         f"trainer.rewind_after: the run went back {MAX_REWINDS} times and diverges again; lower "
         "the learning rate, or look at the text."
@@ -135,6 +140,7 @@ def _fit(
     corpus: Corpus,
     start: Start,
     skips: list[list[int]] | None,
+    own: Sequence[L.Callback],
     callbacks: Sequence[L.Callback],
 ) -> tuple[dict[str, Any], tuple[int, int] | None]:
     ranks, run_dir = current_ranks(), Path(config.run_dir)
@@ -148,7 +154,6 @@ def _fit(
         model.layout = Layout.from_dict(start.state["layout"])
     skips = start.state.get("skips", []) if skips is None else skips
     module = LanguageModule(config, model, ranks, pretrained)
-    own = make_callbacks(config.callbacks)
     title = f"Training {config.label or config.name}"
     with Progress(
         title, config.trainer.max_steps, config.tokens_per_step, silent=not ranks.is_rank_zero

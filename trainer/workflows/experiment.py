@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+
+import lightning as L
 
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.errors import UserError
@@ -39,7 +40,7 @@ from trainer.training.callbacks.preemption import stopping_between_files
 from trainer.training.loggers import log_table
 from trainer.training.run import TrainedRun, device_problems, set_threads, train
 from trainer.training.strategy import strategy_problems
-from trainer.training.user_callbacks import callback_problems, making_problems
+from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
 
 log = logging.getLogger(__name__)
@@ -64,13 +65,16 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     ranks, lock = init_distributed(config), RunLock()
     try:
         set_threads(config)
-        check_callbacks(configs.values())
+        callbacks = make_all_callbacks(configs)
         found = on_rank_zero(lambda: _open(config, configs, ranks, lock))
         if found is not None:
             return (found, True) if ranks.is_rank_zero else None
         # The first rank has prepared the text; the others open it.
         corpus = open_corpus(config)
-        runs = {name: _train_arm(config, arm, name, corpus) for name, arm in configs.items()}
+        runs = {
+            name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
+            for name, arm in configs.items()
+        }
     finally:
         shutdown_distributed()
     if not ranks.is_rank_zero:
@@ -89,18 +93,29 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     return report, False
 
 
-def check_callbacks(configs: Iterable[RunConfig]) -> None:
-    """See on every rank that a user's own callbacks can be made: a node may lack their file.
+def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callback]]:
+    """The user's callbacks of every arm, on every rank: a node may lack their file.
 
     Raises:
         UserError: on all ranks, with what is wrong on any.
     """
-    given = [config.callbacks for config in configs]
-    # They are imported everywhere before one is made: what a class does then may need all ranks.
-    for find in (callback_problems, making_problems):
-        mine = [problem for callbacks in given for problem in find(callbacks)]
-        if problems := [problem for of_rank in all_gather(mine) for problem in of_rank]:
-            raise UserError(*dict.fromkeys(problems))
+    # All ranks import the classes before one constructs any, which may need all of them.
+    _raise_together([p for arm in configs.values() for p in callback_problems(arm.callbacks)])
+    made: dict[str, list[L.Callback]] = {}
+    problems: list[str] = []
+    for name, arm in configs.items():
+        try:
+            made[name] = make_callbacks(arm.callbacks)
+        except UserError as error:
+            problems += error.problems
+    _raise_together(problems)
+    return made
+
+
+def _raise_together(problems: list[str]) -> None:
+    """Raises ``UserError`` on all ranks where one has problems, with those of all."""
+    if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:
+        raise UserError(*dict.fromkeys(found))
 
 
 def _open(
@@ -155,11 +170,10 @@ def open_corpus(config: RunConfig) -> Corpus:
     return prepare_corpus(config.data, config.tokenizer, tokenizer)
 
 
-def _train_arm(config: RunConfig, arm: RunConfig, name: str, corpus: Corpus) -> TrainedRun:
-    branch = None
-    if config.controls.get(name, {}).get("branch"):
-        branch = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
-    return train(arm, corpus, branch)
+def _branch(config: RunConfig, control: str) -> Path | None:
+    """The checkpoint that a control goes on from, where it branches off from the run."""
+    branches = config.controls.get(control, {}).get("branch")
+    return Path(config.run_dir) / "checkpoints" / BEFORE_DROP if branches else None
 
 
 def label_problems(configs: dict[str, RunConfig]) -> list[str]:
