@@ -8,6 +8,7 @@ import sys
 import trainer
 from trainer.commands import COMMANDS
 from trainer.commands.exit_codes import exit_codes
+from trainer.commands.running import run_command
 from trainer.errors import UserError, did_you_mean
 
 
@@ -20,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     with exit_codes():
         command, rest = split_command(words)
-        importlib.import_module(f"trainer.commands.{command}").run(rest)
+        run_command(importlib.import_module(f"trainer.commands.{command}").COMMAND, rest)
 
 
 def split_command(words: list[str]) -> tuple[str, list[str]]:

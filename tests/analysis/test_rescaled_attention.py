@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis import rescaled_attention as module
 from trainer.analysis.rescaled_attention import (
     attention_by_distance,
-    heads_of_layer,
     last_token_attention,
     scaling_factors,
 )
-from trainer.errors import UserError
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.rescaling import yarn
-
-IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 def test_figure_6_all_methods_compress_the_low_frequencies():
@@ -52,22 +46,3 @@ def test_last_token():
     found = last_token_attention(heads, 1)
     for text in range(2):
         np.testing.assert_allclose(found[text], attention_of(heads, text, 1)[0][-1], rtol=1e-4)
-
-
-def test_heads_are_read_with_the_layout_that_is_given(tiny_decoder):
-    model = tiny_decoder(layers=["rope"])
-    trained = model.layout
-    layout = trained.rescaled(yarn, 2.0)
-    heads = heads_of_layer(model, IDS, 1, layout)
-    assert (heads.layer, heads.encoding) == (1, layout.layers[1])
-    assert model.layout is trained
-    model.layout = layout
-    expected = heads_of_layer(model, IDS, 1, layout)
-    torch.testing.assert_close(heads.rotated_q, expected.rotated_q)
-    assert not torch.allclose(heads.rotated_q, heads_of_layer(model, IDS, 1, trained).rotated_q)
-
-
-def test_a_layer_that_is_not_there(tiny_decoder):
-    model = tiny_decoder()
-    with pytest.raises(UserError, match="layer: expected 0 to 1, got 2"):
-        heads_of_layer(model, IDS, 2, model.layout)

@@ -9,6 +9,7 @@ import pytest
 from tests.model.test_decoder import published
 from trainer.commands import evaluate
 from trainer.commands.benchmarks import table
+from trainer.commands.running import run_command
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
 from trainer.evaluation.benchmarks import Score
@@ -43,7 +44,10 @@ CHOICE = ["checkpoint=model", "+evaluation=multiple_choice", "threads=1"]
 
 def test_table_and_numbers(place, capsys):
     shutil.copytree("model", "other/model")
-    evaluate.run([*CHOICE, "evaluation.tasks=[piqa]", "output=out", "compare=[other/model]"])
+    run_command(
+        evaluate.COMMAND,
+        [*CHOICE, "evaluation.tasks=[piqa]", "output=out", "compare=[other/model]"],
+    )
     shown = capsys.readouterr().out
     assert "acc_norm" in shown
     assert max(map(len, shown.splitlines())) <= 100
@@ -79,7 +83,7 @@ def test_table_and_numbers(place, capsys):
 )
 def test_mistakes(place, words, said):
     with pytest.raises(UserError) as error:
-        evaluate.run(words)
+        run_command(evaluate.COMMAND, words)
     (sentence,) = error.value.problems
     assert said in sentence
     assert not (place / "evaluation").exists()
@@ -88,7 +92,9 @@ def test_mistakes(place, words, said):
 def test_a_missing_package_is_named(place, monkeypatch):
     monkeypatch.setattr(evaluation_request, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'unrope\[eval\]'"):
-        evaluate.run(["checkpoint=model", "+evaluation=harness", "evaluation.tasks=[piqa]"])
+        run_command(
+            evaluate.COMMAND, ["checkpoint=model", "+evaluation=harness", "evaluation.tasks=[piqa]"]
+        )
 
 
 def test_a_row_for_every_metric_and_a_column_for_every_model():
@@ -104,5 +110,5 @@ def test_an_option_of_ones_own_gives_its_name_to_the_numbers(place, capsys):
     text = "defaults: [multiple_choice, _self_]\ntasks: [piqa]\nlimit: 1\n"
     (place / "my/evaluation/one.yaml").write_text(text)
     words = ["checkpoint=model", "threads=1", "output=out", "--config-dir", "my"]
-    evaluate.run([*words, "evaluation=one"])
+    run_command(evaluate.COMMAND, [*words, "evaluation=one"])
     assert json.loads((place / "out/one.json").read_text())["config"]["limit"] == 1

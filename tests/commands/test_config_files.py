@@ -8,6 +8,7 @@ from trainer.commands import analyze, evaluate, train
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.configuration import compose_words
 from trainer.commands.evaluate import read
+from trainer.commands.running import run_command
 from trainer.errors import UserError
 
 
@@ -24,9 +25,9 @@ def own(tmp_path):
     return write
 
 
-def refused(run, *words):
+def refused(module, *words):
     with pytest.raises(UserError) as error:
-        run(list(words))
+        run_command(module.COMMAND, list(words))
     assert all("\n" not in problem for problem in error.value.problems)
     return error.value.problems
 
@@ -35,7 +36,7 @@ def test_an_option_of_ones_own_inherits_what_it_is(own):
     files = ConfigFiles(own("evaluation/mine", "defaults: [ruler, _self_]\nwindows: 3\n"))
     words = ["checkpoint=x", "+evaluation=mine", "evaluation.lengths=[4]"]
     named = read(compose_words(words, "evaluate", files))
-    assert (named.kind, named.name) == ("lengths", "mine")
+    assert named.name == "mine"
     config = named.request.evaluation
     assert (config.tasks, config.windows, config.lengths) == (["ruler"], 3, [4])
 
@@ -78,53 +79,49 @@ def test_an_analysis_of_ones_own(own):
 def test_a_fault_is_one_line(own, text, said):
     directory = own("evaluation/mine", text)
     words = ["checkpoint=x", "--config-dir", str(directory), "evaluation=mine"]
-    (problem,) = refused(evaluate.run, *words)
+    (problem,) = refused(evaluate, *words)
     assert said.replace("FILE", str(directory / "evaluation/mine.yaml")) in problem
 
 
 def test_a_python_tag_runs_nothing(own, tmp_path):
     text = f'a: !!python/object/apply:os.mkdir ["{tmp_path}/made"]\n'
     words = ["checkpoint=x", "--config-dir", str(own("evaluation/mine", text)), "evaluation=mine"]
-    (problem,) = refused(evaluate.run, *words)
+    (problem,) = refused(evaluate, *words)
     assert "mine.yaml, line 1: could not determine a constructor for the tag" in problem
     assert not (tmp_path / "made").exists()
 
 
 def test_a_file_that_is_no_text(own):
     directory = own("evaluation/mine", "a: ü\n", encoding="utf-16")
-    (problem,) = refused(
-        evaluate.run, "checkpoint=x", f"--config-dir={directory}", "evaluation=mine"
-    )
+    (problem,) = refused(evaluate, "checkpoint=x", f"--config-dir={directory}", "evaluation=mine")
     assert "mine.yaml: 'utf-8' codec can't decode" in problem
 
 
 def test_options_that_inherit_from_each_other(own):
     own("evaluation/one", "defaults: [two]\n")
     directory = own("evaluation/two", "defaults: [one]\n")
-    (problem,) = refused(
-        evaluate.run, "checkpoint=x", f"--config-dir={directory}", "evaluation=one"
-    )
+    (problem,) = refused(evaluate, "checkpoint=x", f"--config-dir={directory}", "evaluation=one")
     assert "one.yaml: its defaults list leads back to itself (one -> two -> one)" in problem
 
 
 def test_an_experiment_has_to_say_that_it_is_of_the_whole_configuration(own):
     directory = own("experiment/mine", "name: mine\n")
-    (problem,) = refused(train.run, f"--config-dir={directory}", "+experiment=mine")
+    (problem,) = refused(train, f"--config-dir={directory}", "+experiment=mine")
     assert problem.startswith(f"{directory}/experiment/mine.yaml: expected '# @package _global_'")
 
 
 def test_an_option_that_is_there_already(own):
     directory = own("model/nano", "hidden_size: 3\n")
-    (problem,) = refused(train.run, f"--config-dir={directory}")
+    (problem,) = refused(train, f"--config-dir={directory}")
     assert "nano.yaml: there is a 'nano' in conf/model already" in problem
 
 
 def test_a_directory_that_is_not_there(tmp_path):
-    (problem,) = refused(train.run, "--config-dir", str(tmp_path / "none"), "seed=1")
+    (problem,) = refused(train, "--config-dir", str(tmp_path / "none"), "seed=1")
     assert problem == f"--config-dir: there is no directory '{tmp_path / 'none'}'."
 
 
 def test_faults_of_files_and_of_words_are_reported_together(own):
     directory = own("model/mine", "a: [\n")
     words = [f"--config-dir={directory}", "model=mine", "sede=1", "optimizer.lr=x", "--fresh"]
-    assert len(refused(train.run, *words)) == 4
+    assert len(refused(train, *words)) == 4

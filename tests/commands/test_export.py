@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.commands import export as command
+from trainer.commands.running import run_command
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
 from trainer.interchange.export import directory as export_directory
@@ -69,7 +70,7 @@ def assert_loads_as(directory, checkpoint, architecture):
 
 def test_a_run_after_its_drop(trained, tmp_path, capsys):
     to = tmp_path / "new" / "out"
-    command.run([f"checkpoint={trained}", f"to={to}", "threads=1"])
+    run_command(command.COMMAND, [f"checkpoint={trained}", f"to={to}", "threads=1"])
     assert f"from_pretrained('{to}')" in capsys.readouterr().out.replace("\n", "")
     assert_loads_as(to, find_checkpoint(str(trained)), "Qwen3ForCausalLM")
     card = (to / "README.md").read_text()
@@ -89,7 +90,7 @@ def test_a_run_after_its_drop(trained, tmp_path, capsys):
 def test_a_run_before_its_drop(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     before = trained / "checkpoints" / BEFORE_DROP
-    command.run([f"checkpoint={before}", f"to={tmp_path / 'out'}", "threads=1"])
+    run_command(command.COMMAND, [f"checkpoint={before}", f"to={tmp_path / 'out'}", "threads=1"])
     assert_loads_as(tmp_path / "out", before, "LlamaForCausalLM")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| dropped | never |" in card
@@ -122,7 +123,9 @@ def test_mistake_gives_one_line_and_leaves_nothing(trained, tmp_path, monkeypatc
         (tmp_path / name).write_text(content)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError) as error:
-        command.run(["threads=1", *(word.replace("RUN", str(trained)) for word in words)])
+        run_command(
+            command.COMMAND, ["threads=1", *(word.replace("RUN", str(trained)) for word in words)]
+        )
     assert len(error.value.problems) == 1
     assert said in str(error.value)
     assert "\n" not in str(error.value)

@@ -1,5 +1,6 @@
 """The generate command writes what the model does, and says what is wrong with a request."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from tokenizers import Tokenizer
 
 from trainer.commands import generate as command
 from trainer.commands.configuration import compose_words
+from trainer.commands.running import run_command
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.errors import UserError
 from trainer.generation.generate import generate
@@ -39,7 +41,9 @@ def say(model, monkeypatch, capsys):
     )
 
     def run(*words):
-        command.run(["checkpoint=runs/x", "threads=1", "max_new_tokens=30", *words])
+        run_command(
+            command.COMMAND, ["checkpoint=runs/x", "threads=1", "max_new_tokens=30", *words]
+        )
         return capsys.readouterr()
 
     return run
@@ -75,7 +79,7 @@ def test_text_ends_before_a_stop_string(say, model):
 
 def test_a_newline_can_be_a_stop_string():
     composed = compose_words(["checkpoint=x", r'stop=["\n"]'], "generate")
-    assert command.read(composed, ["y"]).stop == ["\n"]
+    assert command.read(replace(composed, verbatim=("y",))).stop == ["\n"]
 
 
 def test_draws_repeat_with_their_seed(say):
@@ -92,15 +96,15 @@ def test_a_tokenizer_that_begins_sequences_itself_is_left_to_it(model):
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, END)]
     )
     request = GenerationRequest("x", ["the"], max_new_tokens=30)
-    begin = candidate(model, tokenizer).begin
-    done = workflow.write(model, tokenizer, begin, request, show=lambda text: None)
+    bos_token = candidate(model, tokenizer).bos_token
+    done = workflow.write(model, tokenizer, bos_token, request, show=lambda text: None)
     assert done.texts[0].replace("\r", "\n") == continuation(model, "the")
 
 
 def test_all_mistakes_are_reported_at_once():
     words = ["prompt=x", "max_new_token=3", "temperature=-1", "top_p=2", "threads=0", "seed=one"]
     with pytest.raises(UserError) as error:
-        command.run(words)
+        run_command(command.COMMAND, words)
     said = "\n".join(error.value.problems)
     assert "Did you mean 'max_new_tokens'" in said
     for key in ("checkpoint", "temperature", "top_p", "threads", "seed"):
@@ -110,11 +114,11 @@ def test_all_mistakes_are_reported_at_once():
 
 def test_nothing_to_continue_is_a_mistake():
     with pytest.raises(UserError, match="prompt: give prompt="):
-        command.run(["checkpoint=x"])
+        run_command(command.COMMAND, ["checkpoint=x"])
 
 
 def test_help(capsys):
-    command.run(["--help"])
+    run_command(command.COMMAND, ["--help"])
     said = capsys.readouterr().out
     assert all(f"{key}=" in said for key in ("checkpoint", "prompt", "stop", "top_p"))
 

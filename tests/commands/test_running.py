@@ -11,6 +11,7 @@ import pytest
 
 from trainer.__main__ import main
 from trainer.commands import COMMANDS, analyze, evaluate, export, train
+from trainer.commands.running import run_command
 from trainer.errors import UserError
 
 MODULES = {name: importlib.import_module(f"trainer.commands.{name}") for name in COMMANDS}
@@ -34,14 +35,14 @@ def done(monkeypatch):
 
 def refused(name, *words):
     with pytest.raises(UserError) as error:
-        MODULES[name].run(list(words))
+        run_command(MODULES[name].COMMAND, list(words))
     return error.value.problems
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "help"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, place):
-    MODULES[name].run([word])
+    run_command(MODULES[name].COMMAND, [word])
     said = capsys.readouterr().out
     assert all(f in said for f in ("python -m trainer", "Keys (KEY=VALUE)", "--cfg job"))
     assert max(map(len, said.splitlines())) <= 100
@@ -130,7 +131,7 @@ def test_commands_of_one_job_refuse_several(name):
 
 def test_multirun_starts_a_job_for_every_choice(done, place):
     words = ["checkpoint=x", "+evaluation=niah,ruler", "threads=1,2"]
-    evaluate.run(["--multirun", *words])
+    run_command(evaluate.COMMAND, ["--multirun", *words])
     assert [(job.name, job.request.threads) for job in done] == [
         ("niah", 1), ("niah", 2), ("ruler", 1), ("ruler", 2),
     ]  # fmt: skip
@@ -141,7 +142,10 @@ def test_multirun_starts_a_job_for_every_choice(done, place):
 def test_multirun_takes_groups_of_ones_own(done, place):
     (place / "my conf/model").mkdir(parents=True)
     (place / "my conf/model/mine.yaml").write_text("defaults: [nano, _self_]\nhidden_size: 96\n")
-    train.run(["--config-dir", "my conf", "-m", "model=nano,mine", "name=m${model.hidden_size}"])
+    run_command(
+        train.COMMAND,
+        ["--config-dir", "my conf", "-m", "model=nano,mine", "name=m${model.hidden_size}"],
+    )
     assert [job.run_dir for job in done] == ["runs/m64", "runs/m96"]
 
 
@@ -157,7 +161,7 @@ def test_multirun_checks_all_jobs_before_the_first(done, place):
 
 
 def test_multirun_chooses_in_a_group_without_a_default(done):
-    analyze.run(["--multirun", "checkpoint=x", "+analysis=sinks,drop"])
+    run_command(analyze.COMMAND, ["--multirun", "checkpoint=x", "+analysis=sinks,drop"])
     assert [(job.name, job.request.analysis.kind) for job in done] == [
         ("sinks", "sinks"),
         ("drop", "drop"),
@@ -167,7 +171,7 @@ def test_multirun_chooses_in_a_group_without_a_default(done):
 def test_two_jobs_do_not_write_one_directory(done):
     (problem,) = refused("train", "--multirun", "seed=0,1,2", "name=a")
     assert problem.startswith("--multirun: several jobs would write 'runs/a'; let its name hold")
-    train.run(["--multirun", "seed=0,1", "name=a_${seed}"])
+    run_command(train.COMMAND, ["--multirun", "seed=0,1", "name=a_${seed}"])
     assert [job.seed for job in done] == [0, 1]
 
 
@@ -185,7 +189,7 @@ def test_a_job_that_fails_ends_multirun_with_its_code(monkeypatch, capsys):
 
     monkeypatch.setattr(export, "COMMAND", replace(export.COMMAND, execute=fail))
     with pytest.raises(SystemExit) as stop:
-        export.run(["--multirun", "checkpoint=x", "to=a,b"])
+        run_command(export.COMMAND, ["--multirun", "checkpoint=x", "to=a,b"])
     assert stop.value.code == 2
     assert capsys.readouterr().err == "error: to: 'a' is full.\n"
 

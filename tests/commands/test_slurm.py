@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from trainer.commands import snapshot as snapshots
-from trainer.commands.slurm import run
+from trainer.commands.running import run_command
+from trainer.commands.slurm import COMMAND
 from trainer.errors import UserError
 
 SLURM = Path(__file__).parents[2] / "slurm"
@@ -27,7 +28,7 @@ ONE = "slurm.gpus_per_node=1"
 
 
 def script(*words, name="run"):
-    run([ONE, *words])
+    run_command(COMMAND, [ONE, *words])
     return Path(f"slurm_jobs/{name}/job.sbatch").read_text()
 
 
@@ -39,7 +40,7 @@ def options(text):
 
 def problems(*words):
     with pytest.raises(UserError) as error:
-        run(list(words))
+        run_command(COMMAND, list(words))
     assert not Path("slurm_jobs").exists()
     return error.value.problems
 
@@ -98,7 +99,7 @@ def test_setup_comes_first_and_chooses_the_python():
 
 
 def test_configuration_is_written_beside_the_script(place):
-    run([ONE, "+experiment=drope_demo", "seed=3", "slurm.directory=jobs/x"])
+    run_command(COMMAND, [ONE, "+experiment=drope_demo", "seed=3", "slurm.directory=jobs/x"])
     values = yaml.safe_load((place / "jobs/x/config.yaml").read_text())
     assert (values["seed"], values["name"]) == (3, "drope_demo")
 
@@ -162,7 +163,7 @@ def test_mistakes_are_named_together_and_nothing_is_written(words, said):
 
 def test_submit_prints_the_number_of_the_job(place, monkeypatch, capsys):
     fake_sbatch(place, monkeypatch, 'echo "$@" > told; echo "123;cluster"')
-    run([ONE, "--submit"])
+    run_command(COMMAND, [ONE, "--submit"])
     assert "Submitted job 123." in capsys.readouterr().out
     assert (place / "told").read_text() == "--parsable slurm_jobs/run/job.sbatch\n"
 
@@ -170,13 +171,13 @@ def test_submit_prints_the_number_of_the_job(place, monkeypatch, capsys):
 def test_refusal_of_sbatch_is_one_sentence(place, monkeypatch):
     fake_sbatch(place, monkeypatch, "echo 'sbatch: error: invalid partition' >&2; exit 1")
     with pytest.raises(UserError, match=r"sbatch refused the job: .*invalid partition"):
-        run([ONE, "--submit"])
+        run_command(COMMAND, [ONE, "--submit"])
 
 
 def test_without_sbatch_the_message_says_where_to_submit(place, monkeypatch):
     monkeypatch.setenv("PATH", str(place))
     with pytest.raises(UserError, match=r"sbatch cannot be run here.*login node"):
-        run([ONE, "--submit"])
+        run_command(COMMAND, [ONE, "--submit"])
 
 
 def test_a_users_own_groups_go_with_the_code(place):

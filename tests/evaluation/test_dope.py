@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.analysis.capture import capture
-from trainer.analysis.matrix_entropy import matrix_entropies
+from trainer.analysis.matrix_entropy import matrix_entropy_of
 from trainer.errors import UserError
 from trainer.evaluation.dope import (
     Chosen,
@@ -47,16 +47,21 @@ def places(selection):
 
 def captured(model, layout):
     """Queries and keys of every layer under a layout."""
-    own, layers = model.layout, []
-    model.layout = layout
-    capture(model, IDS, layers.append)
-    model.layout = own
+    layers = []
+    with model.using(layout):
+        capture(model, IDS, layers.append)
     return layers
+
+
+def entropies(model, side, stage="post_ntk"):
+    """Of every layer, by the analysis."""
+    layers = captured(model, model.layout)
+    return [matrix_entropy_of(heads, side, stage, model.layout) for heads in layers]
 
 
 def scores(model, settings):
     """``[L, H]`` by the analysis, a function of its own."""
-    found = matrix_entropies(model, IDS, settings.by, settings.stage)
+    found = entropies(model, settings.by, settings.stage)
     return torch.stack(
         [
             e.band_mean if settings.entropy == "vanilla" else e.effective_rank(settings.r)
@@ -91,7 +96,7 @@ def test_a_key_value_head_has_the_mean_score_of_its_queries(model):
 
 def test_with_r_1_the_head_of_the_largest_eigenvalue_is_the_first(model):
     settings = DopeSettings(removal="zero", heads=1)
-    largest = torch.stack([e.eigenvalues[:, 0] for e in matrix_entropies(model, IDS, "query")])
+    largest = torch.stack([e.eigenvalues[:, 0] for e in entropies(model, "query")])
     assert places(select(model, IDS, settings)) == [divmod(int(largest.argmax()), 4)]
 
 

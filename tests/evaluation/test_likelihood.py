@@ -194,7 +194,7 @@ def test_long_contexts_lose_their_beginning(tokenizer, caplog):
 def test_windows_predict_every_token_once_after_as_much_context_as_fits(tokenizer, size):
     encoder = Encoder(tokenizer, size)
     windows = encoder.windows(TEXTS[0])
-    tokens = (encoder.end, *tokenizer.encode(TEXTS[0]).ids)
+    tokens = (encoder.end_of_text, *tokenizer.encode(TEXTS[0]).ids)
     assert sum((window.continuation for window in windows), ()) == tokens[1:]
     seen = 1
     for window in windows:

@@ -243,3 +243,19 @@ def test_gains_are_never_stored():
     layout.to_dict()
     with pytest.raises(ValueError, match="intervention"):
         with_intervention(layout, EVERYTHING, layer=1).to_dict()
+
+
+@torch.no_grad()
+def test_compiled_blocks_follow_interventions_that_come_and_go(tiny_decoder):
+    model = tiny_decoder()
+    changed = with_intervention(model.layout, EVERYTHING)
+    plain = model(IDS)
+    with model.using(changed):
+        expected = model(IDS)
+    assert not torch.allclose(plain, expected, atol=1e-2)
+    for block in model.layers:
+        block.compile(backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(model(IDS), plain)
+        with model.using(changed):
+            torch.testing.assert_close(model(IDS), expected)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from trainer.errors import UserError
-from trainer.runs.ranks import Ranks, current_ranks, first_does
+from trainer.runs.ranks import Ranks, current_ranks, on_rank_zero
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -26,7 +26,7 @@ def environment(monkeypatch):
 
 def test_a_process_that_nobody_launched_is_alone(environment):
     assert current_ranks() == Ranks(0, 1, 0, 1)
-    assert current_ranks().is_first
+    assert current_ranks().is_rank_zero
 
 
 def test_torchrun_says_who_it_is(environment):
@@ -35,7 +35,7 @@ def test_torchrun_says_who_it_is(environment):
     ranks = current_ranks()
     assert ranks == Ranks(5, 16, 1, 4)
     assert ranks.nodes == 4
-    assert not ranks.is_first
+    assert not ranks.is_rank_zero
 
 
 def test_srun_says_who_it_is(environment):
@@ -58,6 +58,6 @@ def test_a_batch_script_without_srun_is_alone(environment):
 
 
 def test_alone_the_first_does_everything():
-    assert first_does(lambda: 3) == 3
+    assert on_rank_zero(lambda: 3) == 3
     with pytest.raises(UserError, match="no"):
-        first_does(lambda: (_ for _ in ()).throw(UserError("no")))
+        on_rank_zero(lambda: (_ for _ in ()).throw(UserError("no")))

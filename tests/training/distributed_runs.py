@@ -18,7 +18,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.errors import PreemptedError
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
-from trainer.runs.ranks import join, leave
+from trainer.runs.ranks import init_distributed, shutdown_distributed
 from trainer.training.run import train
 
 
@@ -34,8 +34,8 @@ class TellRank1(L.Callback):
 torch.set_num_threads(1)
 for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
     config = parse(RunConfig, values)
-    ranks = join(config)
-    if ranks.is_first:
+    ranks = init_distributed(config)
+    if ranks.is_rank_zero:
         directory = Path(config.run_dir) / "checkpoints"
         directory.mkdir(parents=True)
         if begin:
@@ -48,4 +48,4 @@ for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
         except PreemptedError as error:
             Path(config.run_dir, f"stopped-{ranks.rank}").write_text(str(error))
     train(config, corpus)
-leave()
+shutdown_distributed()

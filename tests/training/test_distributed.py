@@ -99,8 +99,9 @@ def test_resumed_runs_are_bitwise_the_uninterrupted_one(resumed, name):
 
 def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     """The same samples in the same order: losses agree with one process to rounding."""
-    alone, _ = run("alone", trainer={"checkpoint_every": 4, "log_every": 1})
-    strategies = {name: variant(name) for name in ("ddp", "fsdp2")}
+    own = {"callbacks": {"own": {"_target_": "tests.training.counting.Counting"}}}
+    alone, _ = run("alone", trainer={"checkpoint_every": 4, "log_every": 1}, **own)
+    strategies = {name: variant(name, **own) for name in ("ddp", "fsdp2")}
     grown = {
         f"{name}-{part}": (changes, begin, None)
         for name, changes in strategies.items()
@@ -108,7 +109,7 @@ def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     }
     shrunk = {
         f"{name}-shrunk": (
-            variant("fsdp2"),
+            variant("fsdp2", **own),
             tmp_path / f"{name}-whole" / "checkpoints" / "step-000008",
             None,
         )
@@ -119,13 +120,21 @@ def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
         *launch(base, tmp_path, 1, shrunk).values(),
     ]
     expected = rows_of(alone)
+    assert "own/norm" in expected[0]
     for config in others:
         for row, other in zip(rows_of(config), expected, strict=True):
-            for key in ("loss", "gradient_norm", "drop/loss_after", "learning_rate"):
+            for key in ("loss", "gradient_norm", "drop/loss_after", "learning_rate", "own/norm"):
                 if key in other:
                     assert row[key] == pytest.approx(other[key], rel=1e-4), (
                         *(config.run_dir, row["step"], key),
                     )
+    counted = read_state(checkpoint_of(alone))["user_callbacks"]["Counting"]
+    assert counted["steps"] == 12
+    for config in others:
+        found = read_state(checkpoint_of(config))["user_callbacks"]["Counting"]
+        assert found["steps"] == 12
+        assert found["sum"] == pytest.approx(counted["sum"], rel=1e-4)
+        assert found["norm"]["_tensor_"] == pytest.approx(counted["norm"]["_tensor_"], rel=1e-4)
     weights = tensors_in(checkpoint_of(alone))
     for config in others:
         found = tensors_in(checkpoint_of(config))

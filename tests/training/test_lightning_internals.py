@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-from trainer.training.lightning_internals import leave_signals_alone, set_steps_done
+from trainer.training.lightning_internals import disable_sigterm_broadcast, set_steps_done
 
 
 class Line(L.LightningModule):
@@ -58,7 +58,7 @@ def test_nobody_is_asked_about_signals(small_trainer, monkeypatch, silent):
     monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src: asked.append(tensor))
     trainer = small_trainer(3)
     if silent:
-        leave_signals_alone(trainer)
+        disable_sigterm_broadcast(trainer)
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert len(asked) == (not silent)
 

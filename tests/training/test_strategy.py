@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
-from trainer.runs.ranks import Ranks, join, leave
+from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
 from trainer.training import strategy
 from trainer.training.module import make_decoder
 from trainer.training.strategy import (
@@ -29,8 +29,8 @@ def alone(monkeypatch):
     """A process group of one, left again."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
-    yield join(RunConfig(strategy=StrategyConfig(name="fsdp2")))
-    leave()
+    yield init_distributed(RunConfig(strategy=StrategyConfig(name="fsdp2")))
+    shutdown_distributed()
 
 
 def tiny(**more):

@@ -24,7 +24,6 @@ from trainer.training.user_callbacks import (
     callback_problems,
     load_states,
     make_callbacks,
-    making_problems,
     states_of,
 )
 from trainer.workflows.evaluate import evaluate_lengths
@@ -56,6 +55,13 @@ class Shrink(L.Callback):
         with torch.no_grad():
             module.model.embed_tokens.weight.mul_(self.factor)
         module.log("mine/steps", float(self.steps))
+
+class Made(L.Callback):
+    made = []
+    def __init__(self):
+        self.made.append(self)
+    def on_fit_start(self, *_):
+        self.trained = True
 
 class Stops(L.Callback):
     def __init__(self, at):
@@ -148,6 +154,15 @@ def test_a_run_directory_takes_other_callbacks(base, tmp_path):
     assert report.drop.step == 6
 
 
+def test_the_callback_that_was_checked_is_the_one_that_trains(base, tmp_path):
+    values = {**base, "run_dir": str(tmp_path / "run"), "evaluation": {"enabled": False}}
+    run_experiment(
+        parse(RunConfig, {**values, "callbacks": {"m": {"_target_": "my_callbacks.Made"}}})
+    )
+    (made,) = sys.modules["my_callbacks"].Made.made
+    assert made.trained
+
+
 WRONG = {
     "no target": ({"every": 3}, r"callbacks\.mine\._target_: expected a class as package"),
     "no module": ({"_target_": "no_such.Thing"}, "there is no module 'no_such'.*PYTHONPATH"),
@@ -186,7 +201,9 @@ def test_what_is_wrong_is_one_sentence_before_anything_is_prepared(base, tmp_pat
 def test_all_that_is_wrong_is_said_together():
     given = {"a": SHRINK, "b": SHRINK, "c": {"_target_": "no_such.Thing"}}
     (missing,) = callback_problems(given)
-    _, same = making_problems(given)
+    with pytest.raises(UserError) as error:
+        make_callbacks(given)
+    _, same = error.value.problems
     assert "no_such" in missing
     assert "callbacks.b: its state has the key 'Shrink', as that of callbacks.a has" in same
     assert "state_key" in same

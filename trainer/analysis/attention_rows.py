@@ -1,6 +1,6 @@
-"""What every query's row of attention says, a few numbers each, in one pass over the scores.
+"""Statistics of every query's attention distribution, in one pass over the scores.
 
-Sinks, distances, entropies and positional biases are all functions of these.
+Sinks, distances, entropies and positional biases are all computed from these.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def visible_keys(length: int, window: int | None, device: torch.device) -> Tenso
 
 
 def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
-    """Read every row of attention of a layer once, never holding more than a block of them.
+    """The statistics of a layer, block by block: the whole matrix is never in memory.
 
     Args:
         heads: queries and keys of a layer.
@@ -123,11 +123,10 @@ def _block(
     return peak, sink, diagonal, before / total, i[:, 0] - first - mean, entropy
 
 
-def head_attention(heads: Heads, head: int, queries: slice, *, rotated: bool = True) -> Tensor:
+def head_attention(heads: Heads, head: int, queries: slice) -> Tensor:
     """Attention ``[B, queries, queries.stop]`` of some queries of one head, float32."""
-    q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
+    q, k, slopes = heads.rotated_q, heads.rotated_k, head_slopes(heads)
     kv = head // heads.queries_per_key
-    slopes = head_slopes(heads) if rotated else None
     mask = Mask(heads.encoding.window, slopes=None if slopes is None else slopes[head : head + 1])
     return probabilities(q[:, head : head + 1, queries], k[:, kv : kv + 1, : queries.stop], mask)[
         :, 0

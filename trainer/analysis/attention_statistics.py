@@ -1,7 +1,5 @@
-"""What attention heads and next-token distributions look like as a whole, a number or a curve each.
-
-Two models, or one model with two encodings, are told apart by them.
-"""
+"""Statistics of attention heads and of next-token distributions, to compare two models with, or
+one model with two encodings."""
 
 from __future__ import annotations
 

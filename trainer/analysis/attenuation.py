@@ -70,20 +70,17 @@ def sweep(
     ids = ids.to(model.norm.weight.device)
 
     def perplexity(changed: Layout) -> float:
-        model.layout = changed
-        return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())
+        with model.using(changed):
+            return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())
 
     found = []
-    try:
-        plain = perplexity(layout)
-        for gate in gates:
-            curve, pairs = {1.0: plain}, 0
-            for alpha in sorted({*alphas} - {1.0}, reverse=True):
-                changed, pairs = attenuated(layout, entropies, gate, alpha, model.config.head_size)
-                curve[alpha] = perplexity(changed) if pairs else plain
-            found.append(Sweep(gate, pairs, curve))
-    finally:
-        model.layout = layout
+    plain = perplexity(layout)
+    for gate in gates:
+        curve, pairs = {1.0: plain}, 0
+        for alpha in sorted({*alphas} - {1.0}, reverse=True):
+            changed, pairs = attenuated(layout, entropies, gate, alpha, model.config.head_size)
+            curve[alpha] = perplexity(changed) if pairs else plain
+        found.append(Sweep(gate, pairs, curve))
     return found
 
 

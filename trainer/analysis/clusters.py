@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer.analysis.averages import Array, Averages
 from trainer.analysis.capture import Heads
 from trainer.analysis.grids import prefix_lengths
+from trainer.analysis.probe import stable_rank
 
 CHUNK = 2048
 """Positions that are held in float64 at a time."""
@@ -85,11 +86,6 @@ def _sums(x: Tensor, lengths: list[int]) -> _Sums:
     return _Sums(*(torch.stack(part).cumsum(dim=0) for part in zip(*parts, strict=True)))
 
 
-def _stable_rank(gram: Tensor) -> Tensor:
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
-    return trace / torch.linalg.eigvalsh(gram)[..., -1]
-
-
 def _within(total: Tensor, squares: Tensor, n: Tensor) -> Tensor:
     """Mean dot product of two different vectors out of n, from their sum and squared norms."""
     return (total.square().sum(dim=-1) - squares) / (n * (n - 1))
@@ -106,7 +102,7 @@ def _measures(q: Tensor, k: Tensor, lengths: list[int]) -> dict[str, Tensor]:
         squares = sums.gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
         found[f"{side}_cosine"] = _within(sums.units, n, n)
         found[f"{side}_dot"] = _within(sums.vectors, squares, n)
-        found[f"{side}_stable_rank"] = _stable_rank(sums.gram)
+        found[f"{side}_stable_rank"] = stable_rank(sums.gram)
     for name in ("units", "vectors"):
         shared = getattr(keys, name).repeat_interleave(group, dim=2)
         product = (getattr(queries, name) * shared).sum(dim=-1) / n**2

@@ -1,4 +1,4 @@
-"""Where along a sequence an analysis reports: prefixes that double, buckets that widen."""
+"""Positions at which analyses report: doubling prefixes, and widening buckets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-def prefix_lengths(length: int, shortest: int = 32) -> list[int]:
-    """``shortest``, twice that, and so on below ``length``, and ``length`` itself."""
+def prefix_lengths(length: int) -> list[int]:
+    """32, twice that, and so on below ``length``, and ``length`` itself."""
     lengths = []
-    n = shortest
+    n = 32
     while n < length:
         lengths.append(n)
         n *= 2

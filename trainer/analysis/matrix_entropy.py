@@ -1,9 +1,9 @@
 """Matrix entropy of heads: how evenly queries or keys spread over directions (DoPE, Sec. 4.3).
 
 From the Gram matrix over all tokens of a head's queries or keys: the entropy of every rotary pair's
-2 x 2 block (Eq. 25) and its mean over the pairs (Eq. 26), the entropy of the whole, and its
-truncated effective rank (Eq. 30). A head of low entropy has a few directions in which everything
-adds up, the bright bands of its attention map.
+2 x 2 block (Eq. 25), its mean over the pairs (Eq. 26), and the whole's truncated effective rank
+(Eq. 30). A head of low entropy has a few directions in which everything adds up, the bright bands
+of its attention map.
 
 Stages. The paper takes entropies before any encoding (``pre_ntk``), "after applying Dynamic-NTK
 scaling" (``post_ntk``) and "after the full RoPE rotation" (``post_rope``), and does not say what
@@ -21,9 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.capture import Heads
 from trainer.analysis.pairs import Side, of_pairs, pair_counts
-from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import encode_keys, encode_queries, head_groups
 
@@ -47,11 +46,6 @@ class MatrixEntropy:
     def band_mean(self) -> Tensor:
         """``[H]``, the mean over the pairs, between 0 and log 2 (Eq. 26)."""
         return self.bands.nanmean(dim=-1)
-
-    @property
-    def matrix(self) -> Tensor:
-        """``[H]``, the entropy of the whole head, between 0 and log D."""
-        return torch.special.entr(self.eigenvalues).sum(dim=-1)
 
     def effective_rank(self, r: int | None) -> Tensor:
         """``[H]``, exp of the entropy of the ``r`` largest eigenvalues (Eq. 30; None: of all).
@@ -119,28 +113,3 @@ def matrix_entropy_of(heads: Heads, side: Side, stage: Stage, trained: Layout) -
     """Of the queries or keys of one captured layer."""
     x = at_stage(heads, side, stage, trained)
     return matrix_entropy(gram(x), pair_counts(heads.encoding, x.shape[1], x.shape[-1]))
-
-
-def matrix_entropies(
-    model: Decoder,
-    ids: Tensor,
-    side: Side,
-    stage: Stage = "post_ntk",
-    trained: Layout | None = None,
-) -> list[MatrixEntropy]:
-    """The matrix entropies of every layer, from one forward pass.
-
-    Args:
-        model: a decoder, with the layout to measure.
-        ids: ``[B, T]`` texts, taken together.
-        side: queries or keys.
-        stage: of the encoding, see the module.
-        trained: the layout before a rescaling; None: the model's.
-    """
-    found: list[MatrixEntropy] = []
-    capture(
-        model,
-        ids,
-        lambda heads: found.append(matrix_entropy_of(heads, side, stage, trained or model.layout)),
-    )
-    return found

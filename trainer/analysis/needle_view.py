@@ -1,4 +1,4 @@
-"""What heads look at when a text repeats itself, and which directions their queries have (DoPE,
+"""Attention of heads to repeated text, and the directions of their queries (DoPE,
 Sec. 5.4 and 5.5, Fig. 2 to 6).
 
 The end of the text is copied to near its beginning. The last tokens then have been there before,

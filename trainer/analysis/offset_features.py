@@ -26,17 +26,11 @@ RADII = (6.0, 9.0, 12.0)
 @dataclass(frozen=True)
 class Bounds:
     """``[pairs]`` each. ``inv_freq``: theta, radians a token. ``possible``: whether theta is under
-    its upper bound. ``angle``: the lower bound on phi, radians; above 2 pi where theta is not.
-
-    ``share``: of the pairs under the upper bound. ``mean_angle``: the mean lower bound of those
-    (None where there are none).
-    """
+    its upper bound. ``angle``: the lower bound on phi, radians; above 2 pi where theta is not."""
 
     inv_freq: Array
     possible: Array
     angle: Array
-    share: float
-    mean_angle: float | None
 
 
 def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
@@ -46,15 +40,7 @@ def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
     """
     inv_freq = np.array(spectrum.inv_freq)
     possible = (inv_freq > 0) & (inv_freq < TURN / context_length)
-    angle = math.pi + inv_freq * context_length / 2
-    share = float(possible.mean()) if len(possible) else 0.0
-    return Bounds(
-        inv_freq,
-        possible,
-        angle,
-        share,
-        float(angle[possible].mean()) if possible.any() else None,
-    )
+    return Bounds(inv_freq, possible, math.pi + inv_freq * context_length / 2)
 
 
 @dataclass(frozen=True)
@@ -120,7 +106,7 @@ class OffsetFeatureSearch:
             k=heads.k.mean(dim=2, dtype=torch.float64),
         )
 
-    def result(self, radii: Sequence[float] = RADII) -> OffsetFeatures:
+    def result(self) -> OffsetFeatures:
         """The features of the means over all positions and texts taken in."""
         q, k = self._averages.stacked("q"), self._averages.stacked("k")
         group = q.shape[1] // k.shape[1]
@@ -154,7 +140,7 @@ class OffsetFeatureSearch:
             **whole,
             share=float(possible.mean()) if len(possible) else 0.0,
             mean_lower_bound=float(lower[possible].mean()) if possible.any() else None,
-            recall=[_recall(whole, radius) for radius in radii],
+            recall=[_recall(whole, radius) for radius in RADII],
         )
 
 

@@ -1,4 +1,4 @@
-"""How far attention leans towards positions, and how fast it can learn to (DroPE Sec. 3, App. B).
+"""Positional bias of attention heads, and its gradients (DroPE Sec. 3, App. B).
 
 For a head on the key s tokens back, s = 0 (diagonal) or 1 (previous token), the centred weights of
 Def. 3.1 are c_ij = 1 at j = i - s and -1 / (n_i - 1) at the other n_i - 1 keys that query i sees.

@@ -1,4 +1,4 @@
-"""Five numbers that say what attention does in each layer, cheap enough for a model in training.
+"""Five attention statistics of each layer, cheap enough to be computed during training.
 
 The mass on the first token (attention sinks, Xiao et al. 2024), the entropy of attention, whose
 collapse comes with instability (Zhai et al. 2023), the largest logit, whose growth does (Dehghani
@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
+from trainer.analysis.attention_rows import head_slopes
 from trainer.analysis.capture import Heads, observing
 from trainer.model.decoder import Decoder
-from trainer.positional.alibi import alibi_slopes
 
 MEASURES = ("sink_mass", "entropy", "distance", "largest_logit", "stable_rank")
 SCORES = 2**22
@@ -57,7 +57,9 @@ def attention_measures(heads: Heads) -> Tensor:
     q = heads.rotated_q.unflatten(1, (k.shape[1], -1)) / math.sqrt(k.shape[-1])
     B, H, G, T, _ = q.shape
     window = heads.encoding.window or T
-    slopes = _slopes(heads)
+    slopes = head_slopes(heads)
+    if slopes is not None:
+        slopes = slopes.view(H, G, 1, 1)
     sums, largest = q.new_zeros(3), q.new_full((), -math.inf)
     size = max(1, SCORES // (B * H * G * min(T, window)))
     for start in range(1, T, size):
@@ -88,13 +90,3 @@ def stable_rank(gram: Tensor) -> Tensor:
     finite = gram.isfinite().all(dim=-1).all(dim=-1)[..., None, None]
     gram = torch.where(finite, gram, 0.0)
     return gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / torch.linalg.eigvalsh(gram)[..., -1]
-
-
-def _slopes(heads: Heads) -> Tensor | None:
-    """ALiBi's ``[Hkv, Hq / Hkv, 1, 1]``, 0 where a key-value head has no bias."""
-    biased = [spectrum.alibi for spectrum in heads.encoding.spectra]
-    if not any(biased):
-        return None
-    slopes = torch.tensor(alibi_slopes(heads.q.shape[1]), device=heads.q.device)
-    on = torch.tensor(biased, device=slopes.device)[:, None]
-    return (slopes.unflatten(0, (len(biased), -1)) * on)[..., None, None]

@@ -1,4 +1,4 @@
-"""What one model does with a text, in numbers that another model's can be compared with."""
+"""Statistics of one model on a text, to compare with those of another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINTS = 256
 
 @dataclass(frozen=True)
 class Reading:
-    """What one model does with the text.
+    """Statistics of one model on the text.
 
     ``heads``: of every query head ``[layers, query heads]`` its ``distance``, ``entropy``,
     ``sink_mass`` and its bias, ``diagonal`` and ``previous``, on the first tokens. ``indicators``:
@@ -77,6 +77,6 @@ def read(model: Decoder, ids: Tensor, *, within: int, seed: int = 0) -> Reading:
 
 
 def _first_queries(rows: Rows, count: int) -> Rows:
-    """Theirs, which the text behind them does not touch."""
+    """The statistics of the first queries, which later tokens do not affect."""
     names = ("peak", "sink", "own", "previous", "distance", "entropy")
     return Rows(rows.visible[:count], *(getattr(rows, name)[..., :count] for name in names))

@@ -1,4 +1,4 @@
-"""How a run's loss comes back after a drop (DroPE, Sec. 5)."""
+"""Recovery of the training loss after a drop (DroPE, Sec. 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rescaling of frequencies does to a head's attention (DroPE Sec. 4.1, Fig. 6, 7, 8, 11)."""
+"""The effect of rescaled frequencies on a head's attention (DroPE Sec. 4.1, Fig. 6, 7, 8, 11)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from torch import Tensor
 
 from trainer.analysis.attention_rows import head_attention
 from trainer.analysis.averages import Array
-from trainer.analysis.capture import Heads, capture
-from trainer.errors import UserError
-from trainer.model.decoder import Decoder
-from trainer.positional.layout import Layout
+from trainer.analysis.capture import Heads
 from trainer.positional.rescaling import RESCALINGS
 from trainer.positional.spectrum import Spectrum
 
@@ -40,24 +37,6 @@ def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> 
         )
         for name in METHODS
     }
-
-
-def heads_of_layer(model: Decoder, ids: Tensor, layer: int, layout: Layout) -> Heads:
-    """One layer's queries and keys on ``ids`` ``[B, T]``, read with ``layout``.
-
-    Raises:
-        UserError: there is no such layer.
-    """
-    if not 0 <= layer < len(model.layers):
-        raise UserError(f"layer: expected 0 to {len(model.layers) - 1}, got {layer}.")
-    kept: list[Heads] = []
-    trained = model.layout
-    try:
-        model.layout = layout
-        capture(model, ids, lambda heads: kept.append(heads) if heads.layer == layer else None)
-    finally:
-        model.layout = trained
-    return kept[0]
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ class Sinks:
         )
 
 
-def attention_map(heads: Heads, head: int, *, size: int = 512, rotated: bool = True) -> Array:
+def attention_map(heads: Heads, head: int, *, size: int) -> Array:
     """A head's attention on the first text as a picture of at most ``size`` cells a side.
 
     A cell covers ``ceil(T / size)`` queries and as many keys: the attention that its keys get
@@ -103,7 +103,7 @@ def attention_map(heads: Heads, head: int, *, size: int = 512, rotated: bool = T
     cells = -(-T // cell)
     for start in range(0, T, step):
         stop = min(start + step, T)
-        attention = head_attention(first, head, slice(start, stop), rotated=rotated)[0]
+        attention = head_attention(first, head, slice(start, stop))[0]
         keys = F.pad(attention, (0, cells * cell - stop)).unflatten(-1, (cells, cell)).sum(dim=-1)
         rows += [part.mean(dim=0) for part in keys.split(cell)]
     return torch.stack(rows).cpu().numpy()

@@ -1,6 +1,6 @@
-"""What a spectrum does to a cluster in principle, without a model (RoPE-ID Fig. 7).
+"""The effect of a spectrum on a cluster of vectors, without a model (RoPE-ID Fig. 7).
 
-The cluster is one vector repeated, the tightest there is; all is in closed form, at any length.
+The cluster is one repeated vector, the tightest possible; all is in closed form, at any length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What YaRN does to every head, above all to a positional and to a semantic one (DroPE Sec. 4.1,
+"""How YaRN changes the attention of heads, positional and semantic ones (DroPE Sec. 4.1,
 Fig. 7 and 8).
 
 The text is read twice in a row: on its second reading every token has occurred before, a known
@@ -8,7 +8,6 @@ training length lies between, so that no position is beyond it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +22,6 @@ from trainer.analysis.rescaled_attention import (
     attention_shift,
 )
 from trainer.model.decoder import Decoder
-from trainer.positional.layout import Layout
 from trainer.positional.rescaling import yarn
 
 FACTOR = 2.0
@@ -94,7 +92,8 @@ def yarn_shift(model: Decoder, ids: Tensor, bias: Array) -> YarnShift | None:
         if heads.layer in (positional[0], semantic[0]):
             scaled[heads.layer] = _encoded(heads)
 
-    _capture_with(model, text, model.layout.rescaled(yarn, FACTOR), compare)
+    with model.using(model.layout.rescaled(yarn, FACTOR)):
+        capture(model, text, compare)
     readings = {"trained": trained, "yarn": scaled}
     return YarnShift(
         half,
@@ -130,14 +129,3 @@ def _encoded(heads: Heads) -> Heads:
     """Without what stands before the encoding, which would be held as well."""
     q, k = heads.rotated_q, heads.rotated_k
     return replace(heads, q=q, k=k, rotated_q=q, rotated_k=k)
-
-
-def _capture_with(
-    model: Decoder, ids: Tensor, layout: Layout, on_layer: Callable[[Heads], None]
-) -> None:
-    trained = model.layout
-    try:
-        model.layout = layout
-        capture(model, ids, on_layer)
-    finally:
-        model.layout = trained

@@ -11,4 +11,4 @@ COMMANDS = {
     "drill": "break a small copy of a run in every way, and see whether it survives",
     "slurm": "write the script of a SLURM job that trains, with its code, and submit it",
 }
-"""What the program can do; each lives in the module of its name, as ``run(words)``."""
+"""What the program can do; each is ``COMMAND`` in the module of its name."""

@@ -3,32 +3,16 @@ like, within the training length and beyond?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command
-from trainer.commands.running import run_command
+from trainer.commands.command import Command, Named
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
     from trainer.workflows.analysis_request import AnalysisRequest
 
 
-@dataclass(frozen=True)
-class Named:
-    """A request under the name of the option that was chosen."""
-
-    name: str
-    request: AnalysisRequest
-
-
-def run(words: Sequence[str]) -> None:
-    """Analyse ``checkpoint`` and write a page into ``output``."""
-    run_command(COMMAND, words)
-
-
-def read(composed: Composed) -> Named:
+def read(composed: Composed) -> Named[AnalysisRequest]:
     """The checked request."""
     from trainer.analysis.names import kinds
     from trainer.runs.parsing import parse
@@ -40,7 +24,7 @@ def read(composed: Composed) -> Named:
     return Named(kind if option in kinds() else option, request)
 
 
-def execute(named: Named) -> None:
+def execute(named: Named[AnalysisRequest]) -> None:
     """Write the page, and print what was found."""
     from trainer.commands.console import set_up_console
     from trainer.workflows.analyze import analyze

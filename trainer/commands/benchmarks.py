@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trainer.commands.console import WIDTH, set_up_console
+from trainer.commands.console import WIDTH
 from trainer.evaluation.benchmarks import Score
 from trainer.workflows.benchmarks import run_benchmarks
 from trainer.workflows.evaluation_request import BenchmarkRequest
@@ -14,7 +14,6 @@ from trainer.workflows.evaluation_request import BenchmarkRequest
 
 def show(request: BenchmarkRequest, name: str) -> None:
     """Score ``checkpoint`` (and those in ``compare``), print a table, write JSON."""
-    set_up_console()
     scores, path = run_benchmarks(request, name)
     out = Console(width=WIDTH)
     out.print(table(scores))

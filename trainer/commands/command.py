@@ -13,21 +13,32 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Command(Generic[T]):
-    """What a command is made of.
+class Named(Generic[T]):
+    """A request, with the name of the option it was chosen by (``+evaluation=NAME``)."""
 
-    ``root``: the file of ``conf/`` that its configuration starts from. ``help``: what it does, in
-    words. ``read``: from a composed configuration to a checked request; raises ``UserError`` with
-    all problems. ``execute``: the work. ``alone``: why there is no ``--multirun``, a sentence;
-    empty where there is. ``flags``: options of its own. ``described``: groups that its help
-    describes key by key. ``place``: the directory that no two jobs may write, where there is one.
+    name: str
+    request: T
+
+
+@dataclass(frozen=True)
+class Command(Generic[T]):
+    """A command of the program.
+
+    ``root``: the file of ``conf/`` that its configuration starts from. ``help``: the first part of
+    its help text. ``read``: from a composed configuration to a checked request; raises
+    ``UserError`` with all problems. ``execute``: does the work. ``single``: why there is no
+    ``--multirun``, a sentence; empty where there is. ``flags``: options of its own. ``verbatim``: a
+    key that may be given several times, each value taken as it is. ``described``: groups that its
+    help describes key by key. ``output``: the directory that a job writes and no other job may,
+    where there is one.
     """
 
     root: str
     help: str
     read: Callable[[Composed], T]
     execute: Callable[[T], None]
-    alone: str = ""
+    single: str = ""
     flags: tuple[str, ...] = ()
+    verbatim: str = ""
     described: tuple[str, ...] = ()
-    place: Callable[[T], str | None] = lambda _: None
+    output: Callable[[T], str | None] = lambda _: None

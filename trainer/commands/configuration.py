@@ -45,7 +45,7 @@ class Composed:
     ``values``: of the words that are right. ``choices``: the option of each group. ``problems``: a
     sentence for each word that is malformed or unknown, so that the values can be checked before
     all problems are reported together. ``words``: the overrides. ``files``: what they choose
-    from. ``flags``: options of the command's own.
+    from. ``flags``, ``verbatim``: see :class:`trainer.commands.command.Command`, those given.
     """
 
     values: Values
@@ -54,6 +54,7 @@ class Composed:
     words: tuple[str, ...] = ()
     files: ConfigFiles = field(default_factory=ConfigFiles)
     flags: tuple[str, ...] = ()
+    verbatim: tuple[str, ...] = ()
 
     def without_kind(self, group: str) -> tuple[Values, Any]:
         """The values without the key ``kind`` of a group, and what it says (None: nothing)."""
@@ -64,7 +65,7 @@ class Composed:
         return {**self.values, group: rest}, inside.get("kind")
 
     @staticmethod
-    def by_hydra(config: DictConfig) -> Composed:
+    def from_hydra(config: DictConfig) -> Composed:
         """The configuration that Hydra hands to a job."""
         return Composed(_plain(config), dict(HydraConfig.get().runtime.choices))
 
@@ -74,12 +75,10 @@ def compose_words(
     root: str = "config",
     files: ConfigFiles | None = None,
     found: Sequence[str] = (),
-    flags: tuple[str, ...] = (),
 ) -> Composed:
     """What overrides such as ``+experiment=drope_demo data.files=[a.txt]`` stand for.
 
     ``root``: the file of ``conf/`` that the command starts from. ``found``: problems already known.
-    ``flags``: options of the command's own.
 
     Raises:
         UserError: they cannot be composed at all; with every problem found so far.
@@ -90,7 +89,7 @@ def compose_words(
     problems = [*found, *malformed]
     chosen, others = _sorted(overrides, defaults, files, problems)
     lines = [*chosen.values()]
-    config = _composed(root, lines, files, problems)
+    config = compose_with_hydra(root, lines, files, problems)
     keys, base = [], OmegaConf.to_container(config)
     for override in others:
         if problem := _key_problem(override, base):
@@ -98,21 +97,12 @@ def compose_words(
         else:
             keys.append(str(override.input_line))
     if keys:
-        config = _composed(root, lines + keys, files, problems)
+        config = compose_with_hydra(root, lines + keys, files, problems)
     choices = dict(config.hydra.runtime.choices)
     with open_dict(config):
         del config["hydra"]
     values = _plain(config, problems, files, choices)
-    return Composed(values, choices, tuple(problems), tuple(words), files, flags)
-
-
-def check_composes(root: str, words: list[str], files: ConfigFiles) -> None:
-    """Whether Hydra composes words, among them settings of its own, such as its launcher.
-
-    Raises:
-        UserError: it does not.
-    """
-    _composed(root, words, files, [])
+    return Composed(values, choices, tuple(problems), tuple(words), files)
 
 
 def _sorted(
@@ -189,9 +179,14 @@ def _group_problems(override: Override, defaults: dict[str, str], files: ConfigF
     ]
 
 
-def _composed(
-    root: str, lines: list[str], files: ConfigFiles, problems: Sequence[str]
+def compose_with_hydra(
+    root: str, lines: list[str], files: ConfigFiles, problems: Sequence[str] = ()
 ) -> DictConfig:
+    """What Hydra makes of overrides, settings of its own among them, such as its launcher.
+
+    Raises:
+        UserError: it cannot compose them; with the ``problems`` already known.
+    """
     more = []
     if files.own is not None:
         quoted = f"file://{files.own.resolve()}".replace("\\", "\\\\").replace("'", "\\'")

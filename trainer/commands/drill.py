@@ -6,21 +6,14 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
-from trainer.commands.running import run_command
 from trainer.commands.train import read_run
 
 if TYPE_CHECKING:
     from trainer.runs.config import RunConfig
-
-
-def run(words: Sequence[str]) -> None:
-    """Do faults to a small copy of a run, and print what it made of them; exit 1 if it noticed."""
-    run_command(COMMAND, words)
 
 
 def execute(config: RunConfig) -> None:
@@ -69,5 +62,5 @@ Run it before a long run: what it shows for the small copy holds for the code an
 not for the cluster's file system or network.
 """
 COMMAND = Command(
-    "config", HELP, read_run, execute, alone="a drill is of one configuration; run it for each."
+    "config", HELP, read_run, execute, single="a drill is of one configuration; run it for each."
 )

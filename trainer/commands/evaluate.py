@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.command import Command
-from trainer.commands.kinds import KINDS, LENGTHS, kind_problem, request_schema
-from trainer.commands.running import run_command
+from trainer.commands.command import Command, Named
+from trainer.commands.kinds import KINDS, kind_problem, request_schema
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
-    from trainer.workflows.evaluation_request import EvaluationRequest
 
 
-@dataclass(frozen=True)
-class Named:
-    """A request, its kind, and the name of the option that was chosen."""
-
-    kind: str
-    name: str
-    request: Any
-
-
-def run(words: Sequence[str]) -> None:
-    """Evaluate ``checkpoint`` (and those in ``compare``) and write a report into ``output``."""
-    run_command(COMMAND, words)
-
-
-def read(composed: Composed) -> Named:
+def read(composed: Composed) -> Named[Any]:
     """The checked request.
 
     Raises:
@@ -42,26 +24,24 @@ def read(composed: Composed) -> Named:
     name = composed.choices["evaluation"]
     if kind not in KINDS:
         raise UserError(*composed.problems, kind_problem(name, kind, KINDS))
-    return Named(kind, name, parse(request_schema(kind), values, composed.problems))
+    return Named(name, parse(request_schema(kind), values, composed.problems))
 
 
-def execute(named: Named) -> None:
+def execute(named: Named[Any]) -> None:
     """Evaluate, print the tables, write the report."""
-    if named.kind == LENGTHS:
-        _measure(named.request, named.name)
-    else:
-        from trainer.commands import benchmarks
-
-        benchmarks.show(named.request, named.name)
-
-
-def _measure(request: EvaluationRequest, name: str) -> None:
     from trainer.commands.console import print_report, set_up_console
-    from trainer.workflows.evaluate import evaluate_lengths
+    from trainer.workflows.evaluation_request import EvaluationRequest
 
     set_up_console()
-    report, output = evaluate_lengths(request, name)
-    print_report(report, str(output), existing=False)
+    if isinstance(named.request, EvaluationRequest):
+        from trainer.workflows.evaluate import evaluate_lengths
+
+        report, output = evaluate_lengths(named.request, named.name)
+        print_report(report, str(output), existing=False)
+    else:
+        from trainer.commands.benchmarks import show
+
+        show(named.request, named.name)
 
 
 HELP = """

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
-from trainer.commands.running import run_command
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
     from trainer.workflows.export_request import ExportRequest
-
-
-def run(words: Sequence[str]) -> None:
-    """Write ``checkpoint`` to the directory ``to`` so that transformers loads it."""
-    run_command(COMMAND, words)
 
 
 def read(composed: Composed) -> ExportRequest:
@@ -46,4 +39,4 @@ transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM3) is chosen wherever one comp
 the model's code goes with it. Where transformers is installed, what was written is loaded in a
 fresh process and its logits are compared; nothing is kept if they differ by more than tolerance.
 """
-COMMAND = Command("export", HELP, read, execute, place=lambda request: request.to)
+COMMAND = Command("export", HELP, read, execute, output=lambda request: request.to)

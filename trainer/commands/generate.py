@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
-from trainer.commands.running import run_command
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
     from trainer.workflows.generation_request import GenerationRequest
 
-PROMPT = "prompt="
 
-
-def run(words: Sequence[str]) -> None:
-    """Write the continuations to standard output, and how fast it went to standard error."""
-    prompts = [word.removeprefix(PROMPT) for word in words if word.startswith(PROMPT)]
-    others = [word for word in words if not word.startswith(PROMPT)]
-    alone = "give several prompts in one command, or run it for each checkpoint."
-    command = Command("generate", HELP, partial(read, prompts=prompts), execute, alone)
-    run_command(command, others)
-
-
-def read(composed: Composed, prompts: Sequence[str] = ()) -> GenerationRequest:
-    """The checked request; ``prompts`` are taken as they are, whatever characters are in them."""
+def read(composed: Composed) -> GenerationRequest:
+    """The checked request; prompts of the command line come behind those of the configuration."""
     from trainer.runs.parsing import parse
     from trainer.workflows.generation_request import GenerationRequest
 
     given = composed.values
     values = dict(given)
     if isinstance(given["prompts"], list):
-        values["prompts"] = [*given["prompts"], *prompts]
+        values["prompts"] = [*given["prompts"], *composed.verbatim]
     if isinstance(given["stop"], list):
         values["stop"] = [
             text.replace("\\n", "\n") if isinstance(text, str) else text for text in given["stop"]
@@ -74,3 +60,11 @@ which checkpoint it is and tokens a second go to standard error. Where an evalua
 softmax temperature for the checkpoint, it is used. A prompt is taken as it is; several grow
 together and are shown at the end, each with its prompt before it.
 """
+COMMAND = Command(
+    "generate",
+    HELP,
+    read,
+    execute,
+    single="give several prompts in one command, or run it for each checkpoint.",
+    verbatim="prompt",
+)

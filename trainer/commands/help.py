@@ -43,14 +43,15 @@ def help_text(
     about: str,
     words: Sequence[str],
     files: ConfigFiles,
+    described: Sequence[str],
     *,
-    described: Sequence[str] = (),
-    several: bool = True,
+    several: bool,
 ) -> str:
     """``about``, then the keys, groups and options of a command.
 
     ``root``: the file of ``conf/`` that it starts from. ``described``: groups of which every option
-    has a line, and every key of the one that ``words`` choose.
+    has a line, and every key of the one that ``words`` choose. ``several``: whether there is
+    ``--multirun``.
     """
     defaults = files.default_groups(root)
     parts = [about.strip()]

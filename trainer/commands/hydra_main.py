@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from trainer.commands.command import Command
 from trainer.commands.config_files import ConfigFiles, config_directory
-from trainer.commands.configuration import Composed, check_composes, compose_words, plain_groups
+from trainer.commands.configuration import Composed, compose_with_hydra, compose_words, plain_groups
 from trainer.commands.exit_codes import exit_codes
 from trainer.commands.options import COMPLETION
 from trainer.commands.words import expand, is_hydras, parse_words
@@ -31,24 +31,24 @@ def run_jobs(
     own = [override for override in overrides if is_hydras(override)]
     jobs = expand([override for override in overrides if not is_hydras(override)])
     problems = dict.fromkeys([*found, *malformed])
-    places: set[str] = set()
+    outputs: set[str] = set()
     for job in jobs:
         try:
-            place = command.place(command.read(compose_words(job, command.root, files)))
+            output = command.output(command.read(compose_words(job, command.root, files)))
         except UserError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        if place in places:
+        if output in outputs:
             problems[
-                f"--multirun: several jobs would write {place!r}; let its name hold what differs, "
+                f"--multirun: several jobs would write {output!r}; let its name hold what differs, "
                 "for instance 'name=run_${seed}' or 'to=out_${dtype}'."
             ] = None
-        places |= {place} if place else set()
+        outputs |= {output} if output else set()
     if problems:
         raise UserError(*problems)
     settings = [str(override.input_line) for override in own]
     first = plain_groups(jobs[0], files.default_groups(command.root))
-    check_composes(command.root, [*first, *settings], files)
+    compose_with_hydra(command.root, [*first, *settings], files)
     _main(command, ["--multirun", *words], files)
 
 
@@ -78,7 +78,7 @@ def _main(command: Command[Any], words: Sequence[str], files: ConfigFiles) -> No
     @hydra.main(version_base=None, config_path=str(config_directory()), config_name=command.root)
     def job(composed: DictConfig) -> None:
         with exit_codes():
-            command.execute(command.read(Composed.by_hydra(composed)))
+            command.execute(command.read(Composed.from_hydra(composed)))
 
     own = ["--config-dir", str(files.own)] if files.own is not None else []
     given = sys.argv

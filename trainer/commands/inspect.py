@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
-from trainer.commands.running import run_command
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
     from trainer.workflows.inspection_request import InspectionRequest
-
-
-def run(words: Sequence[str]) -> None:
-    """Print the samples of a step."""
-    run_command(COMMAND, words)
 
 
 def read(composed: Composed) -> InspectionRequest:
@@ -45,5 +38,5 @@ documents end (¶), how many of its tokens count in the loss, and a hash of its 
 the hashes of all samples is the run's certificate, which its checkpoints carry.
 """
 COMMAND = Command(
-    "inspect", HELP, read, execute, alone="one step is shown at a time; run it for each."
+    "inspect", HELP, read, execute, single="one step is shown at a time; run it for each."
 )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
-from trainer.commands.running import run_command
 from trainer.commands.train import read_run
 from trainer.workflows.prepare_request import PrepareConfig, PrepareRequest
 
@@ -22,11 +20,6 @@ OWN = ("prepare", "verify")
 class _Own:
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
     verify: bool = False
-
-
-def run(words: Sequence[str]) -> None:
-    """Prepare the text of a run, or compare it with its checksums."""
-    run_command(COMMAND, words)
 
 
 def read(composed: Composed) -> PrepareRequest:
@@ -65,6 +58,6 @@ COMMAND = Command(
     HELP,
     read,
     execute,
-    alone="text is prepared once, for all runs that read it.",
+    single="text is prepared once, for all runs that read it.",
     described=("prepare", "data"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainer.commands.command import Command
@@ -13,36 +14,32 @@ from trainer.errors import UserError
 
 
 def run_command(command: Command[Any], words: Sequence[str]) -> None:
-    """Do what the words say.
+    """Do what the words of a command line say.
 
     Raises:
         UserError: with every problem, of all jobs; nothing was started.
     """
-    options, overrides = split_options(words, command.flags)
-    files = ConfigFiles(options.config_dir)
+    key = f"{command.verbatim}="
+    verbatim = [word for word in words if command.verbatim and word.startswith(key)]
+    others = [word for word in words if word not in verbatim]
+    options, overrides = split_options(others, command.flags)
+    files, problems = ConfigFiles(options.config_dir), options.problems
     if options.help:
-        print(
-            help_text(
-                command.root,
-                command.help,
-                overrides,
-                files,
-                described=command.described,
-                several=not command.alone,
-            )
-        )
+        several = not command.single
+        about = command.root, command.help, overrides, files, command.described
+        print(help_text(*about, several=several))
         return
     # Here, so that help needs none of Hydra.
     from trainer.commands import hydra_main
     from trainer.commands.configuration import compose_words
 
-    root, problems = command.root, options.problems
-    if options.multirun and command.alone:
-        raise UserError(*problems, f"--multirun: {command.alone}")
+    if options.multirun and command.single:
+        raise UserError(*problems, f"--multirun: {command.single}")
     if options.multirun:
         hydra_main.run_jobs(command, overrides, files, problems)
     elif options.hydra:
         hydra_main.show(command, overrides, files, problems, options.hydra)
     else:
-        composed = compose_words(overrides, root, files, problems, options.flags)
-        command.execute(command.read(composed))
+        composed = compose_words(overrides, command.root, files, problems)
+        given = tuple(word.removeprefix(key) for word in verbatim)
+        command.execute(command.read(replace(composed, flags=options.flags, verbatim=given)))

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.command import Command
 from trainer.commands.config_files import ConfigFiles
-from trainer.commands.running import run_command
 from trainer.commands.sbatch import SlurmConfig, job_script
 from trainer.commands.snapshot import snapshot
 from trainer.commands.train import read_run
@@ -45,11 +43,6 @@ class Job:
     words: tuple[str, ...]
     files: ConfigFiles
     submit: bool
-
-
-def run(words: Sequence[str]) -> None:
-    """Write the job's script, configuration and code, and submit it where ``--submit`` asks."""
-    run_command(COMMAND, words)
 
 
 def read(composed: Composed) -> Job:
@@ -169,7 +162,7 @@ COMMAND = Command(
     HELP,
     read,
     execute,
-    alone="a job is of one run; --multirun hydra/launcher=submitit_slurm is for `train`.",
+    single="a job is of one run; --multirun hydra/launcher=submitit_slurm is for `train`.",
     flags=(SUBMIT,),
     described=("slurm",),
 )

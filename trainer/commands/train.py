@@ -8,17 +8,11 @@ from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
 from trainer.commands.kinds import OF_A_RUN, kind_problem
-from trainer.commands.running import run_command
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
     from trainer.runs.config import RunConfig
-
-
-def run(words: Sequence[str]) -> None:
-    """Check everything, then train."""
-    run_command(COMMAND, words)
 
 
 def read_config(words: Sequence[str]) -> RunConfig:
@@ -98,4 +92,4 @@ python -m trainer COMMAND --help                      more about one of them
 Try first:      python -m trainer +experiment=drope_demo
 All values:     python -m trainer +experiment=drope_demo --cfg job
 """
-COMMAND = Command("config", HELP, read, execute, place=lambda config: config.run_dir)
+COMMAND = Command("config", HELP, read, execute, output=lambda config: config.run_dir)

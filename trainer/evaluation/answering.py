@@ -1,4 +1,4 @@
-"""Greedy answers to prompts, reading what prompts have in common only once.
+"""Greedy answers to prompts; a prefix that prompts share is read once.
 
 Prompts of a group, say one text with a needle at several depths, begin alike. The one that has most
 in common with the others, the trunk, is read first; the others go on from a copy of its keys and
@@ -56,7 +56,7 @@ def answers(
     done: Callable[[int], None] | None = None,
     stop: Stop | None = None,
 ) -> list[str]:
-    """What the model says after each prompt, as if it were alone.
+    """The model's answer to each prompt, as if each were computed alone.
 
     An answer ends at end-of-text, after ``new_tokens`` of its prompt, or where ``stop`` says.
 

@@ -1,4 +1,4 @@
-"""What is asked of a benchmark evaluation, and what it answers."""
+"""Settings and scores of benchmark evaluations."""
 
 from __future__ import annotations
 

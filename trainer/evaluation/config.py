@@ -1,4 +1,4 @@
-"""The ``evaluation`` configuration group: which methods, tasks and lengths; free of torch."""
+"""The ``evaluation`` configuration group: methods, tasks and lengths; imports no torch."""
 
 from __future__ import annotations
 

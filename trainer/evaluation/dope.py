@@ -19,7 +19,7 @@ from torch import Tensor
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import matrix_entropy_of
 from trainer.errors import UserError
-from trainer.evaluation.interventions import reading_with, require_rotation, with_intervention
+from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import DopeSettings
 from trainer.model.decoder import Decoder
 from trainer.positional.intervention import Intervention
@@ -97,7 +97,7 @@ def select(
             var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
             moments.append(torch.stack([mean, var + mean.square()]).double())
 
-    with reading_with(model, layout or trained):
+    with model.using(layout or trained):
         capture(model, ids, on_layer)
     table = torch.stack(scores).tolist()
     sign = 1 if settings.order == "ascending" else -1

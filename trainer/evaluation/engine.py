@@ -1,7 +1,6 @@
-"""The loop of all evaluations: cells of model, method, task and length, each kept when it is done.
+"""The evaluation loop over cells of model, method, task and length, each stored when finished.
 
-Every model and method is measured on the same trials; an interrupted evaluation goes on where it
-was.
+All models and methods are measured on the same trials; an interrupted evaluation resumes.
 """
 
 from __future__ import annotations
@@ -67,17 +66,17 @@ class Plan:
 
     @property
     def work(self) -> float:
-        """Operations, nearly: reading every sequence once."""
+        """Approximate operations of reading every sequence once."""
         return self.task.sequences(self.length) * self.of_one
 
     @property
     def fit_work(self) -> float:
-        """The same of what the method is fitted on at this length, for all tasks together."""
+        """Approximate operations of fitting the method at this length, for all tasks together."""
         return self.recipe.fits(self.length / self.subject.layout.training_length) * self.of_one
 
     @property
     def of_one(self) -> float:
-        """The same of one sequence."""
+        """Approximate operations of reading one sequence."""
         return forward_flops(self.subject.config, self.subject.layout, self.length)
 
 
@@ -207,11 +206,11 @@ class _Counter:
         progress.advance_to(0)
 
     def of(self, plan: Plan) -> Callable[[int], None]:
-        """What is told the number of sequences that were read for a cell."""
+        """A callback for the number of sequences read for a cell."""
         return lambda sequences: self._add(sequences, plan)
 
     def of_fits(self, plans: Sequence[Plan]) -> Callable[[int, int], None]:
-        """What is told the number and length of the sequences that were read for a fit."""
+        """A callback for the number and length of the sequences read for a fit."""
         at = {plan.length: plan for plan in plans}
         return lambda sequences, length: self._add(sequences, at[length])
 
@@ -239,11 +238,8 @@ def _cell(
 
     def measured() -> dict[str, Any]:
         began = time.perf_counter()
-        model.layout = layout
-        try:
+        with model.using(layout):
             found = plan.task.measure(model, plan.length, reads, batch_tokens, done)
-        finally:
-            model.layout = trained
         seconds = round(time.perf_counter() - began, 3)
         names = (plan.subject.name, plan.recipe.key, plan.task.key)
         return Cell(*names, plan.length, factor, **found, seconds=seconds).to_dict()

@@ -36,7 +36,7 @@ SAME = [
 
 
 def normalised(answer: str) -> str:
-    """An answer without what only its looks depend on: spaces, units of degree and percent,
+    """An answer without what only affects its typography: spaces, units of degree and percent,
     delimiters' sizes, separators of thousands, a last full stop."""
     for pattern, new in SAME:
         answer = re.sub(pattern, new, answer)

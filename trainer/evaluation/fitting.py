@@ -1,4 +1,4 @@
-"""What methods that choose something on held-out text choose it on."""
+"""The held-out text on which methods fit their parameters, and the parameters fitted so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder as lm-eval sees models. Importing this needs the ``eval`` extra."""
+"""A decoder behind lm-eval's model interface. Importing this needs the ``eval`` extra."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ class HarnessModel(LM):
 
             generate(
                 self.model,
-                [prompts[i] or [self.encoder.begin] for i in batch],
+                [prompts[i] or [self.encoder.bos_token] for i in batch],
                 new,
                 sampling=sampling,
-                end_tokens={self.encoder.end},
+                end_tokens={self.encoder.end_of_text},
                 on_token=push,
             )
         for text in texts:

@@ -1,5 +1,5 @@
-"""Text to hide needles in: one stream of tokens, excerpts of exact lengths, and where another
-sentence can be put in.
+"""Text to hide needles in: one stream of tokens, excerpts of exact lengths, and the places where
+another sentence can be inserted.
 
 Prompts are put together from tokens, not from text, so that they have exactly the length asked for.
 """
@@ -83,11 +83,11 @@ class Haystack:
 
     @cached_property
     def numbers(self) -> str:
-        """All runs of five and more digits in the text: a value that is in none is a new one."""
+        """All runs of five or more digits in the text, to draw values for needles that are new."""
         return " ".join(n for text in self.documents for n in re.findall(r"[0-9]{5,}", text))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text that goes on from another one."""
+        """Token ids of a text that follows another one."""
         before = len(self._anchor)
         ids = self.tokenizer.encode(ANCHOR + text, add_special_tokens=False).ids
         if ids[:before] == self._anchor:

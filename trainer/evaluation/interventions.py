@@ -1,26 +1,12 @@
-"""What interventions on heads share: a text is read with some layout, and layers get them."""
+"""What methods that intervene on heads share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from trainer.errors import UserError
-from trainer.model.decoder import Decoder
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
-
-
-@contextmanager
-def reading_with(model: Decoder, layout: Layout) -> Iterator[None]:
-    """Within it the model has that layout."""
-    own = model.layout
-    try:
-        model.layout = layout
-        yield
-    finally:
-        model.layout = own
 
 
 def require_rotation(layout: Layout, key: str) -> None:

@@ -1,4 +1,4 @@
-"""What can be done to the layout of a trained model at no cost, and what it says of itself."""
+"""Changes of a trained model's layout that need no training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TITLES = {
 
 
 def windowed(layout: Layout) -> Layout:
-    """Every query sees no more keys than in training."""
+    """The layout with attention windows of at most the training length."""
     C = layout.training_length
     layers = tuple(replace(layer, window=min(layer.window or C, C)) for layer in layout.layers)
     return replace(layout, layers=layers)

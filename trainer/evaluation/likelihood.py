@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations, reading what requests have in common only once.
+"""Log-likelihoods of continuations; a prefix that requests share is read once.
 
 Rows of similar length are read together, padded on the right, where no causal model looks. Several
 continuations of one context go on from its keys and values. Only what predicts a continuation goes
@@ -52,7 +52,7 @@ class _Row:
 def log_likelihoods(
     model: Decoder, requests: Sequence[Request], batch_tokens: int, title: str | None = None
 ) -> list[Likelihood]:
-    """How likely every continuation is, each as if it were alone.
+    """The log-likelihood of every continuation, as if each were computed alone.
 
     Args:
         model: a decoder.

@@ -72,24 +72,21 @@ def search_longrope(
     tried: dict[LongRopeFactors, float] = {}
 
     def measure(individual: LongRopeFactors) -> None:
-        model.layout = with_factors(layout, individual)
-        losses = losses_by_position(model, windows, end_of_text, batch_tokens)
+        with model.using(with_factors(layout, individual)):
+            losses = losses_by_position(model, windows, end_of_text, batch_tokens)
         tried[individual] = losses.mean().item()
         read(*windows.shape)
 
-    try:
-        for individual in starting_points(layout, factor)[:budget]:
-            measure(individual)
-        misses = 0
-        while len(tried) < budget and misses < budget:
-            parents = sorted(tried, key=tried.__getitem__)[:PARENTS]
-            child = _child(parents, factor, generator)
-            if child in tried:
-                misses += 1
-            else:
-                measure(child)
-    finally:
-        model.layout = layout
+    for individual in starting_points(layout, factor)[:budget]:
+        measure(individual)
+    misses = 0
+    while len(tried) < budget and misses < budget:
+        parents = sorted(tried, key=tried.__getitem__)[:PARENTS]
+        child = _child(parents, factor, generator)
+        if child in tried:
+            misses += 1
+        else:
+            measure(child)
     return min(tried, key=tried.__getitem__)
 
 

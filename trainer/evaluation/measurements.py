@@ -1,5 +1,5 @@
-"""What is measured of a model at one length: held-out loss, the statements it was trained on, or
-any task with prompts."""
+"""Measurements of a model at one length: held-out loss, retrieval of the statements that training
+text carries, or any task with prompts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Done = Callable[[int], None]
 """Told how many sequences were read."""
 
 
-def _unheard(sequences: int) -> None:
-    """Where nobody asks."""
+def _no_progress(sequences: int) -> None:
+    """The default progress callback, which does nothing."""
 
 
 def fingerprint(*parts: Any) -> str:
-    """Of arrays, or of what can be written plainly."""
+    """A hash of arrays, or of values with a plain ``repr``."""
     digest = sha256()
     for part in parts:
         digest.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
@@ -58,7 +58,7 @@ class Measurement(Protocol):
         length: int,
         reads: int | None,
         batch_tokens: int,
-        done: Done = _unheard,
+        done: Done = _no_progress,
     ) -> dict[str, Any]:
         """Fields of a :class:`Cell`; ``reads``: the last tokens that the model reads at all
         (None: every token)."""
@@ -103,7 +103,7 @@ class Perplexity:
         length: int,
         reads: int | None,
         batch_tokens: int,
-        done: Done = _unheard,
+        done: Done = _no_progress,
     ) -> dict[str, Any]:
         """Mean losses of buckets of half a training length."""
         losses = losses_by_position(
@@ -167,7 +167,7 @@ class Statements:
         length: int,
         reads: int | None,
         batch_tokens: int,
-        done: Done = _unheard,
+        done: Done = _no_progress,
     ) -> dict[str, Any]:
         """One score a trial."""
         asked = self.trials[length]
@@ -215,7 +215,7 @@ class Prompted:
         length: int,
         reads: int | None,
         batch_tokens: int,
-        done: Done = _unheard,
+        done: Done = _no_progress,
     ) -> dict[str, Any]:
         """One score a trial."""
         prompts = self._prompts(length)

@@ -1,7 +1,7 @@
-"""Methods by their names: parts that change a layout for an extension factor, joined by ``+``.
+"""Methods by name: parts joined by ``+``, each of which changes a layout for an extension factor.
 
-What a part chooses on held-out text it chooses for the layout that the parts before it give, so
-that every intervention goes with every rescaling.
+A part that is fitted on held-out text is fitted to the layout that the parts before it give, so
+that every intervention can be combined with every rescaling.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import TEXTS, Fitting
-from trainer.evaluation.interventions import reading_with
 from trainer.evaluation.layouts import (
     TITLES,
     is_free_of_positions,
@@ -134,7 +133,7 @@ def _longrope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> L
 
     def search(factor: float, layout: Layout) -> list[list[float]]:
         windows = fitting.text.windows[round(factor * C)][: settings.windows]
-        with reading_with(fitting.model, layout):
+        with fitting.model.using(layout):
             found = search_longrope(
                 fitting.model,
                 windows,

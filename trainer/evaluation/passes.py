@@ -1,4 +1,4 @@
-"""How many sequences go through a model together."""
+"""Batch sizes of forward passes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Prompts that ask for an answer, and how a continuation is scored: what needles, RULER, LongBench
-and many-shot tasks have in common."""
+"""Prompts and the scoring of answers: the interface of needle, RULER, LongBench and many-shot
+tasks."""
 
 from __future__ import annotations
 

@@ -54,19 +54,19 @@ class Encoder:
     add_bos: bool = False
 
     @cached_property
-    def begin(self) -> int:
+    def bos_token(self) -> int:
         """The token that stands for an empty context."""
         own = self.tokenizer.encode("").ids
-        return own[0] if own else self.end
+        return own[0] if own else self.end_of_text
 
     @cached_property
-    def end(self) -> int:
+    def end_of_text(self) -> int:
         """The end-of-text token."""
         return end_of_text(self.tokenizer)
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts, with what belongs before them."""
-        before = [self.begin] if self.add_bos and not self.tokenizer.encode("").ids else []
+        """Token ids of texts, with a beginning-of-text token where ``add_bos`` asks for one."""
+        before = [self.bos_token] if self.add_bos and not self.tokenizer.encode("").ids else []
         return [[*before, *encoding.ids] for encoding in self.tokenizer.encode_batch(list(texts))]
 
     def requests(self, pairs: Sequence[Pair]) -> list[Request]:
@@ -99,17 +99,17 @@ class Encoder:
 
     def _after_nothing(self, text: str) -> Request:
         tokens = tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
-        begins = tokens[:1] == (self.begin,)
-        return Request((self.begin,), tokens[1:] if begins else tokens)
+        has_bos = tokens[:1] == (self.bos_token,)
+        return Request((self.bos_token,), tokens[1:] if has_bos else tokens)
 
     def windows(self, text: str) -> list[Request]:
         """The whole of a text in requests of ``max_length`` tokens each, every token once.
 
-        The first token is predicted from ``begin``; the last window is filled up with context.
+        The first token is predicted from ``bos_token``; the last window is filled up with context.
         """
         tokens = tuple(self.tokens([text])[0])
-        if tokens[:1] != (self.begin,):
-            tokens = (self.begin, *tokens)
+        if tokens[:1] != (self.bos_token,):
+            tokens = (self.bos_token, *tokens)
         size = self.max_length
         return [
             Request(tokens[:start], tokens[start : start + size]).within(size)

@@ -18,7 +18,7 @@ def successes(
     batch_tokens: int,
     done: Callable[[int], None] = lambda trials: None,
 ) -> list[bool]:
-    """Which trials succeed, greedily.
+    """Whether each trial's answer is the most likely next token.
 
     Only the last position goes through the head, and a batch holds at most ``batch_tokens`` tokens
     (at least one trial), so memory is linear in the length. ``done`` is told how many trials were

@@ -1,4 +1,4 @@
-"""What a continuation is worth, and when no further token can change that.
+"""Scores of a continuation, and when no further token can change them.
 
 RULER (Hsieh et al. 2024) looks for the answers anywhere in the continuation, whatever their case:
 for several answers it reports the share that is found (``string_match_all``), where any one of them

@@ -1,5 +1,5 @@
-"""What the methods that choose something are asked for; free of torch, so that a mistake in a
-configuration is told at once."""
+"""Settings of the methods that fit parameters; imports no torch, so that a mistake in a
+configuration is reported at once."""
 
 from __future__ import annotations
 

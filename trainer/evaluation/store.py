@@ -1,4 +1,4 @@
-"""Finished pieces of a long evaluation, kept so that an interrupted one goes on where it was."""
+"""A store of finished results, from which an interrupted evaluation resumes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ FORMAT = 1
 
 
 class Store:
-    """One JSON file a piece, named after a hash of everything that the piece depends on."""
+    """One JSON file for each result, named by a hash of everything that the result depends on."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def path(self, kind: str, key: dict[str, Any]) -> Path:
-        """Where the piece of that key lies."""
+        """The file of a result."""
         text = json.dumps(key, sort_keys=True, default=str)
         return self.directory / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
 
     def has(self, kind: str, key: dict[str, Any]) -> bool:
-        """Whether the piece is there."""
+        """Whether the result is stored."""
         return self.path(kind, key).is_file()
 
     def get(self, kind: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """The piece's value, made and kept where it is missing; plain JSON values.
+        """The stored value, made and stored where it is missing; plain JSON values.
 
         Raises:
-            UserError: the file of the piece is damaged, or of a newer format.
+            UserError: the file is damaged, or of a newer format.
         """
         path = self.path(kind, key)
         if path.is_file():

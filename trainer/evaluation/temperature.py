@@ -25,7 +25,7 @@ def fit_coefficient(
     if that is better still.
 
     Args:
-        model: a decoder; its layout is as before afterwards.
+        model: a decoder.
         tempered_with: from a coefficient and an extension factor to a layout.
         windows: ``[N, length]`` held-out tokens for every length.
         end_of_text: what stands before each window.
@@ -34,24 +34,21 @@ def fit_coefficient(
         read: told the number and length of the windows after each length, in ``len(grid)`` rounds
             over them and perhaps one more.
     """
-    layout = model.layout
+    C = model.layout.training_length
 
     def loss(coefficient: float) -> float:
         layout_at, total = tempered_with(coefficient), 0.0
         for length, tokens in windows.items():
-            model.layout = layout_at(length / layout.training_length)
-            by_position = losses_by_position(model, tokens, end_of_text, batch_tokens)
+            with model.using(layout_at(length / C)):
+                by_position = losses_by_position(model, tokens, end_of_text, batch_tokens)
             total += by_position.mean().item()
             read(*tokens.shape)
         return total
 
-    try:
-        tried = {coefficient: loss(coefficient) for coefficient in sorted(set(grid))}
-        lowest = _lowest_point(list(tried.items()))
-        if lowest is not None and lowest not in tried:
-            tried[lowest] = loss(lowest)
-    finally:
-        model.layout = layout
+    tried = {coefficient: loss(coefficient) for coefficient in sorted(set(grid))}
+    lowest = _lowest_point(list(tried.items()))
+    if lowest is not None and lowest not in tried:
+        tried[lowest] = loss(lowest)
     return min(tried, key=lambda coefficient: tried[coefficient])
 
 

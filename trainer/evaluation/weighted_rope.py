@@ -9,7 +9,7 @@ left alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,37 +18,20 @@ from trainer.analysis.attenuation import Gate, channel_factors
 from trainer.analysis.frequency_entropy import FrequencyEntropy, frequency_entropies
 from trainer.analysis.pairs import Side
 from trainer.errors import UserError
-from trainer.evaluation.interventions import reading_with, require_rotation, with_intervention
+from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import WeightedRopeSettings
 from trainer.model.decoder import Decoder
-from trainer.positional.intervention import Factors, Intervention
+from trainer.positional.intervention import Intervention
 from trainer.positional.layout import Layout
-
-PAPER = (
-    WeightedRopeSettings("sequence", "below", 0.6),
-    WeightedRopeSettings("spectrum", "above", 0.4),
-)
-"""What the paper does at once in its downstream tasks (Sec. 5.3)."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Factors of one layer, ``[Hq][D]`` and ``[Hkv][D]``, empty where all are 1, and how many pairs
-    of queries and keys have another than 1."""
-
-    query: Factors = ()
-    key: Factors = ()
-    query_pairs: int = 0
-    key_pairs: int = 0
 
 
 def select(
     model: Decoder,
     ids: Tensor,
-    settings: Sequence[WeightedRopeSettings] = PAPER,
+    settings: Sequence[WeightedRopeSettings],
     layout: Layout | None = None,
-) -> tuple[Weights, ...]:
-    """Weights of every layer, from the entropies on a text.
+) -> tuple[Intervention, ...]:
+    """The factors of every layer, from the entropies on a text; empty where all are 1.
 
     Args:
         model: a decoder, with its layout as trained.
@@ -63,14 +46,14 @@ def select(
         raise UserError(*problems)
     require_rotation(model.layout, "evaluation.weighted_rope")
     measures = sorted({one.entropy for one in settings})
-    with reading_with(model, layout or model.layout):
+    with model.using(layout or model.layout):
         layers = frequency_entropies(model, ids, measures)
     size = model.config.head_size
     found = []
     for encoding, entropies in zip(model.layout.layers, layers, strict=True):
         query, of_query = channel_factors(encoding, _weights(entropies, "query", settings), size)
         key, of_key = channel_factors(encoding, _weights(entropies, "key", settings), size)
-        found.append(Weights(query if of_query else (), key if of_key else (), of_query, of_key))
+        found.append(Intervention(query if of_query else (), key if of_key else ()))
     return tuple(found)
 
 
@@ -85,18 +68,16 @@ def _weights(
     return torch.stack(found).amin(dim=0)
 
 
-def apply(layout: Layout, weights: tuple[Weights, ...]) -> Layout:
-    """``layout``, rescaled or not, with these weights; itself where all are 1.
+def apply(layout: Layout, weights: tuple[Intervention, ...]) -> Layout:
+    """``layout``, rescaled or not, with these factors; itself where all are 1.
 
     Raises:
         ValueError: a layer has an intervention already.
     """
-    if not any(of_layer.query or of_layer.key for of_layer in weights):
+    if all(of_layer == Intervention() for of_layer in weights):
         return layout
     changed = (
-        with_intervention(encoding, Intervention(query=of_layer.query, key=of_layer.key))
-        if of_layer.query or of_layer.key
-        else encoding
+        encoding if of_layer == Intervention() else with_intervention(encoding, of_layer)
         for encoding, of_layer in zip(layout.layers, weights, strict=True)
     )
     return replace(layout, layers=tuple(changed))

@@ -153,6 +153,16 @@ class Decoder(nn.Module):
             wanted = layer.intervention
             block.self_attn.intervention = None if wanted is None else Intervene(wanted)
 
+    @contextmanager
+    def using(self, layout: Layout) -> Iterator[None]:
+        """A context at whose end the decoder has its own layout again; ``layout`` comes first."""
+        own = self.layout
+        try:
+            self.layout = layout
+            yield
+        finally:
+            self.layout = own
+
     @property
     def head(self) -> Tensor:
         """``[vocab, hidden_size]``, the embeddings where they are tied."""

@@ -26,9 +26,9 @@ class Rescaling(Protocol):
         ...
 
 
-def _by_share(kept: np.ndarray, attention: float = 0.0) -> Stretch:
+def _by_share(kept: np.ndarray) -> Stretch:
     """Every frequency divided by s, but for a share ``kept`` ``[pairs]`` of it."""
-    return Stretch(tuple(kept.tolist()), (1.0,) * len(kept), attention)
+    return Stretch(tuple(kept.tolist()), (1.0,) * len(kept))
 
 
 def _has_order(inv_freq: Frequencies) -> bool:

@@ -1,4 +1,4 @@
-"""Files that are either complete or absent: written beside their place, then renamed into it."""
+"""Atomic file writes: to a temporary file, then a rename."""
 
 from __future__ import annotations
 

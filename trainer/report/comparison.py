@@ -1,4 +1,4 @@
-"""How two measurements of a run are compared: retrieval by its 95% intervals, loss by a margin."""
+"""Comparison of two measurements: retrieval by its 95% intervals, loss by a margin."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trainer.report.outcomes import Result
 from trainer.report.statistics import Estimate
 from trainer.report.words import percent
 
-# Below this retrieval at the training length a model has not learned the task: how far it reaches
-# with what it does not know is not a question.
+# With less retrieval than this at the training length a model has not learned the task, and its
+# retrieval at longer lengths says nothing about its reach.
 LEARNED = 0.5
 
-# What a method is at its training length when it was not measured there itself: extensions and
-# temperatures are the identity at factor 1.
+# The method that stands for another at the training length where that was not measured there:
+# extensions and temperatures are the identity at factor 1.
 _BASE = {
     "rope_pi": "rope",
     "rope_ntk": "rope",

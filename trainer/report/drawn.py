@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from matplotlib.figure import Figure
 
 from trainer.report.atomic import write_atomically
 from trainer.report.plotting import save
+from trainer.report.rendering import csv_text
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,5 @@ class Plan:
     def write(self, stem: Path) -> Drawn:
         """Write ``stem.svg``, ``stem.png`` and ``stem.csv``."""
         path = save(self.draw(), stem.with_name(f"{stem.name}.svg"))
-        text = StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.head)
-        writer.writerows(self.rows)
-        write_atomically(path.with_suffix(".csv"), text.getvalue())
+        write_atomically(path.with_suffix(".csv"), csv_text(self.head, self.rows))
         return Drawn(path, self.title, self.caption, self.alt, self.detail)

@@ -1,4 +1,4 @@
-"""Success by where the needle lies and how long the text is, a panel for each model and method."""
+"""Heat maps of success by needle depth and text length, a panel for each model and method."""
 
 from __future__ import annotations
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from trainer.report.atomic import write_atomically
 from trainer.report.drawn import Drawn
 from trainer.report.outcomes import Outcomes
+from trainer.report.rendering import base64, render
 from trainer.report.results import PERPLEXITY, Observation, Report
 from trainer.report.table import tables
 from trainer.report.words import VERDICTS, factor_label, percent
@@ -24,21 +21,15 @@ _OWN_COLUMN = "tokens_per_second"  # of the table of arms
 def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
     """Write the page, complete or not at all; it holds nothing but the report's data, the figures
     and fixed text. Raises ``OSError`` when a figure cannot be read."""
-    page = Environment(
-        loader=PackageLoader("trainer.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page.filters |= {
+    filters = {
         "by_model": lambda rows: [(m, list(own)) for m, own in groupby(rows, lambda row: row[0])],
-        "embedded": lambda svg: b64encode(svg.read_bytes()).decode(),
+        "embedded": base64,
         "percent": percent,
-        "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
         "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
     }
-    text = page.get_template("report.html.j2").render(
+    text = render(
+        "report.html.j2",
+        filters,
         report=report,
         lead=" ".join(filter(None, (lead(report), tally(report.observations)))),
         measured=measured(report),

@@ -1,4 +1,4 @@
-"""The few shapes a claim has, each turning measurements into an ``Observation``."""
+"""One function for each kind of claim, from measurements to an ``Observation``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report by rows and columns: what a model with a method reached, and against what it is held."""
+"""The cells of a report by row and column, with estimates and comparisons."""
 
 from __future__ import annotations
 

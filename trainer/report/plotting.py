@@ -1,4 +1,4 @@
-"""How figures look: one palette, one way to lay out few or many series, one way to save.
+"""Style of figures: one palette, one layout for few or many series, one way to save.
 
 Up to ``OVERLAY`` series share one panel with the legend beside it. More than that become small
 multiples: each series in its own panel, over all others in grey, so that eighteen stay legible.

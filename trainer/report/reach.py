@@ -1,4 +1,4 @@
-"""How the reach of a run came about: what was measured at several lengths while it trained."""
+"""Figures of the measurements at several lengths during training."""
 
 from __future__ import annotations
 

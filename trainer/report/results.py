@@ -1,4 +1,4 @@
-"""What an evaluation and a run leave behind, as plain data: ``report.json`` and the types in it.
+"""Results of an evaluation and a run as plain data: ``report.json`` and the types in it.
 
 Units throughout: lengths in tokens, losses in nats per token, scores as fractions (0 to 1). A
 number that was not measured, or is not finite, is ``None`` (``null`` in the file), so that every

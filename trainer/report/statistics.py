@@ -1,4 +1,4 @@
-"""How sure a mean score is, and whether two methods differ on the same trials.
+"""Confidence intervals of mean scores, and tests of paired differences.
 
 Scores are fractions from 0 to 1, one a trial. Intervals are 95% and cover the trials, not the
 choice of a training seed.

@@ -1,4 +1,4 @@
-"""The tables of a report, whatever the format: what stands in each cell."""
+"""The tables of a report, independent of the output format."""
 
 from __future__ import annotations
 

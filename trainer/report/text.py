@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
-from io import StringIO
 from itertools import pairwise
 from textwrap import wrap
 
@@ -14,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from trainer.report.outcomes import AS_IS_TITLE, Outcomes
+from trainer.report.rendering import csv_text
 from trainer.report.results import Report
 from trainer.report.table import MISSING, Entry, Table, tables
 
@@ -62,15 +61,12 @@ def csv_table(report: Report) -> str:
     """One row a cell, numbers in full; ``score``, ``low`` and ``high`` are fractions, ``p_value``
     is that of the exact sign test with the row's reference, ``loss`` is in nats per token. Empty:
     not measured."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_HEAD)
-    outcomes = Outcomes(report)
+    outcomes, rows = Outcomes(report), []
     for cell in report.cells:
         row = (cell.model, cell.method)
         own = outcomes.estimate(row, [cell.task], cell.length) if cell.scores else None
         held = outcomes.comparison(row, [cell.task], cell.length) if cell.scores else None
-        writer.writerow(
+        rows.append(
             (
                 *(cell.model, cell.method, cell.task, cell.length, cell.factor, len(cell.scores)),
                 *((own.mean, own.low, own.high) if own else ("", "", "")),
@@ -79,7 +75,7 @@ def csv_table(report: Report) -> str:
                 cell.seconds,
             )
         )
-    return text.getvalue()
+    return csv_text(CSV_HEAD, rows)
 
 
 def _terminal(table: Table, start: int) -> rich_table.Table:

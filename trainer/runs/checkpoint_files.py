@@ -1,7 +1,7 @@
-"""A checkpoint is a directory that is whole or not there.
+"""Atomic checkpoint directories: complete or absent.
 
-It is written under a temporary name, synchronised, listed in a manifest of sizes and checksums, and
-renamed. What happens to its files afterwards is found by that manifest.
+One is written under a temporary name, synchronised to disk, listed in a manifest of sizes and
+checksums, and renamed. Damage that comes later is detected by the manifest.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _is_manifest(value: Any) -> bool:
 
 
 def _difference(directory: Path, name: str, size: int, digest: str) -> str | None:
-    """How a file differs from what the manifest says of it, or None."""
+    """How a file differs from its entry in the manifest, or None."""
     path = directory / name
     if name != path.name or name in ("", ".."):
         return f"{MANIFEST} names a file elsewhere ({name})"

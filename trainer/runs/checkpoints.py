@@ -1,4 +1,4 @@
-"""Checkpoints that describe themselves: names, contents, finding, loading.
+"""Self-contained checkpoints: names, contents, finding, loading.
 
 A checkpoint is a directory ``step-000800`` (``before-drop`` for the state just before a drop) with
 the tensors in torch's distributed format, and ``state.json``: counters, callbacks, and all that
@@ -44,7 +44,7 @@ FORMAT = 1
 def description(
     config: RunConfig, model: Decoder, tokenizer_json: str, step: int
 ) -> dict[str, Any]:
-    """What a checkpoint says of itself, in plain values."""
+    """The part of ``state.json`` that evaluation needs, in plain values."""
     return {
         "format": FORMAT,
         "step": step,
@@ -84,7 +84,7 @@ def regular_checkpoints(directory: Path) -> list[Path]:
 
 
 def newest_sound_checkpoint(run_dir: Path) -> Path | None:
-    """The furthest regular checkpoint of a run whose files are what was written, or None.
+    """The last regular checkpoint of a run whose files match its manifest, or None.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
@@ -104,7 +104,7 @@ def newest_sound_checkpoint(run_dir: Path) -> Path | None:
 
 
 def set_aside(paths: list[Path]) -> None:
-    """Rename checkpoints that a run will not go on from, so that nothing takes them for its own."""
+    """Rename checkpoints that a run does not continue from, so that they are no longer found."""
     for path in paths:
         target = path.with_name(f"unused-{path.name}")
         shutil.rmtree(target, ignore_errors=True)
@@ -131,14 +131,14 @@ def training_loss(path: Path) -> float:
 
 
 def remove(path: Path) -> None:
-    """Take a checkpoint away, at once for whoever looks."""
+    """Delete a checkpoint; the rename makes it disappear at once for every reader."""
     hidden = path.with_name(f".{path.name}.removed")
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what a killed process left half written or half removed."""
+    """Remove partly written and partly removed checkpoints of a killed process."""
     for pattern in (".*.partial", ".*.removed"):
         for path in directory.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
@@ -169,7 +169,7 @@ def find_checkpoint(given: str) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's ``state.json``, once its files were found to be what was written.
+    """A checkpoint's ``state.json``, after its files were checked against the manifest.
 
     Raises:
         UserError: the checkpoint is damaged, or of a newer format.

@@ -1,4 +1,4 @@
-"""How reports call runs, and what they say of task and machine."""
+"""Names of runs in reports, and what reports say about task and environment."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_dropped(config: RunConfig, step: int) -> bool:
 def role(config: RunConfig, dropped: bool | None = None) -> str:
     """What a run is in comparisons: ``drope`` once its encoding is dropped, else its encoding.
 
-    ``dropped``: null for a finished run.
+    ``dropped``: None for a finished run.
     """
     if config.drop_step is not None if dropped is None else dropped:
         return "drope"
@@ -55,7 +55,7 @@ def role(config: RunConfig, dropped: bool | None = None) -> str:
 
 
 def label(config: RunConfig, dropped: bool | None = None) -> str:
-    """How tables call a run."""
+    """The name of a run in tables."""
     name = role(config, dropped)
     if config.label and dropped is not False:
         return config.label
@@ -65,7 +65,7 @@ def label(config: RunConfig, dropped: bool | None = None) -> str:
 
 
 def checkpoint_label(config: RunConfig, step: int, name: str) -> str:
-    """How tables call a run's checkpoint ``name``, which is named where it is not the last."""
+    """The name of a run's checkpoint in tables; adds ``name`` where it is not the last one."""
     called = label(config, is_dropped(config, step))
     return called if step == config.trainer.max_steps else f"{called} ({name})"
 

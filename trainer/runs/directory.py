@@ -117,19 +117,20 @@ def differences(
 
 
 class RunLock:
-    """One process trains in a run directory at a time; the system lets go when it ends.
+    """Lets one process at a time train in a run directory.
 
-    A file in the directory is locked, not its existence: what a killed process left binds nobody.
+    The operating system locks a file in the directory, and releases it however the process ends: a
+    file that a killed process left behind locks nothing.
     """
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
 
-    def hold(self, directory: Path) -> None:
-        """Take the directory, where it exists and is not held already.
+    def acquire(self, directory: Path) -> None:
+        """Lock the directory, where it exists and this process has not locked it already.
 
         Raises:
-            UserError: another process has it.
+            UserError: another process has locked it.
         """
         path = directory / ".lock"
         if not directory.is_dir() or (self._file is not None and path.exists()):
@@ -147,7 +148,7 @@ class RunLock:
         self._file = file
 
     def release(self) -> None:
-        """Let go."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None

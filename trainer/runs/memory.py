@@ -1,4 +1,4 @@
-"""How much memory an analysis takes, and how much there is, before anything heavy starts."""
+"""Estimates of needed and free memory, checked before an analysis starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by what a user calls them: a run, a checkpoint in it, or published weights."""
+"""Models by what a user calls them: a run, a checkpoint of one, or published weights."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Candidate:
         return self.path.parent.parent if self.run is not None else Path("runs", self.name)
 
     @property
-    def begin(self) -> int | None:
-        """The token that texts begin with: end-of-text as in training, or what the tokenizer of a
-        published model puts there, if anything."""
+    def bos_token(self) -> int | None:
+        """Id of the token that texts begin with: end-of-text as in training, or what the tokenizer
+        of a published model puts there, if anything."""
         own = self.tokenizer.encode("").ids
         if own:
             return own[0]
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the weights are; nothing is read."""
+        """Number of parameters, from the shape alone; no weights are read."""
         with torch.device("meta"):
             model = Decoder(self.config, self.layout)
         return sum(parameter.numel() for parameter in model.parameters())

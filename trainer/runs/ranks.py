@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, and what only the first of them does.
+"""The processes of a distributed run: which one this is, and what they do together.
 
 They are started from outside, by torchrun or by srun; a run of one process needs no starter.
 """
@@ -31,8 +31,8 @@ class Ranks:
     local_size: int = 1
 
     @property
-    def is_first(self) -> bool:
-        """Whether this process writes, prints and decides."""
+    def is_rank_zero(self) -> bool:
+        """Whether this is the process that writes files, prints and takes decisions."""
         return self.rank == 0
 
     @property
@@ -42,7 +42,7 @@ class Ranks:
 
 
 def current_ranks() -> Ranks:
-    """As torchrun or srun started this process; alone without them."""
+    """This process as torchrun or srun started it; rank 0 of 1 without either."""
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         _translate_slurm()
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -50,7 +50,7 @@ def current_ranks() -> Ranks:
 
 
 def _translate_slurm() -> None:
-    """Name what srun says of this step as torchrun names it."""
+    """Set the environment variables of torchrun from those that srun sets."""
     slurm = os.environ
     # "4(x2),3" is four tasks on each of two nodes, then three.
     per_node = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])
@@ -71,8 +71,8 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
-def join(config: RunConfig) -> Ranks:
-    """Connect the processes of a run, where it has several or shards over one.
+def init_distributed(config: RunConfig) -> Ranks:
+    """Initialize the process group of a run, where its strategy needs one.
 
     Raises:
         UserError: several processes were started for a run on a single device.
@@ -98,14 +98,14 @@ def join(config: RunConfig) -> Ranks:
     return ranks
 
 
-def leave() -> None:
-    """Disconnect."""
+def shutdown_distributed() -> None:
+    """Destroy the process group, where there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def first_does(function: Callable[[], T]) -> T:
-    """Call ``function`` on the first rank alone; all get its result, or its UserError."""
+def on_rank_zero(function: Callable[[], T]) -> T:
+    """Call ``function`` on rank 0 alone and broadcast its result, or its UserError, to all."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
     outcome: list[tuple[T | None, tuple[str, ...]]] = [(None, ())]
@@ -121,8 +121,8 @@ def first_does(function: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def gathered(value: T) -> list[T]:
-    """Every rank's ``value``, in order."""
+def all_gather(value: T) -> list[T]:
+    """The ``value`` of every rank, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
     found: list[T | None] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Are two runs the same? Every row of their metrics, every tensor of their last checkpoints."""
+"""Comparison of two runs: every row of their metrics, every tensor of their last checkpoints."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainer.runs.metrics_file import TIMES, read_metrics
 from trainer.runs.state import load, read_metadata
 
 ROUNDING = {"fp32": 1e-3, "bf16": 3e-2}
-"""How far losses may lie apart (relatively) when the number of ranks changes."""
+"""Relative tolerance of losses when the number of ranks changes."""
 
 
 def compare(whole: RunConfig, broken: RunConfig, exactly: bool) -> str:
-    """The first difference between what two runs left, or an empty string."""
+    """The first difference between two finished runs in words, or an empty string."""
     rows = [_rows(Path(config.run_dir)) for config in (whole, broken)]
     steps = [[row["step"] for row in part] for part in rows]
     if steps[0] != steps[1]:

@@ -68,7 +68,7 @@ def starting_point(config: RunConfig, branch: Path | None) -> Start:
 
 
 def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[int]]:
-    """Put away the checkpoints since a run broke; the samples to leave out from where it goes on.
+    """Set aside the checkpoints since a run diverged; returns the samples to skip on resuming.
 
     Returns:
         Pairs (step, number of samples) for the steps from there on.
@@ -83,8 +83,8 @@ def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[i
     return [*state.get("skips", []), [step, lost]]
 
 
-def data_facts(corpus: Corpus, config: RunConfig) -> dict[str, str]:
-    """What decides which tokens a sample number stands for, as hashes."""
+def data_fingerprints(corpus: Corpus, config: RunConfig) -> dict[str, str]:
+    """Hashes of everything that determines the tokens of a sample number."""
     data = config.data
     order = [
         *(corpus.fingerprint, config.seed, data.sequence_length, data.packing, data.shuffle_group),
@@ -95,7 +95,7 @@ def data_facts(corpus: Corpus, config: RunConfig) -> dict[str, str]:
 
 
 def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) -> None:
-    """Refuse to go on with other text or another order; the samples of the checkpoint's last step
+    """Refuse to resume with other text or another order; the samples of the checkpoint's last step
     are read again and compared.
 
     Raises:
@@ -107,7 +107,7 @@ def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) ->
             "one does not have; evaluate, analyze and export read it, training does not go on: "
             "overwrite=true starts again."
         )
-    if state["data"] != data_facts(corpus, config):
+    if state["data"] != data_fingerprints(corpus, config):
         raise UserError(
             "data: the checkpoint was trained on other text, or in another order, than this "
             "command reads (changed files, another version of Python, another seed); give the "

@@ -1,23 +1,20 @@
-"""What this program touches of Lightning that is no part of its public interface.
-
-Nothing else in the package does, so that a new version of Lightning is checked in one place.
-"""
+"""All uses of Lightning's private interface, so that a new version is checked in one place."""
 
 from __future__ import annotations
 
 import lightning as L
 
 
-def leave_signals_alone(trainer: L.Trainer) -> None:
-    """Keep Lightning from asking all ranks at every batch whether one of them got SIGTERM.
+def disable_sigterm_broadcast(trainer: L.Trainer) -> None:
+    """Keep Lightning from broadcasting at every batch whether a rank got SIGTERM.
 
-    It would wait for the device to answer; the ``Preemption`` callback asks without waiting.
+    The broadcast waits for the device; the ``Preemption`` callback does the same without waiting.
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def set_steps_done(trainer: L.Trainer, steps: int) -> None:
-    """Have ``trainer.global_step`` begin at ``steps``.
+    """Let ``trainer.global_step`` start at ``steps``.
 
     Lightning's own way is its checkpoint format, which holds whole tensors and the state of loops
     over a loader; here the loader is made from its first step on.

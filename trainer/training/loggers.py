@@ -60,7 +60,7 @@ def dashboard_name(config: RunConfig) -> str:
 
 
 def close(loggers: list[Logger]) -> None:
-    """Let a run's loggers end, since wandb has one run at a time in a process."""
+    """Finalize the loggers of a run; wandb allows one active run in a process."""
     for logger in loggers:
         logger.finalize("success")
     if any(type(logger).__name__ == "WandbLogger" for logger in loggers):

@@ -68,8 +68,8 @@ class LanguageModule(L.LightningModule):
         self.certificate = Certificate()
 
     def configure_model(self) -> None:
-        """Spread the model over devices and draw its weights; Lightning calls this more than once
-        where it likes."""
+        """Distribute the model over devices and initialize its weights; Lightning may call it more
+        than once."""
         if self.model.norm.weight.is_meta:
             device = self.trainer.strategy.root_device
             parallelize(self.model, self.config, self.ranks, device, self.pretrained)

@@ -1,4 +1,4 @@
-"""What devices reach at best: dense peaks of vendors' data sheets, in operations a second.
+"""Peak throughput of devices: dense peaks of vendors' data sheets, in operations a second.
 
 Many of NVIDIA's data sheets print tensor-core peaks for 2:4 sparse matrices and say so in a
 footnote; the dense ones, which count in training, are half of these.

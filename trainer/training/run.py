@@ -30,11 +30,11 @@ from trainer.runs.checkpoints import (
     step_name,
 )
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, current_ranks, first_does
+from trainer.runs.ranks import Ranks, current_ranks, on_rank_zero
 from trainer.runs.starting_point import (
     Start,
     check_same_data,
-    data_facts,
+    data_fingerprints,
     rewind_run,
     starting_point,
 )
@@ -47,7 +47,7 @@ from trainer.training.callbacks.probe import Probe
 from trainer.training.callbacks.resume import Resume
 from trainer.training.callbacks.stability import Rewind, Watchdog
 from trainer.training.data_module import TrainingData
-from trainer.training.lightning_internals import leave_signals_alone
+from trainer.training.lightning_internals import disable_sigterm_broadcast
 from trainer.training.loggers import close, other_loggers
 from trainer.training.metrics_logger import MetricsFile
 from trainer.training.module import LanguageModule, make_decoder
@@ -57,13 +57,13 @@ from trainer.training.user_callbacks import make_callbacks, states_of
 log = logging.getLogger(__name__)
 
 MAX_REWINDS = 10
-"""In one process; a run that breaks more often needs a person."""
+"""In one process; a run that diverges more often needs a person."""
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: its last checkpoint, what its drop did (empty without one), and the seconds
-    spent in this process."""
+    """A finished run: its last checkpoint, the ``effect`` of its drop (empty without one), and the
+    seconds spent in this process."""
 
     checkpoint: Path
     effect: dict[str, Any]
@@ -100,6 +100,7 @@ def train(
     corpus: Corpus,
     branch: Path | None = None,
     callbacks: Sequence[L.Callback] = (),
+    user_callbacks: Sequence[L.Callback] | None = None,
 ) -> TrainedRun:
     """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` where there is one.
 
@@ -108,7 +109,9 @@ def train(
         corpus: its text.
         branch: where the run has no checkpoint yet, the checkpoint of another run to go on from,
             with that run's metrics up to it.
-        callbacks: what else is to happen beside the steps.
+        callbacks: further Lightning callbacks.
+        user_callbacks: those that ``config.callbacks`` names; None: made here. After the run has
+            gone back to a checkpoint they are made anew.
 
     Raises:
         UserError: the checkpoint does not fit the run, none is sound, the last one cannot be
@@ -116,17 +119,19 @@ def train(
         PreemptedError: the run was asked to stop, and has.
     """
     began, skips = time.perf_counter(), None
+    own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
     for _ in range(MAX_REWINDS):
-        start = first_does(lambda: starting_point(config, branch))
-        effect, broken = _fit(config, corpus, start, skips, callbacks)
+        start = on_rank_zero(lambda: starting_point(config, branch))
+        effect, broken = _fit(config, corpus, start, skips, own, callbacks)
         if broken is None:
             name = step_name(config.trainer.max_steps)
             path = Path(config.run_dir) / "checkpoints" / name
             return TrainedRun(path, effect, time.perf_counter() - began)
-        skips = first_does(partial(rewind_run, config, *broken))
+        skips = on_rank_zero(partial(rewind_run, config, *broken))
+        own = make_callbacks(config.callbacks)
     raise UserError(
-        f"trainer.rewind_after: the run went back {MAX_REWINDS} times and breaks again; lower the "
-        "learning rate, or look at the text."
+        f"trainer.rewind_after: the run went back {MAX_REWINDS} times and diverges again; lower "
+        "the learning rate, or look at the text."
     )
 
 
@@ -135,6 +140,7 @@ def _fit(
     corpus: Corpus,
     start: Start,
     skips: list[list[int]] | None,
+    own: Sequence[L.Callback],
     callbacks: Sequence[L.Callback],
 ) -> tuple[dict[str, Any], tuple[int, int] | None]:
     ranks, run_dir = current_ranks(), Path(config.run_dir)
@@ -144,22 +150,21 @@ def _fit(
     model = make_decoder(config, corpus.tokenizer.get_vocab_size(), pretrained)
     if start.checkpoint is not None:
         check_same_model(start.state, model, start.checkpoint.name)
-        first_does(lambda: check_same_data(start.state, corpus, config))
+        on_rank_zero(lambda: check_same_data(start.state, corpus, config))
         model.layout = Layout.from_dict(start.state["layout"])
     skips = start.state.get("skips", []) if skips is None else skips
     module = LanguageModule(config, model, ranks, pretrained)
-    own = make_callbacks(config.callbacks)
     title = f"Training {config.label or config.name}"
     with Progress(
-        title, config.trainer.max_steps, config.tokens_per_step, silent=not ranks.is_first
+        title, config.trainer.max_steps, config.tokens_per_step, silent=not ranks.is_rank_zero
     ) as progress:
         metrics = Metrics(config, ranks, progress)
         loggers = [MetricsFile(run_dir / "metrics.csv"), *other_loggers(config)]
 
-        def facts(trainer: L.Trainer) -> dict[str, Any]:
+        def run_state(trainer: L.Trainer) -> dict[str, Any]:
             return {
                 **description(config, model, corpus.tokenizer.to_str(), trainer.global_step),
-                "data": data_facts(corpus, config),
+                "data": data_fingerprints(corpus, config),
                 "skips": skips,
                 "world_size": ranks.world_size,
                 "loss": metrics.last_loss,
@@ -170,7 +175,7 @@ def _fit(
                 "loggers": {type(x).__name__: x.version for x in loggers if x.version},
             }
 
-        checkpointing = Checkpointing(config, run_dir / "checkpoints", facts)
+        checkpointing = Checkpointing(config, run_dir / "checkpoints", run_state)
         drop = Drop(config, effect_batch(config, corpus), checkpointing.before_drop, metrics.add)
         monitors: list[L.Callback] = []
         if config.monitor.lengths_every is not None:
@@ -181,7 +186,7 @@ def _fit(
         resume = Resume(start.checkpoint, start.state, with_state, own)
         preemption = Preemption(config, checkpointing, began=time.time())
         rewind = Rewind(config)
-        watchdog = Watchdog(config, run_dir, ranks.is_first)
+        watchdog = Watchdog(config, run_dir, ranks.is_rank_zero)
         trainer = make_trainer(
             config,
             ranks,
@@ -214,7 +219,7 @@ def _fit(
             drop.load_state_dict(start.state["callbacks"]["Drop"])
         close(loggers)
         if preemption.reason is not None:
-            first_does(ask_for_requeue)  # before any rank ends, which may end the others
+            on_rank_zero(ask_for_requeue)  # before any rank ends, which may end the others
             raise PreemptedError(
                 f"Stopped after step {trainer.global_step} ({preemption.reason}), checkpoint saved."
             )
@@ -266,5 +271,5 @@ def make_trainer(
         num_sanity_val_steps=0,
         default_root_dir=config.run_dir,
     )
-    leave_signals_alone(trainer)
+    disable_sigterm_broadcast(trainer)
     return trainer

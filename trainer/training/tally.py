@@ -1,4 +1,4 @@
-"""What a run's steps came to, kept on the device until somebody logs it."""
+"""Running statistics of training steps, kept on the device until they are logged."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Reduce = Callable[[Tensor], Tensor]
 """Mean over all ranks."""
 
 WINDOW = 128
-"""Steps before, whose mean and deviation decide what a spike is."""
+"""Previous steps whose mean and standard deviation define a spike."""
 DEVIATIONS = 6.0
-"""Standard deviations above the mean that make a spike."""
+"""Standard deviations above the mean from which a value is a spike."""
 
 
 class Spikes:
@@ -98,7 +98,7 @@ class Tally:
         self._in_a_row = torch.where(skipped, self._in_a_row + 1.0, 0.0)
 
     def read(self) -> dict[str, float]:
-        """What is logged; the losses and the spikes then begin anew.
+        """What is logged; resets the losses and the spikes.
 
         The mean loss of the steps, and by position in the sequence (not a number if none was
         finite), the last gradient norm, the updates skipped since the start, and the share of steps
@@ -125,7 +125,7 @@ class Tally:
         }
 
     def skipped_in_a_row(self) -> int:
-        """Updates skipped up to the last one."""
+        """Consecutive updates skipped, up to the last one."""
         return int(self._in_a_row)
 
     def state(self) -> dict[str, Any]:

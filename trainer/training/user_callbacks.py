@@ -1,6 +1,6 @@
-"""A user's own Lightning callbacks: made as ``callbacks`` in a configuration says, and their state.
+"""A user's own Lightning callbacks, as ``callbacks`` in a configuration names them.
 
-Only what trains makes them. Whoever reads a checkpoint reads their configuration as plain values.
+Only training imports and constructs them; for all that reads checkpoints they are plain values.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError, did_you_mean
 
@@ -25,13 +26,13 @@ REPLACED: Mapping[type, str] = {
     Checkpoint: "checkpoints are written by the run itself (trainer.checkpoint_every)",
     ProgressBar: "the run has its own progress bar",
 }
-"""Kinds of Lightning's callbacks that have no place here, and why."""
+"""Lightning's callbacks that a run cannot have, and why."""
 MOST_ELEMENTS = 10_000
-"""Of a tensor in a callback's state; ``state.json`` is text."""
+"""Largest tensor in a callback's state; ``state.json`` is text."""
 
 
 def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is wrong with configured callbacks, one sentence each; imports them, and makes none."""
+    """What is wrong with configured callbacks, one sentence each; imports their classes only."""
     problems: list[str] = []
     for name, values in given.items():
         try:
@@ -39,15 +40,6 @@ def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
         except UserError as error:
             problems += error.problems
     return problems
-
-
-def making_problems(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What making them says, one sentence each; they are thrown away."""
-    try:
-        make_callbacks(given)
-    except UserError as error:
-        return list(error.problems)
-    return []
 
 
 def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
@@ -138,7 +130,7 @@ def _has_state(callback: L.Callback) -> bool:
 
 
 def states_of(callbacks: Sequence[L.Callback]) -> dict[str, Any]:
-    """The states by ``state_key``, in values that JSON has.
+    """The states by ``state_key``, as JSON has them; called on all ranks, for sharded tensors.
 
     Raises:
         UserError: a state holds what JSON has no place for.
@@ -159,11 +151,13 @@ def load_states(callbacks: Sequence[L.Callback], states: Mapping[str, Any]) -> l
 
 
 def _encoded(value: Any, where: str) -> Any:
-    """A copy in which a tensor is its values and its type."""
+    """A copy in which a tensor is its values and its dtype."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {str(key): _encoded(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_encoded(item, where) for item in value]
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
     if isinstance(value, Tensor) and value.numel() <= MOST_ELEMENTS:
         return {"_tensor_": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if value is None or isinstance(value, bool | int | float | str):

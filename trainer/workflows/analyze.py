@@ -148,8 +148,8 @@ def _texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tens
             f"held-out tokens; at most {fitting}."
         )
     starts = np.linspace(0, len(tokens) - (length - 1), texts).astype(np.int64)
-    begin = corpus.end_of_text if candidate.begin is None else candidate.begin
-    rows = np.full((texts, length), begin, dtype=np.int64)
+    bos = corpus.end_of_text if candidate.bos_token is None else candidate.bos_token
+    rows = np.full((texts, length), bos, dtype=np.int64)
     rows[:, 1:] = np.stack([tokens[start : start + length - 1] for start in starts])
     return torch.from_numpy(rows)
 

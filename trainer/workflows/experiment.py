@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+
+import lightning as L
 
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.data.dataset import TrainingSamples
@@ -28,12 +29,18 @@ from trainer.runs.directory import (
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate
 from trainer.runs.parsing import control_config
-from trainer.runs.ranks import Ranks, first_does, gathered, join, leave
+from trainer.runs.ranks import (
+    Ranks,
+    all_gather,
+    init_distributed,
+    on_rank_zero,
+    shutdown_distributed,
+)
 from trainer.training.callbacks.preemption import stopping_between_files
 from trainer.training.loggers import log_table
 from trainer.training.run import TrainedRun, device_problems, set_threads, train
 from trainer.training.strategy import strategy_problems
-from trainer.training.user_callbacks import callback_problems, making_problems
+from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
 from trainer.workflows.training_text import open_corpus
 
@@ -56,22 +63,25 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     configs = {"main": config} | {
         name: control_config(plain(config), name) for name in config.controls
     }
-    ranks, lock = join(config), RunLock()
+    ranks, lock = init_distributed(config), RunLock()
     try:
         set_threads(config)
-        check_callbacks(configs.values())
-        found = first_does(lambda: _open(config, configs, ranks, lock))
+        callbacks = make_all_callbacks(configs)
+        found = on_rank_zero(lambda: _open(config, configs, ranks, lock))
         if found is not None:
-            return (found, True) if ranks.is_first else None
+            return (found, True) if ranks.is_rank_zero else None
         # The first rank has found the text; the others open it where it lies.
-        places = first_does(lambda: open_corpus(config, ranks.world_size == 1).directories)
+        places = on_rank_zero(lambda: open_corpus(config, ranks.world_size == 1).directories)
         corpus = corpus_at(config.data, places)
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             say_epochs(config, corpus)
-        runs = {name: _train_arm(config, arm, name, corpus) for name, arm in configs.items()}
+        runs = {
+            name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
+            for name, arm in configs.items()
+        }
     finally:
-        leave()
-    if not ranks.is_first:
+        shutdown_distributed()
+    if not ranks.is_rank_zero:
         return None
     directory = Path(config.run_dir)
     # A trainer that is done is a circle of references: only now its memory is free for evaluation.
@@ -87,18 +97,29 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     return report, False
 
 
-def check_callbacks(configs: Iterable[RunConfig]) -> None:
-    """See on every rank that a user's own callbacks can be made: a node may lack their file.
+def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callback]]:
+    """The user's callbacks of every arm, on every rank: a node may lack their file.
 
     Raises:
         UserError: on all ranks, with what is wrong on any.
     """
-    given = [config.callbacks for config in configs]
-    # They are imported everywhere before one is made: what a class does then may need all ranks.
-    for find in (callback_problems, making_problems):
-        mine = [problem for callbacks in given for problem in find(callbacks)]
-        if problems := [problem for of_rank in gathered(mine) for problem in of_rank]:
-            raise UserError(*dict.fromkeys(problems))
+    # All ranks import the classes before one constructs any, which may need all of them.
+    _raise_together([p for arm in configs.values() for p in callback_problems(arm.callbacks)])
+    made: dict[str, list[L.Callback]] = {}
+    problems: list[str] = []
+    for name, arm in configs.items():
+        try:
+            made[name] = make_callbacks(arm.callbacks)
+        except UserError as error:
+            problems += error.problems
+    _raise_together(problems)
+    return made
+
+
+def _raise_together(problems: list[str]) -> None:
+    """Raises ``UserError`` on all ranks where one has problems, with those of all."""
+    if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:
+        raise UserError(*dict.fromkeys(found))
 
 
 def _open(
@@ -122,10 +143,10 @@ def _open(
     open_corpus(config, ranks.world_size == 1)
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():
-        lock.hold(directory)
+        lock.acquire(directory)
     for arm in configs.values():
         open_run_directory(arm)
-    lock.hold(directory)  # new, or made anew by overwrite=true
+    lock.acquire(directory)  # new, or made anew by overwrite=true
     log_to_file(Path(config.run_dir))
     return None
 
@@ -151,11 +172,10 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
         log.info("%s holds %s tokens: this run reads it %.3g times", name, tokens, times)
 
 
-def _train_arm(config: RunConfig, arm: RunConfig, name: str, corpus: Corpus) -> TrainedRun:
-    branch = None
-    if config.controls.get(name, {}).get("branch"):
-        branch = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
-    return train(arm, corpus, branch)
+def _branch(config: RunConfig, control: str) -> Path | None:
+    """The checkpoint that a control goes on from, where it branches off from the run."""
+    branches = config.controls.get(control, {}).get("branch")
+    return Path(config.run_dir) / "checkpoints" / BEFORE_DROP if branches else None
 
 
 def label_problems(configs: dict[str, RunConfig]) -> list[str]:

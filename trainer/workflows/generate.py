@@ -58,20 +58,20 @@ def continue_prompts(
     model = found.load()
     model.layout, said = with_fitted_temperature(model.layout, found.path)
     say(f"{found.name}, {found.path.name}{said}")
-    return write(model, found.tokenizer, found.begin, request, show)
+    return write(model, found.tokenizer, found.bos_token, request, show)
 
 
 def write(
     model: Decoder,
     tokenizer: Tokenizer,
-    begin: int | None,
+    bos_token: int | None,
     request: GenerationRequest,
     show: Callable[[str], None],
 ) -> Continuations:
-    """Continue the prompts, every one of them behind ``begin``, where there is one."""
-    first = [] if begin is None else [begin]
+    """Continue the prompts, each after ``bos_token`` where there is one."""
+    bos = [] if bos_token is None else [bos_token]
     encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in request.prompts]
-    ids = [[*first, *tokens] for tokens in encoded]
+    ids = [[*bos, *tokens] for tokens in encoded]
     texts = [TextStream(tokenizer, request.stop) for _ in ids]
     stream = request.stream and len(ids) == 1
     times: list[float] = [time.perf_counter()]

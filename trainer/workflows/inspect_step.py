@@ -10,7 +10,7 @@ from trainer.data.certificate import as_text, sample_hashes
 from trainer.data.dataset import TrainingSamples, first_sample
 from trainer.errors import UserError
 from trainer.runs.models import find_candidate
-from trainer.runs.starting_point import data_facts
+from trainer.runs.starting_point import data_fingerprints
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.inspection_request import InspectionRequest
 
@@ -30,7 +30,7 @@ def inspect_step(request: InspectionRequest) -> Iterator[str]:
     if request.step > run.trainer.max_steps:
         raise UserError(f"step: the run has {run.trainer.max_steps} steps, got {request.step}.")
     corpus = held_out_corpus(None, candidate)
-    if candidate.state["data"] != data_facts(corpus, run):
+    if candidate.state["data"] != data_fingerprints(corpus, run):
         raise UserError(
             "checkpoint: it was trained on other text, or in another order, than is read here "
             "(an earlier version of this program, changed files, another version of Python)."

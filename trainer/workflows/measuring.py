@@ -234,9 +234,9 @@ def _tasks(
     """What is measured, and a sentence for everything that cannot be."""
     found: list[Measurement] = []
     notes: list[str] = []
-    corpus, begin = text.corpus, text.first.begin
+    corpus, bos_token = text.corpus, text.first.bos_token
     tokenizer, end = corpus.tokenizer, corpus.end_of_text
-    bos = () if begin is None else (begin,)
+    bos = () if bos_token is None else (bos_token,)
     for name in config.tasks:
         if name == PERPLEXITY:
             windows = windows_with_common_ends(corpus.test, config.windows, lengths)
@@ -255,9 +255,9 @@ def _tasks(
             found.append(Prompted(NEEDLE_TASKS[name](haystack, config.needles), tokenizer))
         else:
             groups = {
-                RULER: lambda: ruler_tasks(config.ruler, tokenizer, text.documents, begin),
-                LONGBENCH: lambda: longbench_tasks(config.longbench, tokenizer, begin),
-                MANY_SHOT: lambda: many_shot_tasks(config.many_shot, tokenizer, begin),
+                RULER: lambda: ruler_tasks(config.ruler, tokenizer, text.documents, bos_token),
+                LONGBENCH: lambda: longbench_tasks(config.longbench, tokenizer, bos_token),
+                MANY_SHOT: lambda: many_shot_tasks(config.many_shot, tokenizer, bos_token),
             }
             tasks, missing = groups[name]()
             found += [Prompted(task, tokenizer) for task in tasks]

@@ -14,13 +14,12 @@ from trainer.analysis.capture import capture
 from trainer.analysis.needle_view import with_copy
 from trainer.analysis.studies.matrix_entropy import MatrixEntropyStudy
 from trainer.analysis.studies.study import Target, run
-from trainer.positional.rescaling import position_interpolation
 
 IDS = torch.randint(50, (1, 80), generator=torch.Generator().manual_seed(4))
 
 
-def section_of(target, **options):
-    (section,) = run([MatrixEntropyStudy(target, **options)], target)
+def section_of(target):
+    (section,) = run([MatrixEntropyStudy(target)], target)
     return section
 
 
@@ -163,18 +162,6 @@ def test_chosen_heads_are_those_of_the_maps(tiny_decoder):
     for name in ("attention_maps", "query_directions"):
         picture = next(p for p in section.pictures if p.name == name)
         assert {row[:2] for row in picture.rows} == {(0, 1), (1, 3)}
-
-
-def test_a_rescaled_model_has_a_third_stage(tiny_decoder):
-    model = tiny_decoder()
-    trained = model.layout
-    model.layout = trained.rescaled(position_interpolation, 4.0)
-    plain = section_of(target_of(model))
-    assert "query post_rope" not in plain.numbers["heads"]
-    heads = section_of(target_of(model), trained=trained).numbers["heads"]
-    assert list(heads)[:3] == ["query pre_ntk", "query post_ntk", "query post_rope"]
-    stages = [heads[f"query {stage}"]["effective rank"] for stage in ("post_ntk", "post_rope")]
-    assert not np.allclose(*stages, atol=1e-3)
 
 
 def test_a_model_without_rotation_is_read_all_the_same(tiny_decoder):

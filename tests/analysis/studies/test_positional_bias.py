@@ -15,7 +15,7 @@ from tests.analysis.test_positional_bias import dense_gradients, weights
 from trainer.analysis import fresh_decoders as fresh_module
 from trainer.analysis.capture import capture
 from trainer.analysis.fresh_decoders import encoded_layout, fresh_decoders
-from trainer.analysis.rescaled_attention import attention_around, heads_of_layer
+from trainer.analysis.rescaled_attention import attention_around
 from trainer.analysis.studies.positional_bias import PositionalBiasStudy, heads_part
 from trainer.analysis.studies.rescaled_heads import factors_part, rank_correlation
 from trainer.analysis.studies.study import Target, run
@@ -29,9 +29,10 @@ from trainer.positional.spectrum import Spectrum
 IDS = torch.randint(50, (2, 48), generator=torch.Generator().manual_seed(0))
 
 
-def captured(model, ids):
+def captured(model, ids, layout=None):
     heads = []
-    capture(model, ids, heads.append)
+    with model.using(layout or model.layout):
+        capture(model, ids, heads.append)
     return heads
 
 
@@ -176,7 +177,7 @@ def test_yarn_moves_attention_by_so_much(rope):
     scaled = rope.layout.rescaled(yarn, 2.0)
     recall = np.zeros((2, 4))
     for layer in range(2):
-        readings = [heads_of_layer(rope, text, layer, layout) for layout in (rope.layout, scaled)]
+        readings = [captured(rope, text, layout)[layer] for layout in (rope.layout, scaled)]
         for head in range(4):
             one, other = (
                 np.stack([attention_of(heads, row, head)[0] for row in range(2)])

@@ -139,7 +139,7 @@ def test_the_page_is_the_last_file(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(page, "_csv", fail)
+    monkeypatch.setattr(page, "csv_text", fail)
     with pytest.raises(OSError, match="disk full"):
         write_geometry_report(report("one"), tmp_path)
     assert not (tmp_path / "report.html").exists()

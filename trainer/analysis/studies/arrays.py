@@ -1,4 +1,4 @@
-"""What studies do with the numbers of many layers: stack them, and write them as JSON has it."""
+"""Arrays over layers: stacking, means over heads, and conversion to JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stacked(layers: Sequence[Tensor]) -> Array:
 
 
 def known(values: Array) -> Array:
-    """Those that are numbers, in a row."""
+    """The finite values, flattened."""
     return values[np.isfinite(values)]
 
 

@@ -20,7 +20,7 @@ from trainer.analysis.grids import bucket_means, position_edges
 from trainer.analysis.reading import Reading, read
 from trainer.analysis.recovery import recovery
 from trainer.analysis.studies.compared_heads import heads_part
-from trainer.analysis.studies.part import Part
+from trainer.analysis.studies.part import Part, joined
 from trainer.analysis.studies.study import Target
 from trainer.errors import UserError
 from trainer.report.geometry.drop_figures import (
@@ -93,6 +93,7 @@ class DropStudy:
         ]
         if self.drop_step is not None and (recovery := self._recovery(self.drop_step)):
             parts.append(recovery)
+        whole = joined(parts)
         return Section(
             self.key,
             self.title,
@@ -109,11 +110,10 @@ class DropStudy:
                 "KL(p ‖ q) = Σ_v p(v) log(p(v) / q(v)),  stable rank = ‖K‖²_F / ‖K‖²₂",
             ),
             "DroPE, Sec. 5 and Def. 3.1; RoPE-ID, Sec. 3 (sinks, stable rank, clusters).",
-            *(
-                tuple(item for part in parts for item in getattr(part, what))
-                for what in ("findings", "pictures", "grids")
-            ),
-            {key: value for part in parts for key, value in part.numbers.items()},
+            whole.findings,
+            whole.pictures,
+            whole.grids,
+            whole.numbers,
         )
 
     def _positions(self, before: Reading, after: Reading, divergence: Array) -> Part:

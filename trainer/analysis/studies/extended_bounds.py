@@ -27,12 +27,12 @@ FACTOR = 4
 
 
 class ExtendedBounds:
-    """The features at the training length C and, by method, at ``length`` tokens (None: of the text
-    where it is longer than C, else four times C)."""
+    """The features at the training length C and, by method, at the length of the text where that
+    is longer, else at four times C."""
 
-    def __init__(self, target: Target, length: int | None = None) -> None:
+    def __init__(self, target: Target) -> None:
         self.C = target.training_length
-        self.length = length or (target.length if target.length > self.C else FACTOR * self.C)
+        self.length = target.length if target.length > self.C else FACTOR * self.C
         self.spectrum = next((s for s in target.model.layout.spectra if s.rotates), None)
         self.rescalings: dict[str, Callable[[Spectrum], Spectrum]] = {
             AS_TRAINED: lambda spectrum: spectrum,

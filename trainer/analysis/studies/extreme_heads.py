@@ -1,4 +1,4 @@
-"""What the heads of extreme matrix entropy look at, and which directions they use (DoPE, Sec. 5.4
+"""Attention and query directions of the heads of extreme matrix entropy (DoPE, Sec. 5.4
 and 5.5, Fig. 2 to 6)."""
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from trainer.analysis.pairs import Side
 from trainer.analysis.studies.arrays import mean_over_heads, plain, stacked
 from trainer.analysis.studies.extreme_heads import ExtremeHeads, ranked
 from trainer.analysis.studies.study import Study, Target
-from trainer.positional.layout import Layout
 from trainer.report.geometry.entropy_figures import Scale, curves, heat_maps
 from trainer.report.geometry.section import Grid, Picture, Section
 
@@ -27,7 +26,6 @@ SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
 STAGES: dict[Stage, str] = {
     "pre_ntk": "before the rotation",
     "post_ntk": "as they attend",
-    "post_rope": "turned as trained",
 }
 ATTENDING: Stage = "post_ntk"
 LISTED = 3
@@ -38,29 +36,23 @@ At = tuple[Side, Stage]
 class MatrixEntropyStudy(Study):
     """Band entropies and truncated effective ranks of every head, and its attention on a needle.
 
-    ``trained``: the layout before a rescaling, for the stage after it; None: there is none.
+    The model is read with its own layout, so that the two stages after the rotation are one.
     """
 
     key: ClassVar[str] = "matrix_entropy"
     title: ClassVar[str] = "Matrix entropy"
     shortest: ClassVar[int] = 16  # room for a needle
 
-    def __init__(self, target: Target, trained: Layout | None = None) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__(target)
-        layout = target.model.layout
-        self.trained = trained or layout
-        rescaled = [layer.groups for layer in self.trained.at(target.length).layers] != [
-            layer.groups for layer in layout.at(target.length).layers
-        ]
-        self.stages = [stage for stage in STAGES if stage != "post_rope" or rescaled]
         self._found: dict[At, list[MatrixEntropy]] = {
-            (side, stage): [] for side in SIDES for stage in self.stages
+            (side, stage): [] for side in SIDES for stage in STAGES
         }
 
     def on_layer(self, heads: Heads) -> None:
         """Gram matrices of both sides at every stage."""
         for (side, stage), found in self._found.items():
-            found.append(matrix_entropy_of(heads, side, stage, self.trained))
+            found.append(matrix_entropy_of(heads, side, stage, self.target.model.layout))
 
     def section(self) -> Section:
         """Maps, a ranking, and what the extreme heads do with a needle."""
@@ -113,7 +105,7 @@ class MatrixEntropyStudy(Study):
                 Scale("entropy (nats)", 0, math.log(2)),
                 x="pair index, from the fastest on",
                 y="layer",
-                columns=len(self.stages),
+                columns=len(STAGES),
             ),
             "Entropy of every band (nats, at most log 2 = 0.69), mean over the heads of a layer. "
             "The rotation spreads fast pairs over all directions; those that stay dark turn too "

@@ -47,17 +47,14 @@ class Feature:
 
 
 class OffsetFeaturesStudy(Study):
-    """Radii and angles of every pair, their bounds, and these bounds at a longer length.
-
-    ``extended``: that length, see :class:`ExtendedBounds`.
-    """
+    """Radii and angles of every pair, their bounds, and these bounds at a longer length."""
 
     key: ClassVar[str] = "offset_features"
     title: ClassVar[str] = "Rotary offset features"
 
-    def __init__(self, target: Target, extended: int | None = None) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self._extended = ExtendedBounds(target, extended)
+        self._extended = ExtendedBounds(target)
         self._features: list[Feature] = []
 
     @classmethod

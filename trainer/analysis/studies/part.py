@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,3 +17,13 @@ class Part:
     pictures: tuple[Picture, ...] = ()
     grids: tuple[Grid, ...] = ()
     numbers: dict[str, Any] = field(default_factory=dict)
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """One part with what all of them have, in their order."""
+    return Part(
+        tuple(finding for part in parts for finding in part.findings),
+        tuple(picture for part in parts for picture in part.pictures),
+        tuple(grid for part in parts for grid in part.grids),
+        {key: value for part in parts for key, value in part.numbers.items()},
+    )

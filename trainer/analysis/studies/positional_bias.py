@@ -12,7 +12,7 @@ from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
 from trainer.analysis.fresh_decoders import TOKENS, FreshResult, fresh_decoders
 from trainer.analysis.positional_bias import BiasResult, PositionalBias, prefix_spreads
-from trainer.analysis.studies.part import Part
+from trainer.analysis.studies.part import Part, joined
 from trainer.analysis.studies.rescaled_heads import factors_part, yarn_part
 from trainer.analysis.studies.study import Study, Target
 from trainer.analysis.yarn_shift import yarn_shift
@@ -67,6 +67,7 @@ class PositionalBiasStudy(Study):
                     )
                 )
             )
+        whole = joined(parts)
         return Section(
             self.key,
             self.title,
@@ -86,10 +87,9 @@ class PositionalBiasStudy(Study):
                 "ω′_m = γ_m ω_m",
             ),
             "DroPE, Def. 3.1, Prop. 3.2 and 3.3, Thm. 3.4, Eq. 3; Fig. 4, 6, 7, 8 and 11.",
-            tuple(sentence for part in parts for sentence in part.findings),
-            tuple(picture for part in parts for picture in part.pictures),
-            numbers={"tokens": self._length}
-            | {key: value for part in parts for key, value in part.numbers.items()},
+            whole.findings,
+            whole.pictures,
+            numbers={"tokens": self._length} | whole.numbers,
         )
 
 

@@ -1,4 +1,4 @@
-"""What rescaled frequencies do to heads, in parts of a section (DroPE, Fig. 6, 7, 8 and 11)."""
+"""The effect of rescaled frequencies on heads: parts of a section (DroPE, Fig. 6, 7, 8 and 11)."""
 
 from __future__ import annotations
 

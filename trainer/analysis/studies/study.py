@@ -1,4 +1,4 @@
-"""What all analyses have in common: a model, a text, and one forward pass that they share."""
+"""The interface of analyses, which share one forward pass of a model over a text."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Study(ABC):
         return [f"expected a text of {cls.shortest} tokens or more, got {target.length}."]
 
     def on_layer(self, heads: Heads) -> None:  # noqa: B027  # a study may need no layer
-        """Take what is needed of a layer in the shared pass; tensors are not kept."""
+        """Process one layer in the shared pass; do not keep its tensors."""
 
     @abstractmethod
     def section(self) -> Section:
-        """What there is to show, after the pass; may read the model again."""
+        """The section of the page, after the pass; may run the model again."""
 
 
 @torch.no_grad()

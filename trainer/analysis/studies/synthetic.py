@@ -1,5 +1,5 @@
-"""What spectra do to a cloud in principle, without weights or text: the model's own beside the
-usual ones (RoPE-ID Sec. 4, Fig. 7)."""
+"""The effect of spectra on a cluster of vectors, without weights or text: the model's own beside
+standard ones (RoPE-ID Sec. 4, Fig. 7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each task asks, in the words of the benchmark, how much may be answered, and what counts.
+"""Prompt, answer length and metric of each task, as in the benchmark.
 
 The wording, a misspelling included, is that of the benchmark's ``dataset2prompt.json``; numbers of
 tokens are those of its ``dataset2maxlen.json``; measures those of its ``eval.py``.
@@ -38,7 +38,7 @@ class Kind:
     first_line: bool = False
 
     def counted(self, text: str) -> str:
-        """What of a continuation is scored."""
+        """The part of a continuation that is scored."""
         return text.lstrip("\n").split("\n")[0] if self.first_line else text
 
     def stop(self, text: str, answers: Sequence[str]) -> bool:

@@ -79,7 +79,7 @@ def longbench_tasks(
 
 
 def _chosen(rows: Sequence[Row], settings: LongBenchSettings, task: str) -> Sequence[Row]:
-    """In the file's order."""
+    """A random sample, in the file's order."""
     if settings.limit is None or settings.limit >= len(rows):
         return rows
     drawn = Random(f"{settings.seed} {task}").sample(range(len(rows)), settings.limit)

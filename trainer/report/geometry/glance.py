@@ -1,4 +1,4 @@
-"""The row at the top of a page: what holds past the training length, and what does not."""
+"""Indicators at the top of a page: values that change beyond the training length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH, _HEIGHT = 120, 34  # of the curve, in its own units
 
 @dataclass(frozen=True)
 class Indicator:
-    """One number by length: how it is where the model was trained, and beyond.
+    """One measure by length, within the training length and beyond.
 
     ``lengths``: tokens, ascending, ``values`` there. ``wanted``: which way is better: ``"high"`` or
     ``"low"``, as it is within the training length. ``least``: what counts as the size of a change

@@ -3,25 +3,22 @@ opens anywhere: no network, no scripts, figures inside."""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import shutil
 import tempfile
-from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.report.atomic import write_atomically
 from trainer.report.geometry.glance import glance
 from trainer.report.geometry.section import Picture, Section
 from trainer.report.plotting import WIDTH, paper_style, save
+from trainer.report.rendering import base64, csv_text, render
 
 LARGEST_SVG = 500_000
 """Bytes; of a larger figure the page holds the PNG."""
@@ -79,19 +76,9 @@ def _write(report: GeometryReport, directory: Path) -> None:
         shown.append([_write_picture(picture, place) for picture in section.pictures])
         numbers = {"training_length": report.training_length} | section.numbers
         write_atomically(place / "numbers.json", _json(numbers))
-    page = Environment(
-        loader=PackageLoader("trainer.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page.filters |= {
-        "number": _number,
-        "thousands": lambda number: f"{number:,}",
-        "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
-    }
-    text = page.get_template("geometry.html.j2").render(
+    text = render(
+        "geometry.html.j2",
+        {"number": _number, "thousands": lambda number: f"{number:,}"},
         report=report,
         shown=list(zip(report.sections, shown, strict=True)),
         glance=glance([section.numbers for section in report.sections]),
@@ -105,27 +92,16 @@ def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
     stem = place / picture.name
     with paper_style():
         svg = save(picture.figure, stem)
-    write_atomically(stem.with_suffix(".csv"), _csv(picture))
+    rows = [[f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in picture.rows]
+    write_atomically(stem.with_suffix(".csv"), csv_text(picture.header, rows))
     image = svg if svg.stat().st_size <= LARGEST_SVG else svg.with_suffix(".png")
-    data = b64encode(image.read_bytes()).decode()
     return {
-        "source": f"data:{MEDIA[image.suffix]};base64,{data}",
+        "source": f"data:{MEDIA[image.suffix]};base64,{base64(image)}",
         "caption": picture.caption,
         "csv": f"{place.name}/{picture.name}.csv",
         "width": f"{min(picture.figure.get_figwidth() / WIDTH, 1) * WIDEST:.1f}rem",
         "alt": picture.caption.split(". ")[0],
     }
-
-
-def _csv(picture: Picture) -> str:
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(picture.header)
-    writer.writerows(
-        [f"{value:.6g}" if isinstance(value, float) else value for value in row]
-        for row in picture.rows
-    )
-    return text.getvalue()
 
 
 def _json(numbers: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What one analysis has to show."""
+"""The content of one section: text, findings, figures and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves checkpoints while training goes on, whole or not at all, and removes the old ones."""
+"""Asynchronous, atomic checkpoints, and the removal of old ones."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ from trainer.training.callbacks.steps import ends_step
 
 log = logging.getLogger(__name__)
 
-Facts = Callable[[L.Trainer], dict[str, Any]]
+RunState = Callable[[L.Trainer], dict[str, Any]]
+"""What a checkpoint holds beside tensors, as JSON has it."""
 
 
 class Checkpointing(L.Callback):
-    """Every ``checkpoint_every`` steps and at the end.
+    """Saves a checkpoint every ``checkpoint_every`` steps and at the end.
 
-    The tensors are copied at the step boundary and written by a thread; at most one checkpoint is
-    in flight. One that cannot be written (a full disk) is warned of, and the run goes on; only the
-    last one must succeed.
+    The tensors are copied at the step boundary and written by a background thread, one checkpoint
+    at a time. If one cannot be written (a full disk), that is logged as a warning and the run goes
+    on; only the last one must succeed.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, facts: Facts) -> None:
-        self.config, self.directory, self.facts = config.trainer, directory, facts
+    def __init__(self, config: RunConfig, directory: Path, run_state: RunState) -> None:
+        self.config, self.directory, self.run_state = config.trainer, directory, run_state
         self.last_saved = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[str, Future[None]] | None = None
@@ -89,10 +90,10 @@ class Checkpointing(L.Callback):
             )
 
     def save(self, trainer: L.Trainer, name: str) -> None:
-        """Copy the state of this moment and let the thread write it."""
+        """Copy the current state and have the background thread write it."""
         trainer.lightning_module.timer.enter("checkpoint")
         self.finish()
-        state = self.facts(trainer)
+        state = self.run_state(trainer)
         tensors = self._staged(tensors_of(trainer.lightning_module.model, trainer.optimizers[0]))
         self.last_saved = trainer.global_step
         work = self._thread.submit(self._write, tensors, state, name)
@@ -102,7 +103,7 @@ class Checkpointing(L.Callback):
         trainer.lightning_module.timer.enter("data")
 
     def finish(self) -> str | None:
-        """Wait for the checkpoint in flight; what went wrong with it, or None."""
+        """Wait for the checkpoint being written; returns what went wrong with it, or None."""
         if self._in_flight is None:
             return None
         name, work = self._in_flight
@@ -121,7 +122,7 @@ class Checkpointing(L.Callback):
         return None
 
     def teardown(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
-        """Let what is in flight land."""
+        """Wait for the checkpoint being written."""
         self.finish()
         self._thread.shutdown()
 
@@ -157,7 +158,7 @@ class Checkpointing(L.Callback):
 
 
 def reason(error: BaseException) -> str:
-    """What the system said, out of what DCP wraps it in."""
+    """The first line of an error; of one that DCP wraps, that of its cause."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""Looking at a model in training without a trace in what is trained."""
+"""Forward passes in the middle of training that leave the training as it was."""
 
 from __future__ import annotations
 

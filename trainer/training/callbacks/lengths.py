@@ -1,4 +1,4 @@
-"""How far the model reaches, again and again while it trains."""
+"""Retrieval and loss at several lengths during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged of every ``log_every`` steps, gathered without waiting for the device between."""
+"""Metrics every ``log_every`` steps; between two rows nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from trainer.training.phases import phase_at
 
 
 class Metrics(L.Callback):
-    """Writes a row to all loggers, and moves the progress bar.
+    """Writes a row to all loggers, and advances the progress bar.
 
-    The row also holds what callbacks of the user's gave to ``module.log``.
-
-    Sums of steps stay on the device until then, in the module's tally; what else is to go into the
-    next row is this callback's state.
+    The row also holds what the user's callbacks gave to ``module.log``. Sums over steps stay on the
+    device until then, in the module's tally; what else goes into the next row is this callback's
+    state.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, progress: Progress) -> None:

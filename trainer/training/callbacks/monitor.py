@@ -1,4 +1,4 @@
-"""Measurements that are made again and again while a model trains."""
+"""What periodic measurements during training have in common."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.training.module import LanguageModule
 class Monitor(L.Callback, ABC):
     """Measures every ``every`` steps, just before and just after the drop, and after the last step.
 
-    It stands behind the drop among the callbacks, and before those that log and save.
+    In the list of callbacks it comes after the drop, and before those that log and save.
     """
 
     def __init__(self, config: RunConfig, every: int, drop: Drop) -> None:
@@ -24,12 +24,12 @@ class Monitor(L.Callback, ABC):
 
     @abstractmethod
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Look at the model as it is."""
+        """Measure the model as it is now."""
 
     def on_train_batch_start(
         self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
     ) -> None:
-        """Measure what the drop has just made."""
+        """Measure just after the drop."""
         crossed = self.drop.effect.get("step") == trainer.global_step
         if crossed and begins_step(trainer, index):
             self.measure(trainer, module)

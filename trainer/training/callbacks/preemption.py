@@ -55,17 +55,17 @@ class Preemption(L.Callback):
         self._handlers: dict[int, Any] = {}
 
     def on_train_start(self, *_: Any) -> None:
-        """Take the signals over, from Lightning too, which would act in the middle of a step."""
-        self._handlers = {number: signal.signal(number, self._notice) for number in SIGNALS}
+        """Install the signal handlers; Lightning's own would act in the middle of a step."""
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def on_train_end(self, *_: Any) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers from before."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     on_exception = on_train_end
 
-    def _notice(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._asked:
             if now - self._asked_at < ECHO and number != signal.SIGINT:
@@ -115,14 +115,14 @@ def deadline(config: RunConfig, began: float) -> tuple[float, str]:
 
 
 def ask_for_requeue() -> None:
-    """Tell the batch script that the run wants to go on: an empty file where it said."""
+    """Ask the batch script to requeue the job: an empty file at ``UNROPE_REQUEUE_FILE``."""
     if path := os.environ.get("UNROPE_REQUEUE_FILE"):
         Path(path).touch()
 
 
 @contextmanager
 def stopping_between_files() -> Iterator[None]:
-    """Where nothing but files that appear whole is written, a signal stops the program at once.
+    """Stop the program at once on a signal; for code that only writes files atomically.
 
     Raises:
         PreemptedError: out of whatever runs inside, when SIGTERM or SIGUSR1 comes.

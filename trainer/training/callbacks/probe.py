@@ -1,4 +1,4 @@
-"""What attention does in every layer, again and again while the model trains."""
+"""Attention statistics of every layer during training."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainer.training.module import LanguageModule
 
 
 class Probe(Monitor):
-    """Puts each measure of :func:`probe` into the next row of metrics, for every layer and in all.
+    """Adds each measure of :func:`probe` to the next row of metrics, by layer and over all layers.
 
-    In all: the mean of the layers, of the largest logit the largest. Every rank reads the same few
+    Over all layers: their mean, and of the largest logit the maximum. Every rank reads the same few
     sequences, of the training length.
     """
 
@@ -40,7 +40,7 @@ class Probe(Monitor):
         self.ids = torch.from_numpy(text)
 
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Look at all layers in one forward pass."""
+        """Measure all layers in one forward pass."""
         with evaluating(module) as model:
             found = probe(model, self.ids)
         for name, layers in found.items():

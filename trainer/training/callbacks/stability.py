@@ -1,4 +1,4 @@
-"""Going back when a run has broken, and saying so when it hangs."""
+"""Going back to a checkpoint when a run diverges, and ending it when it hangs."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class Watchdog(L.Callback):
     the end of the job. ``heartbeat.json`` holds the last step and when it ended.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, is_first: bool) -> None:
+    def __init__(self, config: RunConfig, directory: Path, is_rank_zero: bool) -> None:
         self.timeout = config.trainer.step_timeout
         self.log_every = config.trainer.log_every
-        self.heartbeat = directory / "heartbeat.json" if is_first else None
+        self.heartbeat = directory / "heartbeat.json" if is_rank_zero else None
 
     def on_train_start(self, *_: Any) -> None:
         """Watch the first step."""
@@ -77,7 +77,7 @@ class Watchdog(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        """Say that this process lives."""
+        """Write the heartbeat."""
         step = trainer.global_step
         due = step % self.log_every == 0 or step == trainer.max_steps
         if self.heartbeat and ends_step(trainer, index) and due:
