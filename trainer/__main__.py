@@ -31,6 +31,8 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
         UserError: the first word is neither an override, an option nor a command.
     """
     first = words[0] if words else ""
+    if words[:2] == ["slurm", "prepare"]:
+        return "slurm_prepare", words[2:]
     if first in COMMANDS:
         return first, words[1:]
     if first in ("", "help") or "=" in first or first.startswith(("-", "+", "~")):

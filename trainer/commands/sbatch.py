@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer.commands.snapshot import slurm_directory
@@ -21,7 +21,8 @@ class SlurmConfig:
     ``job_name``: null: the run's name. ``signal_seconds``: how long before its end a job is told to
     write a checkpoint. ``setup``: shell lines to run first, which then choose the ``python``;
     without them the job runs the Python of this command. ``extra``: further options of sbatch.
-    ``directory``: where the job's files go; null: ``slurm_jobs/<name>``.
+    ``directory``: where the job's files go; null: ``slurm_jobs/<name>``. ``prepare``: jobs of an
+    array that prepares the text before; 0: it is prepared already.
     """
 
     nodes: int = 1
@@ -39,12 +40,16 @@ class SlurmConfig:
     setup: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     directory: str | None = None
+    prepare: int = 0
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
         found = [
             f"{key}: expected {least} or more, got {value}."
-            for key, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1))
+            for key, least in (
+                *(("nodes", 1), ("gpus_per_node", 0)),
+                *(("cpus_per_task", 1), ("prepare", 0)),
+            )
             if (value := getattr(self, key)) is not None and value < least
         ]
         if not 1 <= self.signal_seconds <= 65535:
@@ -82,6 +87,41 @@ class SlurmConfig:
         return [f"#SBATCH {option}" for option in (*given, "--requeue", *self.extra)]
 
 
+def prepare_script(
+    config: SlurmConfig, name: str, words: Sequence[str], code: Path, logs: Path
+) -> str:
+    """The script of an array of jobs, on CPUs, each of which prepares a part of a run's text."""
+    parts = max(config.prepare, 1)
+    called = f"{config.job_name or name}-prepare"
+    alone = replace(config, nodes=1, gpus_per_node=0, job_name=called)
+    output = shlex.quote(f"--output={logs}/%x-%A_%a.log")
+    array = [f"#SBATCH --array=1-{parts}", f"#SBATCH {output}"]
+    python = '"${UNROPE_PYTHON:-python}"'
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *(line for line in alone.header(name, logs) if "--output" not in line),
+            *array,
+            "",
+            *_environment(config, code),
+            f"exec {python} -m trainer prepare {shlex.join(words)} "
+            f'prepare.part="$SLURM_ARRAY_TASK_ID/{parts}"',
+            "",
+        ]
+    )
+
+
+def _environment(config: SlurmConfig, code: Path) -> list[str]:
+    """Lines that choose the Python of a job, and the snapshot of the code."""
+    python = [] if config.setup else [f"export UNROPE_PYTHON={shlex.quote(sys.executable)}"]
+    return [
+        *config.setup,
+        *python,
+        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        "export PYTHONSAFEPATH=1 # a checkout in the working directory does not hide the snapshot",
+    ]
+
+
 def job_script(config: SlurmConfig, name: str, words: Sequence[str], code: Path, logs: Path) -> str:
     """The script of a job that trains with ``words``, from the snapshot ``code``.
 
@@ -89,15 +129,11 @@ def job_script(config: SlurmConfig, name: str, words: Sequence[str], code: Path,
     """
     train = (slurm_directory() / "train.sbatch").read_text(encoding="utf-8")
     body = train.rpartition("#SBATCH")[2].partition("\n")[2]
-    python = [] if config.setup else [f"export UNROPE_PYTHON={shlex.quote(sys.executable)}"]
     lines = [
         "#!/usr/bin/env bash",
         *config.header(name, logs),
         "",
-        *config.setup,
-        *python,
-        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        "export PYTHONSAFEPATH=1 # a checkout in the working directory does not hide the snapshot",
+        *_environment(config, code),
         f"export UNROPE_LOGS={shlex.quote(str(logs))}",
         shlex.join(["set", "--", *words]),
     ]

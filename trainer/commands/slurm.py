@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.command import Command
 from trainer.commands.config_files import ConfigFiles
-from trainer.commands.sbatch import SlurmConfig, job_script
+from trainer.commands.sbatch import SlurmConfig, job_script, prepare_script
 from trainer.commands.snapshot import snapshot
 from trainer.commands.train import read_run
 from trainer.errors import UserError
@@ -59,14 +59,21 @@ def read(composed: Composed) -> Job:
 
 
 def execute(job: Job) -> None:
-    """Write the job, and submit it or say how."""
+    """Write the job, with the one that prepares its text where that is asked for, and submit both
+    or say how."""
     script = write_job(job)
-    command = ["sbatch", "--parsable", str(script)]
-    print(f"Job script: {script}")
-    if job.submit:
-        print(f"Submitted job {submit(command)}.")
-    else:
-        print(f"Submit it with: {shlex.join(command)}")
+    first = script.with_name("prepare.sbatch") if job.settings.prepare else None
+    after = None
+    for path in filter(None, (first, script)):
+        command = ["sbatch", "--parsable", *([f"--dependency=afterok:{after}"] if after else [])]
+        command.append(str(path))
+        print(f"Job script: {path}")
+        if job.submit:
+            after = submit(command)
+            print(f"Submitted job {after}.")
+        else:
+            after = "NUMBER"  # that sbatch prints for the first
+            print(f"Submit it with: {shlex.join(command)}")
 
 
 def _is_setting(word: str) -> bool:
@@ -126,8 +133,10 @@ def write_job(job: Job) -> Path:
     (place / "logs").mkdir(exist_ok=True)  # SLURM does not make it, and the job would fail
     text = yaml.safe_dump(plain(config), sort_keys=False)
     write_atomically(place / "config.yaml", text)
-    script = job_script(settings, config.name, job.words, code, place / "logs")
-    write_atomically(place / "job.sbatch", script)
+    written = (settings, config.name, job.words, code, place / "logs")
+    if settings.prepare:
+        write_atomically(place / "prepare.sbatch", prepare_script(*written))
+    write_atomically(place / "job.sbatch", job_script(*written))
     return directory / "job.sbatch"
 
 
@@ -155,7 +164,8 @@ python -m trainer slurm [+experiment=NAME] [KEY=VALUE ...] [slurm.KEY=VALUE ...]
 Checks the configuration of a run and writes it as a SLURM job into slurm_jobs/NAME: the script, the
 configuration, and a copy of the code and of --config-dir, so that later edits do not change a job
 that waits. --submit hands it to sbatch. The job writes a checkpoint before its time is up, and is
-requeued.
+requeued. With slurm.prepare=16 an array of sixteen jobs prepares the text first, and the run waits
+for it; `trainer slurm prepare` writes that array alone.
 """
 COMMAND = Command(
     "slurm",

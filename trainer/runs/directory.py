@@ -18,6 +18,7 @@ from trainer.report.atomic import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.runs.mark import check_mark, write_mark
 from trainer.runs.ownership import overwrite_problems
+from trainer.runs.parsing import validated
 
 FREE_TO_CHANGE = (
     "overwrite",
@@ -40,6 +41,8 @@ FREE_TO_CHANGE = (
     "strategy",
     "data.num_workers",
     "data.cache_dir",
+    "data.prepared",
+    "data.about",
     "label",
 )
 """Keys that do not change what is trained, so that a run may resume with other values."""
@@ -70,7 +73,8 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
         )
     if record.exists():
         check_mark(directory)
-        saved = _saved(record)
+        # Keys that are newer than the run have their defaults in it.
+        saved = plain(validated(RunConfig, _saved(record))[0])
         free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
         if differing := differences(saved, plain(config), free):
             raise UserError(
