@@ -194,3 +194,26 @@ def test_a_users_own_groups_go_with_the_code(place):
     assert yaml.safe_load((jobs / "config.yaml").read_text())["seed"] == 5
     (code,) = (jobs / "code").iterdir()
     assert (code / "trainer/conf/experiment/mine.yaml").is_file()
+
+
+def test_text_is_prepared_by_an_array_that_the_run_waits_for(place, monkeypatch, capsys):
+    fake_sbatch(place, monkeypatch, 'echo "$@" >> told; echo 77')
+    words = ["slurm.prepare=5", "slurm.cpus_per_task=8", "slurm.account=a", "--submit"]
+    script("name=mine", *words, name="mine")
+    assert Path("told").read_text().splitlines() == [
+        "--parsable slurm_jobs/mine/prepare.sbatch",
+        "--parsable --dependency=afterok:77 slurm_jobs/mine/job.sbatch",
+    ]
+    text = Path("slurm_jobs/mine/prepare.sbatch").read_text()
+    found = options(text)
+    assert {"--array=1-5", "--cpus-per-task=8", "--account=a", "--nodes=1"} <= set(found)
+    assert not any("gpus" in word for word in found)
+    last = text.strip().splitlines()[-1]
+    assert last.endswith('-m trainer prepare name=mine prepare.part="$SLURM_ARRAY_TASK_ID/5"')
+
+
+def test_the_array_that_prepares_can_be_written_alone(place):
+    from trainer.commands.slurm_prepare import COMMAND as ARRAY
+
+    run_command(ARRAY, [ONE, "name=mine", "slurm.prepare=3"])
+    assert "--array=1-3" in options(Path("slurm_jobs/mine/prepare.sbatch").read_text())

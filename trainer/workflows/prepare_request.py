@@ -13,13 +13,13 @@ class PrepareConfig:
     """``part``: ``3/16`` is the third of 16 parts, each prepared by a process of its own.
     ``workers``: processes that tokenise (null: one a core)."""
 
-    part: str = "1/1"
+    part: str | int = "1/1"
     workers: int | None = None
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
         found = []
-        match = re.fullmatch(r"(\d+)/(\d+)", self.part)
+        match = re.fullmatch(r"(\d+)/(\d+)", str(self.part))
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             found.append(
                 f"prepare.part: expected a part and how many there are, such as 3/16, got "
@@ -32,7 +32,7 @@ class PrepareConfig:
     @property
     def number_of(self) -> tuple[int, int]:
         """The part, from 1, and how many there are."""
-        number, _, parts = self.part.partition("/")
+        number, _, parts = str(self.part).partition("/")
         return int(number), int(parts)
 
 

@@ -1,0 +1,251 @@
+"""How fast text is prepared, opened and read, and how much memory that takes; ratios in one run.
+
+python scripts/benchmark_data.py prepare texts/*.jsonl     against `tokenizers` alone
+python scripts/benchmark_data.py memory --tokens=1e9       a stream of made-up text
+python scripts/benchmark_data.py open --tokens=1e11        by 64 processes at once
+python scripts/benchmark_data.py read DIRECTORY            blocks of 2k to 128k, by workers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+VOCABULARY = 32_768
+MIB = 2**20
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("prepare", "memory", "open", "read"))
+    parser.add_argument("paths", nargs="*", help="texts, or a directory that `prepare` wrote")
+    parser.add_argument("--tokens", type=float, default=1e9)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    given = parser.parse_args()
+    print(f"{processor()}, {given.workers} workers")
+    if given.what == "prepare":
+        prepare(given.paths, given.workers)
+    elif given.what == "memory":
+        memory(int(given.tokens), given.workers)
+    elif given.what == "open":
+        open_many(int(given.tokens))
+    else:
+        read(Path(given.paths[0]), given.workers)
+
+
+def processor() -> str:
+    """Its name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def peak() -> float:
+    """MiB that this process, or the largest it has waited for, had at once."""
+    mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return max(mine, theirs) / 1024
+
+
+def prepare(paths: list[str], workers: int) -> None:
+    """The whole of `prepare` against the library's own batches on as many threads, alternating."""
+    os.environ["RAYON_NUM_THREADS"] = str(workers)
+    from tokenizers import Tokenizer
+
+    from trainer.data.config import DataConfig, TokenizerConfig
+    from trainer.data.files import find_files
+    from trainer.data.preparing import Preparation
+    from trainer.data.rows import read_rows
+    from trainer.data.tokenizer import train_tokenizer
+
+    texts = [r for f in find_files(paths, "paths") for r in read_rows(f.path, "text")]
+    texts = [text for text in texts if isinstance(text, str)]
+    characters = sum(map(len, texts))
+    tokenizer = train_tokenizer(texts[:: max(len(texts) // 20_000, 1)], VOCABULARY, [])
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "tokenizer.json"
+        tokenizer.save(str(path))
+        print(f"{characters / 1e6:,.0f} million characters, {len(texts):,} documents")
+        for turn in range(2):
+            alone = Tokenizer.from_file(str(path))
+            began, tokens = time.perf_counter(), 0
+            for start in range(0, len(texts), 256):
+                encoded = alone.encode_batch_fast(texts[start : start + 256])
+                tokens += sum(len(one) for one in encoded)
+            of_library = time.perf_counter() - began
+            config = DataConfig(source="files", files=paths, cache_dir=f"{directory}/{turn}")
+            began = time.perf_counter()
+            work = Preparation.of(config, TokenizerConfig(path=str(path)), None)
+            work.run(workers=workers)
+            ours = time.perf_counter() - began
+            print(
+                f"tokenizers alone {tokens / of_library:12,.0f} tokens/s   prepare "
+                f"{tokens / ours:12,.0f} tokens/s   ratio {of_library / ours:.2f}"
+            )
+
+
+def made_up(tokens: int) -> Iterator[str]:
+    """Documents of words that are a token each, and rare ones that are several."""
+    draws = np.random.default_rng(0)
+    words = np.array([f" word{i}" for i in range(2_000)])
+    left = tokens
+    while left > 0:
+        size = int(draws.integers(100, 4_000))
+        yield "".join(words[draws.integers(0, len(words), size)])
+        left -= size
+
+
+def memory(tokens: int, workers: int) -> None:
+    """Prepare a stream that is never whole anywhere; what the processes need at most."""
+    from trainer.data.config import DataConfig, TokenizerConfig
+    from trainer.data.prepared import open_prepared
+    from trainer.data.preparing import Preparation
+    from trainer.data.sources import text_source
+    from trainer.data.tokenizer import train_tokenizer
+
+    text_source(made_up)
+    with tempfile.TemporaryDirectory() as directory:
+        words = [f" word{i}" for i in range(2_000)]
+        path = Path(directory) / "tokenizer.json"
+        train_tokenizer(made_up(200_000), 512, words).save(str(path))
+        config = DataConfig(
+            source="made_up", arguments={"tokens": tokens}, cache_dir=f"{directory}/cache"
+        )
+        work = Preparation.of(config, TokenizerConfig(path=str(path)), None)
+        began = time.perf_counter()
+        work.run(workers=workers)
+        seconds = time.perf_counter() - began
+        found = sum(open_prepared(work.directory).manifest["tokens"].values())
+    mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    print(
+        f"{found:,} tokens in {seconds:,.0f} s ({found / seconds:,.0f} tokens/s); peak memory: "
+        f"reader {mine:,.0f} MiB, largest worker {child:,.0f} MiB, together at most "
+        f"{mine + workers * child:,.0f} MiB"
+    )
+
+
+def sparse(directory: Path, tokens: int) -> None:
+    """A prepared text of empty files: what opens is the same."""
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(
+        models.WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>")
+    ).to_str()
+    (directory / "tokenizer.json").write_text(tokenizer)
+    size = 512 * MIB // 2
+    counts = {"train": tokens, "validation": size // 20, "test": size // 20}
+    shards: dict[str, list[dict[str, object]]] = {}
+    for split, count in counts.items():
+        shards[split] = []
+        for index in range(-(-count // size)):
+            name, mine = f"{split}-{index:05d}-0000", min(size, count - index * size)
+            for suffix, length in ((".bin", 2 * mine), (".ends", 4 * (mine // 1000))):
+                with (directory / f"{name}{suffix}").open("wb") as file:
+                    file.truncate(length)
+            about = {"documents": mine // 1000, "sha256": "0" * 64, "ends_sha256": "0" * 64}
+            shards[split].append({"name": name, "tokens": mine, **about})
+    import hashlib
+
+    manifest = {
+        "format": 2,
+        "request": {"source": "made_up"},
+        "source": {},
+        "dtype": "<u2",
+        "end_of_text": 0,
+        "tokenizer_sha256": hashlib.sha256(tokenizer.encode()).hexdigest(),
+        "bad_rows": 0,
+        "tokens": counts,
+        "documents": {split: count // 1000 for split, count in counts.items()},
+        "shards": shards,
+    }
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _opened(directory: str, barrier: object, results: object) -> None:
+    from trainer.data.order import sample_indices
+    from trainer.data.packing import StreamBlocks
+    from trainer.data.prepared import open_prepared
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    barrier.wait()  # type: ignore[attr-defined]
+    began = time.perf_counter()
+    text = open_prepared(Path(directory))
+    opened = time.perf_counter() - began
+    blocks = StreamBlocks(text.train, 2048)
+    numbers = np.arange(10**9, 10**9 + 64)
+    blocks.read(sample_indices(0, numbers, len(blocks)))
+    first = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    results.put((opened, first, (after - before) / 1024))  # type: ignore[attr-defined]
+
+
+def open_many(tokens: int) -> None:
+    """One process, then 64 at once: until it is open, until sample 10^9 is read, memory."""
+    import trainer.data.packing  # noqa: F401  so that forked processes need not
+
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as directory:
+        sparse(Path(directory), tokens)
+        for count in (1, 64):
+            barrier, results = context.Barrier(count), context.Queue()
+            given = (directory, barrier, results)
+            processes = [context.Process(target=_opened, args=given) for _ in range(count)]
+            for process in processes:
+                process.start()
+            found = np.array([results.get() for _ in processes])
+            for process in processes:
+                process.join()
+            opened, first, extra = found.max(axis=0)
+            print(
+                f"{tokens:,} tokens, {count:2} processes: open after {opened:.3f} s, batch of 64 "
+                f"at sample 10^9 after {first:.3f} s, {extra:.0f} MiB more (the slowest, largest)"
+            )
+
+
+def read(directory: Path, workers: int) -> None:
+    """Tokens a second from a warm page cache, through the loader that training uses."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from trainer.data.config import DataConfig
+    from trainer.data.corpus import corpus_at
+    from trainer.data.dataset import CountingSampler, TrainingSamples
+
+    torch.set_num_threads(1)
+    for length in (2_048, 4_096, 32_768, 131_072):
+        config = DataConfig(sequence_length=length, prepared=str(directory))
+        samples = TrainingSamples(corpus_at(config, [str(directory)]), config, 0)
+        size = max(2**19 // length, 1)
+        for processes in (0, workers):
+            sampler = CountingSampler(40, size)
+            loader = DataLoader(
+                samples, batch_sampler=sampler, collate_fn=lambda b: b, num_workers=processes
+            )
+            batches = iter(loader)
+            next(batches)
+            began = time.perf_counter()
+            count = sum(batch["labels"].numel() for batch in batches)
+            rate = count / (time.perf_counter() - began)
+            print(
+                f"blocks of {length:7,}, {processes} workers: {rate / 1e6:6.1f} million tokens/s, "
+                f"one read a sample of {length * 2 / 1024:,.0f} KiB"
+            )
+
+
+if __name__ == "__main__":
+    main()
