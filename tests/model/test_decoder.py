@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch.func import functional_call
 
+from trainer.data.config import DataConfig
+from trainer.data.dataset import as_batch
 from trainer.model.config import QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.recalibration.drop import drop
@@ -139,6 +142,37 @@ def test_packed_documents_do_not_see_each_other(tiny_decoder, positional):
     for row, (ids, parts) in enumerate(zip(IDS, lengths, strict=True)):
         alone = [model(part[None])[0] for part in ids.split(parts) if len(part)]
         torch.testing.assert_close(packed[row], torch.cat(alone), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "positional",
+    [
+        {"layers": ["rope"]},
+        {"layers": ["rope_id", "nope"]},
+        {"layers": ["rope", "alibi"], "windows": [4, None]},
+    ],
+    ids=["rope", "rope_id and nope", "alibi and a window"],
+)
+def test_packed_documents_whose_positions_restart_are_documents_alone(
+    tiny_decoder, positional, backend
+):
+    model = tiny_decoder(**positional)
+    model.use_backend(backend, "cpu", documents=True, half=False)
+    config, end = DataConfig(document_mask=True, restart_positions=True), 0
+    texts = [np.r_[IDS[0, :n].clamp(min=1).numpy(), end][None] for n in (5, 9, 1, 10)]
+    whole = np.concatenate(texts, axis=1)
+    packed = as_batch(whole, end, np.ones(whole.shape, np.float32), config)
+    alone = [as_batch(text, end, np.ones(text.shape, np.float32)) for text in texts]
+
+    def losses(batch):
+        found = torch.empty_like(batch["weights"])
+        given = {key: batch.get(key) for key in ("documents", "positions")}
+        model.loss(batch["input_ids"], batch["labels"], losses=found, **given)
+        return found[0]
+
+    expected = [losses(batch) for batch in alone]
+    torch.testing.assert_close(losses(packed), torch.cat(expected), rtol=0, atol=2e-6)
 
 
 def test_a_token_never_sees_the_future(tiny_decoder):
