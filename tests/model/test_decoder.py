@@ -149,10 +149,10 @@ def test_packed_documents_do_not_see_each_other(tiny_decoder, positional):
     "positional",
     [
         {"layers": ["rope"]},
-        {"layers": ["rope_id", "nope"]},
+        {"layers": ["rope", "nope"]},
         {"layers": ["rope", "alibi"], "windows": [4, None]},
     ],
-    ids=["rope", "rope_id and nope", "alibi and a window"],
+    ids=["rope", "rope and nope", "alibi and a window"],
 )
 def test_packed_documents_whose_positions_restart_are_documents_alone(
     tiny_decoder, positional, backend
