@@ -241,7 +241,7 @@ def test_other_shapes_compile_nothing(module):
 def test_speed_is_that_of_training(monkeypatch, base):
     """Ten steps in 8 seconds of training and 2 of measuring."""
     config = parse(RunConfig, merged(base, {"run_dir": "x"}))
-    callback = Metrics(config, Ranks(0, 1, 0, 1), None)
+    callback = Metrics(config, Ranks(0, 1, 0, 1), None, lambda step: {})
     times = {"compute": 8.0, "monitor": 2.0}
     stub = SimpleNamespace(timer=SimpleNamespace(read=lambda: times), device=torch.device("cpu"))
     callback.last_time = 5.0

@@ -4,7 +4,8 @@ Columns: ``phase`` is 0 before the drop and 1 after it; ``loss`` (nats per token
 trained) is the mean since the row before, ``loss/quarter_1`` to ``_4`` the same by position in the
 sequence; ``time/`` are seconds a step; ``memory`` is the peak on the GPU in GiB and ``mfu`` the
 share of its dense peak, both empty where there is none; the ``drop/`` columns are filled in the
-first row after the drop and in the last. ``time/monitor`` does not count into
+first row after the drop and in the last. ``epochs/`` say how often each text has been read.
+``time/monitor`` does not count into
 ``tokens_per_second`` and ``mfu``. Behind these stand the columns of what a run monitors
 (``length/``, ``probe/``), filled in the first row after each measurement.
 """

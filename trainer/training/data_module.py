@@ -8,7 +8,6 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, CountingSampler, TrainingSamples
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
@@ -20,14 +19,14 @@ class TrainingData(L.LightningDataModule):
 
     def __init__(
         self,
-        corpus: Corpus,
+        samples: TrainingSamples,
         config: RunConfig,
         ranks: Ranks,
         start: int,
         skips: list[list[int]],
     ) -> None:
         super().__init__()
-        self.corpus, self.config, self.ranks = corpus, config, ranks
+        self.samples, self.config, self.ranks = samples, config, ranks
         self.start, self.skips = start, skips
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -43,7 +42,7 @@ class TrainingData(L.LightningDataModule):
             skips=self.skips,
         )
         return DataLoader(
-            TrainingSamples(self.corpus, self.config.data, self.config.seed),
+            self.samples,
             batch_sampler=sampler,
             collate_fn=_as_is,
             num_workers=workers,

@@ -19,7 +19,13 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from trainer.data.corpus import Corpus
-from trainer.data.dataset import Batch, as_batch, held_out_windows
+from trainer.data.dataset import (
+    Batch,
+    TrainingSamples,
+    as_batch,
+    first_sample,
+    held_out_windows,
+)
 from trainer.errors import PreemptedError, UserError
 from trainer.interchange.pretrained import read_pretrained
 from trainer.positional.layout import Layout
@@ -153,12 +159,18 @@ def _fit(
         on_rank_zero(lambda: check_same_data(start.state, corpus, config))
         model.layout = Layout.from_dict(start.state["layout"])
     skips = start.state.get("skips", []) if skips is None else skips
+    samples = TrainingSamples(corpus, config.data, config.seed)
     module = LanguageModule(config, model, ranks, pretrained)
     title = f"Training {config.label or config.name}"
     with Progress(
         title, config.trainer.max_steps, config.tokens_per_step, silent=not ranks.is_rank_zero
     ) as progress:
-        metrics = Metrics(config, ranks, progress)
+        metrics = Metrics(
+            config,
+            ranks,
+            progress,
+            lambda step: samples.epochs(first_sample(step, config.trainer.batch_size, skips)),
+        )
         loggers = [MetricsFile(run_dir / "metrics.csv"), *other_loggers(config)]
 
         def run_state(trainer: L.Trainer) -> dict[str, Any]:
@@ -214,7 +226,9 @@ def _fit(
         count = f"{sum(p.numel() for p in model.parameters()):,}"
         log.info("%s: %s parameters, attention backend %s", title, count, backend)
         if start.step < config.trainer.max_steps:
-            trainer.fit(module, datamodule=TrainingData(corpus, config, ranks, start.step, skips))
+            trainer.fit(module, datamodule=TrainingData(samples, config, ranks, start.step, skips))
+            certificate = module.certificate.state()["samples"]
+            log.info("%s: what was read has the certificate %s", title, certificate)
         else:
             drop.load_state_dict(start.state["callbacks"]["Drop"])
         close(loggers)

@@ -164,9 +164,9 @@ def _finished_report(path: Path) -> Report:
 def say_epochs(config: RunConfig, corpus: Corpus) -> None:
     """Tell how much text there is, and how often the run reads it."""
     samples = TrainingSamples(corpus, config.data, config.seed)
-    read = config.trainer.max_steps * config.trainer.batch_size
+    read = samples.epochs(config.trainer.max_steps * config.trainer.batch_size)
     for part in corpus.parts:
-        times = samples.epochs(read)[part.name]
+        times = read[part.name]
         name = "The text" if len(corpus.parts) == 1 else f"The text {part.name!r}"
         tokens = f"{len(part.text.train):,}"
         log.info("%s holds %s tokens: this run reads it %.3g times", name, tokens, times)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -21,6 +22,9 @@ from trainer.training.optimizers import global_norm
 from trainer.training.peaks import dense_peak
 from trainer.training.phases import phase_at
 
+Epochs = Callable[[int], dict[str, float]]
+"""How often each text has been read after so many steps."""
+
 
 class Metrics(L.Callback):
     """Writes a row to all loggers, and advances the progress bar.
@@ -30,8 +34,8 @@ class Metrics(L.Callback):
     state.
     """
 
-    def __init__(self, config: RunConfig, ranks: Ranks, progress: Progress) -> None:
-        self.config, self.ranks, self.progress = config, ranks, progress
+    def __init__(self, config: RunConfig, ranks: Ranks, progress: Progress, epochs: Epochs) -> None:
+        self.config, self.ranks, self.progress, self.epochs = config, ranks, progress, epochs
         self.pending: dict[str, float] = {}
         self.last_loss: float | None = None
         self.last_time, self.last_step = 0.0, 0
@@ -54,6 +58,7 @@ class Metrics(L.Callback):
         norm = global_norm(module.model.parameters(), of=lambda p: p.detach())
         metrics = {
             "tokens": step * self.config.tokens_per_step,
+            **{f"epochs/{k}": round(v, 6) for k, v in self.epochs(step).items()},
             "phase": module.phases.index(phase_at(module.phases, step - 1)),
             **module.tally.read(),
             "parameter_norm": norm.item(),
