@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fsspec.core import url_to_fs
@@ -10,6 +11,10 @@ from trainer.errors import UserError
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+
+
+AT_ONCE = 16
+"""Addresses that are asked about at once."""
 
 
 def kind_of(path: str) -> tuple[str, str | None]:
@@ -59,13 +64,12 @@ def find_files(patterns: list[str], key: str) -> list[File]:
     """
     found: dict[str, int] = {}
     problems: list[str] = []
-    for pattern in patterns:
-        try:
-            matched = _matching(pattern)
-        except (OSError, ImportError, ValueError) as error:
-            problems.append(f"{key}: {pattern!r} cannot be read: {one_line(error)}.")
-            continue
-        if not matched:
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # a list may have thousands of addresses
+        outcomes = list(pool.map(_attempt, patterns))
+    for pattern, (matched, problem) in zip(patterns, outcomes, strict=True):
+        if problem:
+            problems.append(f"{key}: {pattern!r} cannot be read: {problem}.")
+        elif not matched:
             problems.append(
                 f"{key}: there is no file {pattern!r}."
                 if not _many(pattern)
@@ -84,6 +88,14 @@ def find_files(patterns: list[str], key: str) -> list[File]:
         raise UserError(*problems)
     root = _common_root(list(found))
     return [File(path, path[len(root) :], found[path]) for path in sorted(found)]
+
+
+def _attempt(pattern: str) -> tuple[dict[str, int], str]:
+    """What a pattern names, or why it cannot be told."""
+    try:
+        return _matching(pattern), ""
+    except Exception as error:  # transports raise whatever they like
+        return {}, one_line(error)
 
 
 def _many(pattern: str) -> bool:

@@ -12,8 +12,9 @@ import os
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,12 +58,19 @@ class BestFitBlocks:
     """Sequences of whole documents, as :func:`pack` wrote them down."""
 
     def __init__(self, text: Prepared, length: int) -> None:
-        self.stream, self.length, self.end = text.train, length, text.end_of_text
+        self.text, self.length = text, length
+        len(self)  # what is missing is said now
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: which text, not what is mapped, which they would get copies of."""
+        return {"text": self.text, "length": self.length}
+
+    @cached_property
+    def _tables(self) -> dict[str, NDArray[Any]]:
+        text, length = self.text, self.length
         paths = {name: packing_path(text.directory, length, name) for name in TABLES}
         try:
-            self._tables = {
-                name: np.memmap(paths[name], dtype=TABLES[name], mode="r") for name in TABLES
-            }
+            return {name: np.memmap(paths[name], dtype=TABLES[name], mode="r") for name in TABLES}
         except (OSError, ValueError) as error:
             raise UserError(
                 f"data.packing: the blocks of {str(text.directory)!r} for sequences of {length} "
@@ -75,14 +83,14 @@ class BestFitBlocks:
 
     def read(self, indices: Integers) -> tuple[Integers, NDArray[np.int64]]:
         """Documents one after the other, then end-of-text tokens."""
-        found = np.full((len(indices), self.length), self.end, np.int64)
+        found = np.full((len(indices), self.length), self.text.end_of_text, np.int64)
         filled = np.zeros(len(indices), np.int64)
         blocks, starts, lengths = (self._tables[name] for name in TABLES)
         for row, index in enumerate(indices.tolist()):
             for piece in range(int(blocks[index]), int(blocks[index + 1])):
                 size = int(lengths[piece])
                 into = found[row, filled[row] : filled[row] + size]
-                self.stream.read(int(starts[piece]), into)
+                self.text.train.read(int(starts[piece]), into)
                 filled[row] += size
         return found, filled
 

@@ -101,6 +101,9 @@ class Plan:
             os.link(temporary, directory / "plan.json")
         except FileExistsError:
             pass
+        except OSError:  # a file system without hard links
+            if not (directory / "plan.json").exists():
+                temporary.replace(directory / "plan.json")
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from trainer.data.prepared import cache_directory, is_prepared, open_prepared, r
 from trainer.data.sources import Listing, describe, is_here, source_problems
 from trainer.data.units import Report, prepare_units, write_manifest
 from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
 
 LARGEST_BY_ITSELF = 256 << 20
 """Bytes of local text that a run of one process prepares without being asked."""
@@ -126,6 +129,7 @@ class Preparation:
                 return False
             write_manifest(plan, self.directory)
         if not self.is_done:
+            log.info("Packing documents into sequences of %d tokens", self.config.sequence_length)
             pack(open_prepared(self.directory), self.config.sequence_length)
         return True
 

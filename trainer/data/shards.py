@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,10 @@ class Place:
     directory: Path
     shard: Shard
     dtype: str
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: where it lies, without the maps, which they would get copies of."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def ids(self) -> NDArray[Any]:

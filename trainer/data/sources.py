@@ -98,7 +98,7 @@ def is_here(config: SourceConfig) -> bool:
     """Whether listing the source needs no network."""
     if config.source == "hub":
         return False
-    return not any("://" in path for path in config.files)
+    return not any("://" in path.removeprefix("file://") for path in config.files)
 
 
 def _addresses(patterns: Sequence[str]) -> list[str]:
@@ -110,7 +110,7 @@ def _addresses(patterns: Sequence[str]) -> list[str]:
     found: list[str] = []
     for pattern in patterns:
         if not pattern.startswith("@"):
-            found.append(pattern)
+            found.append(pattern.removeprefix("file://"))
             continue
         try:
             with fsspec.open(pattern[1:], "rt", encoding="utf-8") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +73,7 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
             return (found, True) if ranks.is_rank_zero else None
         # The first rank has found the text; the others open it where it lies.
         places = on_rank_zero(lambda: open_corpus(config, ranks.world_size == 1).directories)
-        corpus = corpus_at(config.data, places)
+        corpus = open_everywhere(config, places)
         if ranks.is_rank_zero:
             say_epochs(config, corpus)
         runs = {
@@ -159,6 +160,23 @@ def _finished_report(path: Path) -> Report:
             f"run_dir: {str(path)!r} is damaged, or of an earlier version; remove it, and the same "
             "command evaluates the finished run again, without training."
         ) from None
+
+
+def open_everywhere(config: RunConfig, places: list[str]) -> Corpus:
+    """The corpus on every rank, where the first one found it: a node may lack its files.
+
+    Raises:
+        UserError: on all ranks, with what is wrong on any.
+    """
+    corpus, problems = None, ()
+    try:
+        corpus = corpus_at(config.data, places)
+    except UserError as error:
+        problems = tuple(f"{problem} (on {os.uname().nodename})" for problem in error.problems)
+    if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:
+        raise UserError(*dict.fromkeys(found))
+    assert corpus is not None
+    return corpus
 
 
 def say_epochs(config: RunConfig, corpus: Corpus) -> None:
