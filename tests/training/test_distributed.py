@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of, tensors_in
+from trainer.data.corpus import prepare_corpus
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
@@ -50,6 +51,8 @@ def launch(base, directory, ranks, jobs):
         name: (merged({**base, "run_dir": str(directory / name)}, changes), begin, stop)
         for name, (changes, begin, stop) in jobs.items()
     }
+    config = parse(RunConfig, next(iter(jobs.values()))[0])
+    prepare_corpus(config.data, config.tokenizer)  # several processes would not
     path = directory / f"jobs-{ranks}.json"
     path.write_text(json.dumps(list(jobs.values()), default=str))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -144,7 +147,7 @@ def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
 
 
 def test_what_processes_and_strategy_do_not_fit_is_said_once(base, tmp_path):
-    """Two processes on one device, then a batch that two ranks cannot share."""
+    """Two processes on one device, a batch that two ranks cannot share, text that is not there."""
     words = [
         "+experiment=drope_demo",
         "trainer.max_steps=4",
@@ -154,6 +157,7 @@ def test_what_processes_and_strategy_do_not_fit_is_said_once(base, tmp_path):
     cases = {
         "strategy=single": "2 processes were started, but strategy=single uses one",
         "strategy=ddp trainer.batch_size=5": "5 sequences do not divide .*nearest that does is 4",
+        "strategy=ddp": "has not been prepared .* -m trainer prepare \\+experiment=drope_demo",
     }
     for case, expected in cases.items():
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -168,5 +172,6 @@ def test_what_processes_and_strategy_do_not_fit_is_said_once(base, tmp_path):
         )
         assert done.returncode == 1
         # torchrun's own traceback comes after what the program says.
-        assert re.search(expected, done.stderr.split("Traceback")[0]), done.stderr
+        said = " ".join(done.stderr.split("Traceback")[0].split())
+        assert re.search(expected, said), done.stderr
         assert not (tmp_path / "run").exists()
