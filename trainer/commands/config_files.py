@@ -1,5 +1,5 @@
-"""The files that a configuration is made of: those of ``conf/``, and those of a user's own
-directory (``--config-dir``), of which every fault is one line that names the file."""
+"""The files that a configuration is composed of: those of ``conf/``, and those of a user's own
+directory (``--config-dir``); a mistake in one is one line that names the file."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class ConfigFiles:
         paths = (directory / place[0] / f"{place[1]}.yaml" for directory in self.directories)
         return next((path for path in paths if path.is_file()), None)
 
-    def lineage(self, place: Place, heirs: tuple[Place, ...] = ()) -> list[Path]:
+    def defaults_chain(self, place: Place, above: tuple[Place, ...] = ()) -> list[Path]:
         """The files that an option's defaults list leads to, and last its own.
 
-        ``heirs``: the options whose lists have led here.
+        ``above``: the options whose lists have led here.
 
         Raises:
             UserError: one of them cannot be read, names what does not exist, or leads to itself.
@@ -90,10 +90,10 @@ class ConfigFiles:
         if path is None:
             group, option = place
             near = did_you_mean(option, self.options(group))
-            where = f"{self.find(heirs[-1])}: defaults" if heirs else group
+            where = f"{self.find(above[-1])}: defaults" if above else group
             raise UserError(f"{where}: there is no {group} {option!r}.{near}")
-        if place in heirs:
-            circle = " -> ".join(name for _, name in (*heirs, place))
+        if place in above:
+            circle = " -> ".join(name for _, name in (*above, place))
             raise UserError(f"{path}: its defaults list leads back to itself ({circle}).")
         found = []
         for group, option in _parents(path, place[0]):
@@ -102,17 +102,17 @@ class ConfigFiles:
             if group and group not in self.groups():
                 near = did_you_mean(group, self.groups())
                 raise UserError(f"{path}: defaults: there is no group {group!r}.{near}")
-            found += self.lineage((group, option), (*heirs, place))
+            found += self.defaults_chain((group, option), (*above, place))
         return [*found, path]
 
-    def family(self, place: Place) -> list[Path]:
-        """Those of the lineage that lie in the group of the option.
+    def inherited(self, place: Place) -> list[Path]:
+        """The files of the chain that lie in the option's own group.
 
         Raises:
-            UserError: as :meth:`lineage`.
+            UserError: as :meth:`defaults_chain`.
         """
         parents = [directory / place[0] for directory in self.directories]
-        return [path for path in self.lineage(place) if path.parent in parents]
+        return [path for path in self.defaults_chain(place) if path.parent in parents]
 
     def default_groups(self, root: str) -> dict[str, str]:
         """The groups of the file that a command starts from, each with its default option."""

@@ -22,7 +22,7 @@ from trainer.commands.config_files import (
     is_global,
     read_file,
 )
-from trainer.commands.words import is_hydras, parse_words
+from trainer.commands.words import is_for_hydra, parse_words
 from trainer.errors import UserError, did_you_mean
 
 Values = dict[str, Any]
@@ -128,7 +128,7 @@ def _sorted(
             problems.append(
                 f"{word}: several values; {instead}, or --multirun for a job with each."
             )
-        elif is_hydras(override):
+        elif is_for_hydra(override):
             problems.append(f"{word}: Hydra's own settings need --multirun.")
         elif group not in groups or isinstance(override.value(), dict):
             others.append(override)
@@ -164,7 +164,7 @@ def _group_problems(override: Override, defaults: dict[str, str], files: ConfigF
         near = did_you_mean(option, files.options(group))
         return [f"{group}: there is no {group} {option!r}.{near}"]
     try:
-        path = files.lineage((group, option))[-1]
+        path = files.defaults_chain((group, option))[-1]
     except UserError as error:
         return list(error.problems)
     if group in defaults or (is_global(path) and override.is_add()):
@@ -214,7 +214,9 @@ def _plain(
         key = str(error.full_key or "")
         said = str(error).partition("\n")[0].rpartition("resolving interpolation: ")[2].strip('"')
         places = [place for place in (choices or {}).items() if files and files.find(place)]
-        paths = [path for place in places for path in (files or ConfigFiles()).lineage(place)]
+        paths = [
+            path for place in places for path in (files or ConfigFiles()).defaults_chain(place)
+        ]
         last = key.rpartition(".")[2].partition("[")[0]
         where = next((f" ({p})" for p in reversed(paths) if _unresolved(read_file(p), last)), "")
         raise UserError(*problems, f"{key}: {said}{where}.") from error

@@ -1,4 +1,4 @@
-"""``python -m trainer drill +experiment=NAME ...``: does this configuration survive a cluster?"""
+"""``python -m trainer drill +experiment=NAME ...``: fault injection into a small copy of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def execute(config: RunConfig) -> None:
-    """Break the small copy in every way, and print the table."""
+    """Inject every fault, and print the table; exit with 1 if a run ended differently."""
     from rich.console import Console
     from rich.table import Table
 

@@ -55,7 +55,7 @@ def help_text(
     """
     defaults = files.default_groups(root)
     parts = [about.strip()]
-    if keys := list(_documented(files.family(("", root))).values()):
+    if keys := list(_documented(files.inherited(("", root))).values()):
         parts.append("\n".join(["Keys (KEY=VALUE):", *map(str, keys)]))
     for group in described:
         names = files.options(group)
@@ -70,7 +70,7 @@ def help_text(
         if option == REQUIRED:
             option = names[0]
         prefix = f"{group}."
-        own = _documented(files.family((group, option)), prefix).values()
+        own = _documented(files.inherited((group, option)), prefix).values()
         more = "" if given else f"; of another: +{group}=NAME --help"
         parts.append("\n".join([f"Keys of {group}={option}{more}:", *map(str, own)]))
     others = [group for group in files.groups() if _belongs(group, defaults, files)]

@@ -15,7 +15,7 @@ from trainer.commands.config_files import ConfigFiles, config_directory
 from trainer.commands.configuration import Composed, compose_with_hydra, compose_words, plain_groups
 from trainer.commands.exit_codes import exit_codes
 from trainer.commands.options import COMPLETION
-from trainer.commands.words import expand, is_hydras, parse_words
+from trainer.commands.words import expand, is_for_hydra, parse_words
 from trainer.errors import UserError
 
 
@@ -28,8 +28,8 @@ def run_jobs(
         UserError: with the problems of all jobs, each once.
     """
     overrides, malformed = parse_words(words)
-    own = [override for override in overrides if is_hydras(override)]
-    jobs = expand([override for override in overrides if not is_hydras(override)])
+    own = [override for override in overrides if is_for_hydra(override)]
+    jobs = expand([override for override in overrides if not is_for_hydra(override)])
     problems = dict.fromkeys([*found, *malformed])
     outputs: set[str] = set()
     for job in jobs:
@@ -67,7 +67,7 @@ def show(
     problems: Sequence[str] = found
     if COMPLETION not in options:  # its words are no overrides
         overrides, malformed = parse_words(words)
-        plain = [str(override.input_line) for override in overrides if not is_hydras(override)]
+        plain = [str(override.input_line) for override in overrides if not is_for_hydra(override)]
         problems = compose_words(plain, command.root, files, [*found, *malformed]).problems
     if problems:
         raise UserError(*problems)

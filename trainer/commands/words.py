@@ -22,7 +22,7 @@ def parse_words(words: Sequence[str]) -> tuple[list[Override], list[str]]:
     return found, problems
 
 
-def is_hydras(override: Override) -> bool:
+def is_for_hydra(override: Override) -> bool:
     """Whether it sets something of Hydra itself, such as its launcher."""
     return override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
-from trainer.report.plotting import Frame, training_length_mark
+from trainer.report.plotting import Frame, log_axis, training_length_mark
 from trainer.report.results import Report
 from trainer.report.words import factor_label
 
@@ -33,12 +33,8 @@ def perplexity_axis(values: Iterable[float]) -> Scale:
             room = 0.06 * (high - low) or 0.1 * high
             axes.set_ylim(low - room, high + room)
             return
-        axes.set_yscale("log")
+        log_axis(axes, low, high)
         axes.set_ylim(low / 1.2, high * 1.2)
-        decades = math.log10(high / low)
-        axes.yaxis.set_major_locator(LogLocator(10, subs=(1,) if decades > 3 else (1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_locator(NullLocator())
 
     return prepare
 

@@ -12,7 +12,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainer.report.plotting import blank
+from trainer.report.plotting import blank, trim
 from trainer.report.results import Cell
 
 _COLUMNS = 5
@@ -65,10 +65,7 @@ def draw_heatmaps(
         axes.tick_params(length=0)
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
-    for axes in grid.flat[len(panels) :]:
-        axes.remove()
-    for axes in grid.flat[max(0, len(panels) - columns) : len(panels)]:
-        axes.tick_params(labelbottom=True)
+    trim(list(grid.flat), len(panels), columns)
     figure.supxlabel("sequence length (multiple of the training length)", fontsize=8)
     figure.supylabel("depth (% of the text)", fontsize=8)
     if image is not None:

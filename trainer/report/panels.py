@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainer.report.outcomes import Outcomes, Row
@@ -22,12 +21,10 @@ from trainer.report.plotting import (
     legend_above,
     line_handle,
     reference_handles,
+    trim,
 )
 
-_BESIDE, _WIDE = (
-    6,
-    96,
-)  # names of a legend beside each other, and characters of them and their lines
+_BESIDE, _WIDE = 6, 96  # entries of a legend in one row, and characters of them and their lines
 _DODGE = 0.03  # octaves between lines of one panel, so that their intervals stay apart
 
 
@@ -48,14 +45,9 @@ def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> 
     names = [outcomes.method(key) for key in methods] if by_model else models
     panels: dict[str, list[Series]] = {title: [] for title in titles}
     for (model, method), line in lines.items():
-        panel, name = (
-            (model, outcomes.method(method))
-            if by_model
-            else (
-                outcomes.method(method),
-                model,
-            )
-        )
+        panel, name = model, outcomes.method(method)
+        if not by_model:
+            panel, name = name, panel
         panels[panel].append(replace(line, label=name, style=names.index(name)))
     marked = any(line.marked for line in lines.values())
     looks = [Series(name, i, (), (), marked=marked) for i, name in enumerate(names)]
@@ -112,19 +104,11 @@ def _multiples(
             draw_line(axes, line)
         finish(axes, frame, with_note=False)
         axes.set_title(title, pad=3)
-    _trim(list(grid.flat), len(panels), columns)
+    trim(list(grid.flat), len(panels), columns)
     figure.supxlabel(frame.x_label, fontsize=8)
     figure.supylabel(frame.y_label, fontsize=8)
     _legend(figure, names, frame)
     return figure
-
-
-def _trim(grid: Sequence[Axes], used: int, columns: int) -> None:
-    """Panels without a line go; those above them carry the tick labels of their column."""
-    for axes in grid[used:]:
-        axes.remove()
-    for axes in grid[max(0, used - columns) : used]:
-        axes.tick_params(labelbottom=True)
 
 
 def _legend(figure: Figure, lines: Sequence[Series], frame: Frame) -> None:

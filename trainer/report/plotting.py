@@ -21,6 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from trainer.report.atomic import write_atomically
 
@@ -161,14 +162,27 @@ def _small_multiples(
         draw_line(axes, item)
         finish(axes, frame, with_note=False)
         axes.set_title(item.label, color=line_style(item)["color"], pad=3, fontsize=7.5)
-    for axes in panels[len(series) :]:
-        axes.remove()
-    # The panels above a gap in the last row carry the tick labels of their column.
-    for axes in panels[max(0, len(series) - shape[1]) : len(series)]:
-        axes.tick_params(labelbottom=True)
+    trim(panels, len(series), shape[1])
     figure.supxlabel(frame.x_label, fontsize=8)
     figure.supylabel(frame.y_label, fontsize=8)
     legend_above(figure, reference_handles(frame, with_vertical=True))
+
+
+def trim(grid: Sequence[Axes], used: int, columns: int) -> None:
+    """Remove panels without a line; those above a gap get the tick labels of their column."""
+    for axes in grid[used:]:
+        axes.remove()
+    for axes in grid[max(0, used - columns) : used]:
+        axes.tick_params(labelbottom=True)
+
+
+def log_axis(axes: Axes, low: float, high: float) -> None:
+    """A logarithmic y axis, with ticks for values from ``low`` to ``high``."""
+    axes.set_yscale("log")
+    decades = math.log10(high / low)
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1,) if decades > 3 else (1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def draw_line(axes: Axes, item: Series) -> None:

@@ -1,4 +1,4 @@
-"""A user's own Lightning callbacks, as ``callbacks`` in a configuration names them.
+"""A user's own Lightning callbacks, as ``callbacks`` in a configuration names them, and states.
 
 Only training imports and constructs them; for all that reads checkpoints they are plain values.
 """

@@ -1,7 +1,7 @@
-"""Does a run survive its cluster? Faults, done to a small copy of any experiment.
+"""Fault injection: does a small copy of an experiment survive what happens on clusters?
 
-Every fault is done to a run of its own, in processes of its own; the run is started again by the
-same configuration, and what it leaves must be bitwise what an unbroken run leaves: every row of its
+Every fault is injected into a run of its own, in processes of its own. The run is then started
+again with the same configuration, and must end bitwise like a run without faults: every row of its
 metrics, every tensor of its last checkpoint.
 """
 
@@ -38,21 +38,21 @@ class Fault:
     """Something that happens after ``step`` updates of a run.
 
     ``signal``: sent to all its processes. ``while_saving``: only once the tensors of that step's
-    checkpoint are written, and nothing else of it. ``harm``: done to a file of the newest
-    checkpoint afterwards. ``ranks``: processes before and after; None for as many.
+    checkpoint are written, and nothing else of it. ``corrupt``: done to a file of the
+    newest checkpoint afterwards. ``ranks``: processes before and after; None for as many.
     """
 
     name: str
     step: int
     signal: signal.Signals = signal.SIGKILL
     while_saving: bool = False
-    harm: Callable[[Path], object] | None = None
+    corrupt: Callable[[Path], object] | None = None
     ranks: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a fault did: an empty ``difference`` is a run that did not notice."""
+    """The result of a fault: ``difference`` from the run without faults, empty if there is none."""
 
     fault: Fault
     difference: str
@@ -82,16 +82,16 @@ FAULTS = (
     Fault("SIGTERM before the drop", 5, signal.SIGTERM),
     Fault("SIGTERM at the drop", DROP, signal.SIGTERM),
     Fault("SIGUSR1 after the drop", 17, signal.SIGUSR1),
-    Fault("newest checkpoint cut short", 10, harm=truncate),
-    Fault("a bit of the newest checkpoint flipped, after the drop", 18, harm=flip),
-    Fault("a file of the newest checkpoint missing", 15, harm=Path.unlink),
+    Fault("newest checkpoint cut short", 10, corrupt=truncate),
+    Fault("a bit of the newest checkpoint flipped, after the drop", 18, corrupt=flip),
+    Fault("a file of the newest checkpoint missing", 15, corrupt=Path.unlink),
     Fault("one process becomes two before the drop", 9, signal.SIGTERM, ranks=(1, 2)),
     Fault("two processes become one after the drop", 16, signal.SIGTERM, ranks=(2, 1)),
 )
 
 
 def drill(config: RunConfig, directory: Path) -> Iterator[Outcome]:
-    """Do every fault to a small copy of a run, in ``directory``; one outcome after the other."""
+    """Inject every fault into a small copy of a run, in ``directory``; yields the outcomes."""
     torch.set_num_threads(1)  # before any work, or forked processes would wait for threads
     small = shrink(config, directory / "unbroken")
     corpus = prepare_corpus(small.data, small.tokenizer)
@@ -101,7 +101,7 @@ def drill(config: RunConfig, directory: Path) -> Iterator[Outcome]:
         began = time.perf_counter()
         broken = replace(small, run_dir=str(directory / f"fault-{number:02}"))
         try:
-            suffer(broken, corpus, fault, ranks)
+            break_and_resume(broken, corpus, fault, ranks)
             difference = compare(small, broken, exactly=fault.ranks is None)
         except DrillError as error:
             difference = str(error)
@@ -113,8 +113,8 @@ class DrillError(Exception):
     """A process did not end as it should have."""
 
 
-def suffer(config: RunConfig, corpus: Corpus, fault: Fault, ranks: int) -> None:
-    """Run into a fault, then go on to the end.
+def break_and_resume(config: RunConfig, corpus: Corpus, fault: Fault, ranks: int) -> None:
+    """Train with a fault, then resume and train to the end.
 
     Raises:
         DrillError: a process ended otherwise than it should have.
@@ -122,9 +122,9 @@ def suffer(config: RunConfig, corpus: Corpus, fault: Fault, ranks: int) -> None:
     before, after = fault.ranks or (ranks, ranks)
     killed = -signal.SIGKILL if fault.signal == signal.SIGKILL else REQUEUE_EXIT_CODE
     start(config, corpus, before, fault, expected=killed)
-    if fault.harm is not None:
+    if fault.corrupt is not None:
         newest = regular_checkpoints(Path(config.run_dir) / "checkpoints")[-1]
-        fault.harm(max(newest.glob("__*"), key=lambda path: path.stat().st_size))
+        fault.corrupt(max(newest.glob("__*"), key=lambda path: path.stat().st_size))
     start(config, corpus, after)
 
 
@@ -199,7 +199,7 @@ def _train(config: RunConfig, corpus: Corpus, fault: Fault | None) -> int:
     if fault is not None and fault.while_saving:
         _die_while_saving(step_name(fault.step))
     elif fault is not None:
-        more.append(Strike(fault))
+        more.append(SendSignal(fault))
     init_distributed(config)
     try:
         train(config, corpus, callbacks=more)
@@ -210,14 +210,14 @@ def _train(config: RunConfig, corpus: Corpus, fault: Fault | None) -> int:
     return 0
 
 
-class Strike(L.Callback):
+class SendSignal(L.Callback):
     """Sends a fault's signal to this process in the middle of the step after ``fault.step``."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Strike once; a signal that only asks is not repeated."""
+        """Send it once: a second signal would not let the run stop in order."""
         if trainer.global_step == self.fault.step:
             self.fault, fault = replace(self.fault, step=-1), self.fault
             os.kill(os.getpid(), fault.signal)

@@ -35,8 +35,8 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
             not fit a task or the text, or no method applies to any model.
     """
     torch.set_num_threads(request.threads or os.cpu_count() or 1)
+    # Before checkpoints are read, which takes long where they are large.
     if request.output and (problem := writable_problem(request.output, "output")):
-        # Before checkpoints are read, which takes long where they are large.
         raise UserError(problem)
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(given, "compare") for given in request.compare]

@@ -26,7 +26,7 @@ MEASURES = {
     "key_stable_rank": "stable rank of keys",
     "query_stable_rank": "stable rank of queries",
 }
-LAYERS_TRIED, SHOWN, POINTS = 8, 3, 256
+SHOWN, POINTS = 3, 256
 
 
 class ClustersStudy(Study):
@@ -56,9 +56,7 @@ class ClustersStudy(Study):
         if self.target.chosen:
             own = [head for layer, head in self.target.chosen if layer == heads.layer]
             return list(dict.fromkeys(head // heads.queries_per_key for head in own))
-        layers = len(self.target.model.layout.layers)
-        tried = np.linspace(0, layers - 1, min(layers, LAYERS_TRIED)).round().astype(int)
-        return list(range(heads.k.shape[1])) if heads.layer in tried else []
+        return list(range(heads.k.shape[1])) if heads.layer in self.target.sampled_layers else []
 
     def section(self) -> Section:
         """Curves by length, distributions over heads, pictures of some."""

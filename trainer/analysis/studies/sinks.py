@@ -21,7 +21,7 @@ from trainer.report.geometry.glance import Indicator
 from trainer.report.geometry.section import Section
 
 HALF, SINK = 0.5, 4
-LAYERS_TRIED, SHOWN, CELLS = 8, 3, 128
+SHOWN, CELLS = 3, 128
 OF_ROWS = ("previous", "entropy")
 
 
@@ -60,9 +60,7 @@ class SinksStudy(Study):
     def _pictured(self, heads: Heads, rows: Rows) -> list[int]:
         if self.target.chosen:
             return [head for layer, head in self.target.chosen if layer == heads.layer]
-        layers = len(self.target.model.layout.layers)
-        tried = np.linspace(0, layers - 1, min(layers, LAYERS_TRIED)).round().astype(int)
-        if heads.layer not in tried:
+        if heads.layer not in self.target.sampled_layers:
             return []
         order = rows.sink[0, :, 1:].mean(dim=-1).argsort().tolist()
         return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]]))

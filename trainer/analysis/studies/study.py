@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,12 @@ class Target:
     def length(self) -> int:
         """Tokens of the text."""
         return self.ids.shape[1]
+
+    @property
+    def sampled_layers(self) -> list[int]:
+        """At most 8 layers, evenly spread, that a study looks at to choose what it shows."""
+        layers = len(self.model.layout.layers)
+        return np.linspace(0, layers - 1, min(layers, 8)).round().astype(int).tolist()
 
     @property
     def training_length(self) -> int:

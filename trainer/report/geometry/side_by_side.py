@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from trainer.report.plotting import (
     GRADED,
@@ -22,6 +20,7 @@ from trainer.report.plotting import (
     finish,
     legend_above,
     line_handle,
+    log_axis,
     paper_style,
     reference_handles,
 )
@@ -59,13 +58,8 @@ def unscaled(axes: Axes) -> None:
 def logarithmic(axes: Axes) -> None:
     """A logarithmic axis where the values span much."""
     low, high = axes.dataLim.intervaly
-    if not 0 < _LINEAR * low < high:
-        return
-    axes.set_yscale("log")
-    decades = math.log10(high / low)
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1,) if decades > 3 else (1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
+    if 0 < _LINEAR * low < high:
+        log_axis(axes, low, high)
 
 
 def whole_numbers(then: Callable[[Axes], None] = unscaled) -> Callable[[Axes], None]:
