@@ -16,7 +16,7 @@ from trainer.data.plan import SMALL, Plan, is_kept
 from trainer.data.rows import BadRow
 from trainer.errors import UserError
 
-BATCH = 1 << 20
+BATCH = 1 << 18
 """Characters of the documents that are tokenised together."""
 NAMED = 10
 """Malformed rows that are named."""
