@@ -16,6 +16,7 @@ import pytest
 from tests.data.conftest import write_texts
 from trainer.data import batches, plan, units
 from trainer.data.config import TokenizerConfig
+from trainer.data.corpus import prepare_corpus
 from trainer.data.lock import locked
 from trainer.data.prepared import open_prepared
 from trainer.data.preparing import Preparation
@@ -93,9 +94,7 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(config, whole, mon
     work = work_of(config)
     assert not work.is_done
     assert work.run(workers=1)
-    left = bytes_of(work.directory)
-    left.pop(".part-1-of-1.lock", None)
-    assert left == whole
+    assert bytes_of(work.directory) == whole
 
 
 def _killed_at(work, writes):
@@ -194,13 +193,26 @@ def test_a_file_behind_a_network_is_tried_again(config, whole, monkeypatch):
 
 def test_two_processes_do_not_do_one_part(config, many_pieces):
     work = work_of(config)
-    work.directory.mkdir(parents=True)
+    (work.directory / "pieces").mkdir(parents=True)
     with (
-        locked(work.directory / ".part-1-of-1.lock", "is busy"),
+        locked(work.directory / "pieces" / ".part-1-of-1.lock", "is busy"),
         pytest.raises(UserError, match=r"process \d+ of .* prepares part 1/1 of .* already; wait"),
     ):
         work_of(config).run(workers=1)
     assert work_of(config).run(workers=1)
+
+
+def test_a_run_waits_for_another_that_prepares_the_same_text(config, many_pieces):
+    processes = [get_context("fork").Process(target=_prepare, args=(config,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+def _prepare(config):
+    assert len(prepare_corpus(config, BPE).train)
 
 
 def test_special_tokens_in_text_are_text(config, tmp_path):

@@ -53,7 +53,8 @@ def small(words: list[str]) -> list[str]:
     """The command with the least budget."""
     if words[0] in SCRIPTS:
         return [words[0], *SCRIPTS[words[0]]]
-    if words[0].startswith("scripts/") or {"--help", "--cfg"} & set(words):
+    as_it_is = {"--help", "--cfg", "prepare", "inspect", "slurm"}
+    if words[0].startswith("scripts/") or as_it_is & set(words):
         return words
     kinds = {word for word in words if word.startswith("+evaluation=")}
     lengths = kinds <= {"+evaluation=extension", "+evaluation=niah"}

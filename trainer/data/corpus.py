@@ -101,7 +101,7 @@ def prepare_corpus(
             if not alone or not work.is_small:
                 raise UserError(work.missing)
             log.info("Preparing %s once, in %s", describe(text), work.directory)
-            work.run()
+            work.run(wait=True)
         directories.append(str(work.directory))
         # A mixture has the tokenizer of its first text.
         tokenizer = tokenizer or open_prepared(work.directory).tokenizer

@@ -19,11 +19,13 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 @contextmanager
-def locked(path: Path, work: str) -> Iterator[None]:
-    """Hold a lock on a file; where the file system knows none, a warning says so.
+def locked(path: Path, work: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock on a file, which stays; where the file system knows none, a warning says so.
+
+    ``wait``: until another process that ``work`` (as it stands in a sentence) lets go.
 
     Raises:
-        UserError: another process does ``work``, as it stands in the sentence.
+        UserError: another process holds it, and there is no waiting.
     """
     with path.open("a+") as file:
         try:
@@ -31,7 +33,10 @@ def locked(path: Path, work: str) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
-            raise UserError(f"{holder} {work}; wait for it, or stop it.") from None
+            if not wait:
+                raise UserError(f"{holder} {work}; wait for it, or stop it.") from None
+            log.info("Waiting: %s %s", holder, work)
+            fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:
                 raise
@@ -40,4 +45,3 @@ def locked(path: Path, work: str) -> Iterator[None]:
         file.write(f"process {os.getpid()} of {os.uname().nodename}")
         file.flush()
         yield
-        path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from trainer.data.packing import is_packed, pack
 from trainer.data.plan import Plan, digest, make_plan, plan_for, request_of
 from trainer.data.prepared import cache_directory, is_prepared, open_prepared, read_manifest
 from trainer.data.sources import Listing, describe, is_here, source_problems
-from trainer.data.units import Report, prepare_units, write_manifest
+from trainer.data.units import Report, prepare_units, said_in_one_line, write_manifest
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -109,28 +109,35 @@ class Preparation:
         workers: int | None = None,
         report: Report = lambda _: None,
         planned: Callable[[Plan], None] = lambda _: None,
+        wait: bool = False,
     ) -> bool:
         """Do one part of the work, or go on with it; whether all parts are done.
 
+        ``wait``: for another process that does the same, instead of an error.
+
         Raises:
-            UserError: the source cannot be read, or has too little text or too many bad rows.
+            UserError: the source cannot be read, has too little text or too many bad rows, or the
+                directory cannot be written.
         """
-        if not is_prepared(self.directory):
-            plan = self._plan()
-            planned(plan)
-            if not prepare_units(
-                plan,
-                self.config,
-                self.directory,
-                part=part,
-                workers=workers or cores(),
-                report=report,
-            ):
-                return False
-            write_manifest(plan, self.directory)
-        if not self.is_done:
-            log.info("Packing documents into sequences of %d tokens", self.config.sequence_length)
-            pack(open_prepared(self.directory), self.config.sequence_length)
+        with said_in_one_line(self.directory):
+            if not is_prepared(self.directory):
+                plan = self._plan()
+                planned(plan)
+                if not prepare_units(
+                    plan,
+                    self.config,
+                    self.directory,
+                    part=part,
+                    workers=workers or cores(),
+                    report=report,
+                    wait=wait,
+                ):
+                    return False
+                write_manifest(plan, self.directory)
+            if not self.is_done:
+                length = self.config.sequence_length
+                log.info("Packing documents into sequences of %d tokens", length)
+                pack(open_prepared(self.directory), length)
         return True
 
     def _plan(self) -> Plan:

@@ -13,9 +13,11 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ def prepare_units(
     part: tuple[int, int] = (1, 1),
     workers: int = 1,
     report: Report = lambda _: None,
+    wait: bool = False,
 ) -> bool:
     """Prepare one part of the units of a plan; returns whether all units of all parts are done.
 
@@ -71,28 +74,36 @@ def prepare_units(
         part: which of how many parts, from 1.
         workers: processes that tokenise.
         report: told of what is done.
+        wait: for another process that does this part, instead of an error.
 
     Raises:
-        UserError: a file cannot be read, too many rows are malformed, or there is no room.
+        UserError: a file cannot be read, or too many rows are malformed.
     """
     (directory / "pieces").mkdir(parents=True, exist_ok=True)
     number, parts = part
     mine = range(number - 1, len(plan.units), parts)
-    open_units = [unit for unit in mine if not _is_done(directory, unit)]
-    for unit in mine:
-        if unit not in open_units:
+    lock = directory / "pieces" / f".part-{number}-of-{parts}.lock"
+    with locked(lock, f"prepares part {number}/{parts} of {str(directory)!r} already", wait=wait):
+        left = [unit for unit in mine if not _is_done(directory, unit)]
+        for unit in sorted({*mine} - {*left}):
             done = sum(plan.files[i].text_bytes for i in plan.units[unit])
             report(Advance(done, _tokens(directory, unit)))
-    lock = directory / f".part-{number}-of-{parts}.lock"
-    again = f"prepares part {number}/{parts} of {str(directory)!r} already"
+        with encoders(plan, workers if left else 1) as tokenised:
+            for unit in left:
+                one = partial(_prepare_unit, plan, config, directory, unit, tokenised, report)
+                _with_patience(one)
+    return all(_is_done(directory, unit) for unit in range(len(plan.units)))
+
+
+@contextmanager
+def said_in_one_line(directory: Path) -> Iterator[None]:
+    """What disks and processes do to the work on a directory, as an error that names it.
+
+    Raises:
+        UserError: there is no room, it cannot be written, or a process was killed.
+    """
     try:
-        with locked(lock, again), encoders(plan, workers if open_units else 1) as tokenised:
-            for unit in open_units:
-                _with_patience(
-                    lambda unit=unit: _prepare_unit(
-                        plan, config, directory, unit, tokenised, report
-                    )
-                )
+        yield
     except OSError as error:
         if error.errno in NO_ROOM:
             raise UserError(
@@ -107,7 +118,6 @@ def prepare_units(
             "prepare: a process that tokenises was killed, perhaps for want of memory; what was "
             "finished stays, and the same command goes on (prepare.workers= for fewer of them)."
         ) from error
-    return all(_is_done(directory, unit) for unit in range(len(plan.units)))
 
 
 def write_manifest(plan: Plan, directory: Path) -> None:
