@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 
 import pytest
+
+from tests.program import run
 
 MISTAKES = {
     "misspelt key": (["model.hiden_size=3"], "Did you mean 'hidden_size'"),
@@ -42,16 +43,8 @@ MISTAKES = {
 }
 
 
-def trainer(*words, cwd, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "trainer", *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "UNROPE_CACHE": str(cwd / "cache"), **env},
-    )
+def trainer(*words, cwd):
+    return run("-m", "trainer", *words, cwd=cwd, UNROPE_CACHE=str(cwd / "cache"))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -73,8 +66,9 @@ def test_mistake_gives_a_clear_message_and_leaves_nothing(mistake, tmp_path):
 
 
 def test_help_is_quick_and_says_what_there_is(tmp_path):
+    command = [sys.executable, "-m", "trainer", "--help"]
     start = time.perf_counter()
-    result = trainer("--help", cwd=tmp_path)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert time.perf_counter() - start < 3
     assert result.returncode == 0
     for word in ("drope_demo", "encoding_zoo_demo", "evaluate", "positional:", "rope_id"):

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import program
+from tests.program import ROOT
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TRAIN = [
     "trainer.max_steps=8", "trainer.batch_size=4", "trainer.micro_batch_size=2",
-    "trainer.threads=1", "drop.effect_sequences=2", "evaluation.needles.trials=4",
-    "evaluation.windows=2", "evaluation.fit_windows=1", "evaluation.temperature.grid=[0.0,0.1]",
+    "trainer.threads=1", "drop.effect_sequences=2", "evaluation.lengths=[2]",
+    "evaluation.needles.trials=2", "evaluation.windows=1", "evaluation.fit_windows=1",
+    "evaluation.temperature.grid=[0.0,0.1]",
 ]  # fmt: skip
+LENGTHS = [
+    "threads=1", "evaluation.windows=2", "evaluation.fit_windows=1",
+    "evaluation.needles.trials=2", "evaluation.longrope.evaluations=2",
+]  # fmt: skip
+BUDGETS = {
+    **{word: [] for word in ("--help", "--cfg", "generate", "export")},
+    **{word: [] for word in ("prepare", "inspect", "slurm")},
+    "analysis=synthetic,matrix_entropy": ["threads=1"],
+    "analyze": ["threads=1", "analysis.length=128", "analysis.texts=2"],
+    "+evaluation=multiple_choice": ["evaluation.limit=2"],
+    "+evaluation=extension": [*LENGTHS, "evaluation.lengths=[1,2]"],
+    "evaluate": LENGTHS,
+    "+experiment=drope_smollm2_135m_local": [
+        *TRAIN, "data.sequence_length=32", "trainer.max_steps=2",
+    ],
+}  # fmt: skip
+"""What is added to a command that holds the word; of several words to the first."""
+ALONE = ["~controls.rope", "~controls.nope"]
+"""Demos of another name train without the controls, which the demo itself has."""
 BENCHMARK = [
     "--precision=fp32", "--vocab=64", "--warmup=0", "--repeats=1", "--no-compiled", "--no-memory",
 ]  # fmt: skip
@@ -26,13 +45,9 @@ SCRIPTS = {
     "scripts/benchmark_checkpoint.py": ["--model=nano", "--length=64", "--repeats=1"],
     "scripts/benchmark_generation.py": ["--quick"],
     "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
-    "scripts/benchmark_perplexity.py": ["--lengths", "64", "128"],
-    "scripts/kill_runs.py": ["--kills=3", "--steps=100"],
+    "scripts/benchmark_perplexity.py": ["--lengths", "512"],
+    "scripts/kill_runs.py": ["--kills=3", "--steps=60"],
 }
-LENGTHS = [
-    "threads=1", "evaluation.windows=2", "evaluation.fit_windows=1",
-    "evaluation.needles.trials=2", "evaluation.longrope.evaluations=2",
-]  # fmt: skip
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -51,20 +66,11 @@ def yaml_files(page: Path) -> list[str]:
 
 def small(words: list[str]) -> list[str]:
     """The command with the least budget."""
-    if words[0] in SCRIPTS:
-        return [words[0], *SCRIPTS[words[0]]]
-    as_it_is = {"--help", "--cfg", "prepare", "inspect", "slurm"}
-    if words[0].startswith("scripts/") or as_it_is & set(words):
-        return words
-    kinds = {word for word in words if word.startswith("+evaluation=")}
-    lengths = kinds <= {"+evaluation=extension", "+evaluation=niah"}
-    if "evaluate" in words and lengths:
-        return [*words, *LENGTHS]
-    if kinds or {"generate", "export", "analyze"} & set(words):
-        return words
-    if "+experiment=drope_smollm2_135m_local" in words:
-        return [*words, *TRAIN, "data.sequence_length=32", "trainer.max_steps=2"]
-    return [*words, *TRAIN]
+    if words[0].startswith("scripts/"):
+        return [words[0], *SCRIPTS.get(words[0], words[1:])]
+    budget = next((budget for word, budget in BUDGETS.items() if word in words), TRAIN)
+    another_demo = "+experiment=drope_demo" in words and "name=" in " ".join(words)
+    return [*words, *budget, *(ALONE if another_demo else ())]
 
 
 def test_every_page_shows_commands():
@@ -86,33 +92,22 @@ def place(tmp_path_factory):
         path = directory / re.search(r"^# (my_conf/\S+)", text, re.MULTILINE)[1]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    done = [["-m", "trainer", "+experiment=drope_demo"]]
-    run(directory, done[0])
+    done: list[list[str]] = []
+    run(commands(ROOT / "README.md")[0], directory, done)
     return directory, done
 
 
-def run(directory: Path, words: list[str]) -> None:
-    result = subprocess.run(
-        [sys.executable, *small(words)],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"},
-    )
-    assert result.returncode == 0, f"{words}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+def run(words: list[str], directory: Path, done: list[list[str]]) -> None:
+    """Run a command with the least budget, unless the same was done before."""
+    words = small(words)
+    if words not in done:
+        ended = program.run(*words, cwd=directory, WANDB_SILENT="true", OMP_NUM_THREADS="1")
+        assert ended.returncode == 0, f"{words}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+        done.append(words)
 
 
-def run_commands(page: Path, place: tuple[Path, list[list[str]]]) -> None:
-    directory, done = place
-    for words in commands(page):
-        if words not in done:
-            run(directory, words)
-            done.append(words)
-
-
-SHARING = [page for page in PAGES if page.name in ("README.md", "geometry.md", "lengths.md")]
+SHARED = ("README.md", "encodings.md", "geometry.md", "lengths.md")
+SHARING = [page for page in PAGES if page.name in SHARED]
 """Pages that show some of the same commands; those run once."""
 
 
@@ -121,7 +116,8 @@ class TestPagesThatShareCommands:
 
     @pytest.mark.parametrize("page", SHARING, ids=lambda page: page.name)
     def test_commands_run(self, page, place):
-        run_commands(page, place)
+        for words in commands(page):
+            run(words, *place)
 
 
 class TestOtherPages:
@@ -129,4 +125,5 @@ class TestOtherPages:
         "page", [p for p in PAGES if p not in SHARING], ids=lambda page: page.name
     )
     def test_commands_run(self, page, place):
-        run_commands(page, place)
+        for words in commands(page):
+            run(words, *place)

@@ -8,19 +8,16 @@ import json
 import math
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.program import ROOT, run
 from trainer.__main__ import main
 from trainer.analysis.names import ANALYSES
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.runs.checkpoints import find_checkpoint, read_state
 
-ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE, re.DOTALL)
 COMMANDS = [
@@ -30,7 +27,7 @@ COMMANDS = [
 SMALL = [
     "trainer.max_steps=20", "drop.at=10", "trainer.batch_size=4", "trainer.threads=1",
     "evaluation.needles.trials=8", "evaluation.windows=4", "evaluation.fit_windows=2",
-    "evaluation.lengths=[1,2]", "trainer.checkpoint_every=10", "~controls.nope", "~controls.rope",
+    "evaluation.lengths=[2]", "trainer.checkpoint_every=10", "~controls.nope", "~controls.rope",
 ]  # fmt: skip
 CALLBACK = """
 import lightning as L
@@ -49,18 +46,9 @@ def place(tmp_path_factory):
     for name, code in FILES:
         (directory / name).write_text(code)
     (directory / "my_callbacks.py").write_text(CALLBACK)
-    result = subprocess.run(
-        [
-            *(sys.executable, *COMMANDS[0][1:], *SMALL),
-            "+callbacks.mine={_target_: my_callbacks.Counter}",
-        ],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
+    callback = "+callbacks.mine={_target_: my_callbacks.Counter}"
+    ended = run(*COMMANDS[0][1:], *SMALL, callback, cwd=directory)
+    assert ended.returncode == 0, ended.stderr
     return directory
 
 

@@ -3,58 +3,57 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.program import Started
 from trainer.runs.metrics_file import read_metrics
 
 WORDS = [
     "+experiment=drope_demo",
-    "trainer.max_steps=60",
-    "drop.at=30",
-    "trainer.checkpoint_every=10",
-    "trainer.log_every=4",
+    "trainer.max_steps=40",
+    "drop.at=20",
+    "trainer.checkpoint_every=8",
+    "trainer.log_every=2",
     "trainer.threads=1",
     "trainer.batch_size=8",
-    "evaluation.needles.trials=16",
-    "evaluation.windows=8",
-    "evaluation.fit_windows=4",
+    "evaluation.needles.trials=4",
+    "evaluation.windows=2",
+    "evaluation.fit_windows=2",
     "evaluation.lengths=[1,2]",
 ]
 
 
-def start(run_dir: Path, *changes: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "trainer", *WORDS, f"run_dir={run_dir}", *changes],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def start(run_dir: Path, *changes: str) -> Started:
+    words = (*WORDS, f"run_dir={run_dir}", *changes)
+    return Started("-m", "trainer", *words, cwd=run_dir.parent)
 
 
 def finish(run_dir: Path) -> dict:
-    process = start(run_dir)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors.decode()
+    ended = start(run_dir).finish()
+    assert ended.returncode == 0, ended.stderr
     return json.loads((run_dir / "report.json").read_text())
 
 
+def refusal(run_dir: Path, *changes: str) -> str:
+    """What the program says of a mistake."""
+    ended = start(run_dir, *changes).finish()
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
 def kill_after(run_dir: Path, metrics: Path, step: int) -> None:
-    process = start(run_dir)
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        rows = read_metrics(metrics)
-        if rows and rows[-1]["step"] >= step:
-            break
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with start(run_dir) as process:
+        deadline = time.monotonic() + 120
+        while process.running() and time.monotonic() < deadline:
+            rows = read_metrics(metrics)
+            if rows and rows[-1]["step"] >= step:
+                break
+            time.sleep(0.01)
+        assert process.running()
 
 
 def without_times(run_dir: Path, report: dict) -> dict:
@@ -78,15 +77,17 @@ def uninterrupted(tmp_path_factory):
     return run_dir, finish(run_dir)
 
 
-@pytest.mark.parametrize(
-    ("where", "step"),
-    [("metrics.csv", 16), ("metrics.csv", 44), ("controls/nope/metrics.csv", 20)],
-    ids=["before the drop", "after the drop", "in a control"],
-)
-def test_killed_and_restarted_run_ends_with_the_same_report(uninterrupted, tmp_path, where, step):
+def test_run_killed_before_and_after_the_drop_and_in_a_control_ends_with_the_same_report(
+    uninterrupted, tmp_path
+):
     whole_dir, whole = uninterrupted
     run_dir = tmp_path / "run"
-    kill_after(run_dir, run_dir / where, step)
+    for metrics, step in (
+        ("metrics.csv", 10),
+        ("metrics.csv", 26),
+        ("controls/nope/metrics.csv", 14),
+    ):
+        kill_after(run_dir, run_dir / metrics, step)
     assert not (run_dir / "report.json").exists()
     report = finish(run_dir)
     assert without_times(run_dir, report) == without_times(whole_dir, whole)
@@ -119,34 +120,23 @@ def test_run_directory_holds_what_is_promised(uninterrupted):
 
 def test_finished_run_does_not_answer_for_another_evaluation(uninterrupted):
     run_dir, _ = uninterrupted
-    process = start(run_dir, "evaluation.needles.trials=17")
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert "evaluation.needles.trials: the run in" in errors.decode()
-    assert "trainer evaluate checkpoint=" in errors.decode()
+    said = refusal(run_dir, "evaluation.needles.trials=17")
+    assert "evaluation.needles.trials: the run in" in said
+    assert "trainer evaluate checkpoint=" in said
 
 
 def test_another_run_does_not_take_the_directory(uninterrupted):
     run_dir, _ = uninterrupted
-    process = start(run_dir, "seed=5", "model.hidden_size=32")
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 2
-    text = errors.decode()
-    assert "model.hidden_size: the run in" in text
-    assert "has 64, this command 32" in text
-    assert "overwrite=true" in text
-    assert "Traceback" not in text
+    said = refusal(run_dir, "seed=5", "model.hidden_size=32")
+    assert "model.hidden_size: the run in" in said
+    assert "has 64, this command 32" in said
+    assert "overwrite=true" in said
 
 
 def test_a_second_process_does_not_train_in_the_same_directory(tmp_path):
     run_dir = tmp_path / "run"
     long = "trainer.max_steps=4000"
-    first = start(run_dir, long)
-    while not (run_dir / "metrics.csv").exists() and first.poll() is None:
-        time.sleep(0.05)
-    second = start(run_dir, long)
-    _, errors = second.communicate(timeout=120)
-    first.kill()
-    first.wait()
-    assert second.returncode == 2
-    assert "another process is training in" in errors.decode()
+    with start(run_dir, long) as first:
+        while not (run_dir / "metrics.csv").exists() and first.running():
+            time.sleep(0.05)
+        assert "another process is training in" in refusal(run_dir, long)

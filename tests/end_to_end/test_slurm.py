@@ -58,12 +58,12 @@ exit "$code"
 STUB = """\
 import os, signal, sys, time
 from pathlib import Path
-import torch, torch.distributed as dist
 
 signalled = []
 signal.signal(signal.SIGUSR1, lambda *_: signalled.append(True))
 if "label=fail" in sys.argv:
     sys.exit(3)
+import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank, checkpoint = dist.get_rank(), Path("checkpoint")
 start = int(checkpoint.read_text()) if checkpoint.exists() else 0

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.program import run_ranks
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of, tensors_in
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.checkpoints import read_state
@@ -55,44 +53,35 @@ def launch(base, directory, ranks, jobs):
     prepare_corpus(config.data, config.tokenizer)  # several processes would not
     path = directory / f"jobs-{ranks}.json"
     path.write_text(json.dumps(list(jobs.values()), default=str))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", str(SCRIPT), str(path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[:8000]  # what failed first; torchrun's own last
+    for rank in run_ranks(ranks, SCRIPT, path, cwd=directory):
+        assert rank.returncode == 0, rank.stderr[-8000:]
     return {name: parse(RunConfig, values) for name, (values, _, _) in jobs.items()}
 
 
 @pytest.fixture(scope="module")
 def resumed(base, tmp_path_factory):
-    """The directory, and the configurations of four runs of every variant."""
+    """The directory, and the configurations of three runs of every variant."""
     directory, jobs = tmp_path_factory.mktemp("resumed"), {}
     for name, changes in VARIANTS.items():
         checkpoints = directory / name / "whole" / "checkpoints"
         never = merged(changes, {"trainer": {"checkpoint_every": 100}})
         jobs |= {
             f"{name}/whole": (changes, None, None),
-            f"{name}/from4": (changes, checkpoints / "step-000004", None),
-            f"{name}/from8": (changes, checkpoints / "step-000008", None),
-            f"{name}/stopped": (never, None, 6),
+            f"{name}/resumed": (changes, checkpoints / "step-000008", None),
+            f"{name}/stopped": (never, None, 2),
         }
     return directory, launch(base, directory, 2, jobs)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_resumed_runs_are_bitwise_the_uninterrupted_one(resumed, name):
-    """The drop is at 6 of 12; from 4 it is still to come, from 8 it has been."""
+    """The drop is at 6 of 12: still to come for the stopped run, past for the other."""
     directory, runs = resumed
-    # One rank was told during step 7; both knew it, and stopped, after step 8.
+    # One rank was told during step 3; both knew it, and stopped, after step 4.
     for rank in (0, 1):
-        assert "after step 8" in (directory / name / "stopped" / f"stopped-{rank}").read_text()
+        assert "after step 4" in (directory / name / "stopped" / f"stopped-{rank}").read_text()
     whole = runs[f"{name}/whole"]
-    for part in ("from4", "from8", "stopped"):
+    for part in ("resumed", "stopped"):
         config = runs[f"{name}/{part}"]
         assert_same_state(checkpoint_of(config), checkpoint_of(whole))
         assert rows_of(config) == rows_of(whole)
@@ -146,7 +135,7 @@ def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
                 torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-4)
 
 
-def test_what_processes_and_strategy_do_not_fit_is_said_once(base, tmp_path):
+def test_what_processes_and_strategy_do_not_fit_is_said_by_each(base, tmp_path):
     """Two processes on one device, a batch that two ranks cannot share, text that is not there."""
     words = [
         "+experiment=drope_demo",
@@ -160,18 +149,7 @@ def test_what_processes_and_strategy_do_not_fit_is_said_once(base, tmp_path):
         "strategy=ddp": "has not been prepared .* -m trainer prepare \\+experiment=drope_demo",
     }
     for case, expected in cases.items():
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*command, "--nproc-per-node=2", "-m", "trainer", *words, *case.split()],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=SCRIPT.parents[2],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 1
-        # torchrun's own traceback comes after what the program says.
-        said = " ".join(done.stderr.split("Traceback")[0].split())
-        assert re.search(expected, said), done.stderr
+        for rank in run_ranks(2, "-m", "trainer", *words, *case.split(), cwd=tmp_path):
+            assert rank.returncode == 2
+            assert re.fullmatch(f"error: .*{expected}.*\n", rank.stderr), rank.stderr
         assert not (tmp_path / "run").exists()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.program import Started
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.errors import PreemptedError
 from trainer.runs.checkpoints import read_state, regular_checkpoints, step_name
@@ -92,18 +91,16 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
         "print('ready', flush=True)\n"
         "while True: time.sleep(0.05)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, env=environment, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # one notice, by two ways
-        process.send_signal(number)
-        time.sleep(0.2)
-        assert process.poll() is None
-    time.sleep(1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == -signal.SIGTERM
+    with Started(script, cwd=tmp_path) as process:
+        while process.running() and process.said("stdout") != "ready\n":
+            time.sleep(0.01)
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # one notice, by two ways
+            process.signal(number)
+            time.sleep(0.2)
+            assert process.running()
+        time.sleep(1)
+        process.signal(signal.SIGTERM)
+        assert process.finish(timeout=10).returncode == -signal.SIGTERM
 
 
 def test_a_signal_while_evaluating_stops_at_once_and_asks_for_a_requeue(monkeypatch, tmp_path):

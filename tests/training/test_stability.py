@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.program import run as run_process
 from tests.training.test_run import checkpoint_of, rows_of
 from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
@@ -69,14 +68,7 @@ def test_a_stuck_step_ends_the_process_with_its_stacks(tmp_path):
         "Watchdog(config, Path('.'), True).on_train_start()\n"
         "waiting_for_a_rank()\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=180,  # for the imports on a busy machine
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    done = run_process(script, cwd=tmp_path)
     assert done.returncode == 1
     assert "Timeout" in done.stderr
     assert "waiting_for_a_rank" in done.stderr

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.program import run
 
 SETUP = """
 import signal, sys
 from trainer.workflows import drill
 from trainer.workflows.drill import Fault
+KILL, STOP = Fault('kill', 14), Fault('stop', 12, signal.SIGTERM)
 """
-
-FEW = "drill.FAULTS = (Fault('kill', 14), Fault('stop', 12, signal.SIGTERM))\n"
-
 PLANTS = {
     "nothing": "",
     "a sample skipped at resume": """
@@ -55,20 +48,14 @@ run.make_decoder = remember
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_the_drill_notices_what_is_planted(tmp_path, plant):
+    sound = plant == "nothing"
+    faults = "drill.FAULTS = KILL, STOP\n" if sound else "drill.FAULTS = STOP,\n"
     script = tmp_path / "script.py"
     script.write_text(
-        SETUP + FEW + PLANTS[plant] + "from trainer.__main__ import main\n"
+        SETUP + faults + PLANTS[plant] + "from trainer.__main__ import main\n"
         "main(['drill', '+experiment=drope_demo', 'optimizer=adamw'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    sound = plant == "nothing"
+    done = run(script, cwd=tmp_path)
     assert done.returncode == (0 if sound else 1), done.stdout + done.stderr
     assert ("2 of 2 survived" in done.stdout) == sound
     assert ("instead of" in done.stdout) == (not sound)

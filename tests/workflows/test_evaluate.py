@@ -13,6 +13,7 @@ from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.evaluation.settings import TemperatureSettings
 from trainer.model.backends import BACKENDS
 from trainer.runs.checkpoints import load_decoder
@@ -28,6 +29,7 @@ CONFIG = EvaluationConfig(
     windows=2,
     fit_windows=2,
     needles=NeedleTaskSettings(trials=4, needles=2),
+    ruler=RulerSettings(trials=2),
     temperature=TemperatureSettings(grid=[0.3], models="all"),
 )
 

@@ -1,0 +1,12 @@
+"""What processes that tests/program.py starts have imported and read before they are forked."""
+
+import torch
+
+import trainer.report.writing
+import trainer.workflows.analyze
+import trainer.workflows.experiment  # noqa: F401
+from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.data.corpus import prepare_corpus
+
+torch.set_num_threads(1)
+prepare_corpus(DataConfig(), TokenizerConfig())  # keeps the text of Python's documentation
