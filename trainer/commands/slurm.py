@@ -45,14 +45,14 @@ class Job:
     submit: bool
 
 
-def read(composed: Composed) -> Job:
-    """The checked job."""
+def read(composed: Composed, trains: bool = True) -> Job:
+    """The checked job; ``trains``: whether it is the run's own."""
     from trainer.runs.parsing import validated
 
     values = {key: value for key, value in composed.values.items() if key != "slurm"}
     group, found = validated(Slurm, {"slurm": composed.values["slurm"]})
     problems = [*found, *(f"slurm.{p}" for p in group.slurm.problems())]
-    problems += _misfits(group.slurm, values)
+    problems += _misfits(group.slurm, values) if trains else []
     config = read_run(replace(composed, values=values), problems)
     words = tuple(word for word in composed.words if not _is_setting(word))
     return Job(group.slurm, config, words, composed.files, SUBMIT in composed.flags)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def read(composed: Composed) -> slurm.Job:
     """The checked job, of one part at least."""
-    job = slurm.read(composed)
+    job = slurm.read(composed, trains=False)
     return replace(job, settings=replace(job.settings, prepare=max(job.settings.prepare, 1)))
 
 
