@@ -241,6 +241,6 @@ def test_memory_for_a_document_does_not_depend_on_it(monkeypatch):
 def test_text_too_short_leaves_nothing_behind(tmp_path, config):
     write_texts(tmp_path / "few", files=1, documents=2)
     config = replace(config, files=[str(tmp_path / "few")])
-    with pytest.raises(UserError, match="2 different document"):
+    with pytest.raises(UserError, match=r"too few different documents \(2\)"):
         work_of(config).run(workers=1)
     assert not (tmp_path / "cache").exists()

@@ -19,7 +19,7 @@ MISTAKES = {
     "rotary fraction 1.5": (["positional.encodings.rope.rotary_fraction=1.5"], "rotary_fraction"),
     "unknown experiment": (["+experiment=drope_dem"], "Did you mean 'drope_demo'"),
     "unknown command": (["evalute"], "Did you mean 'evaluate'"),
-    "empty text file": (["data=files", "data.files=[empty.txt]"], "'empty.txt' holds no text"),
+    "empty text file": (["data=files", "data.files=[empty.txt]"], "'empty.txt' is empty"),
     "missing text file": (["data=files", "data.files=[none.txt]"], "there is no file 'none.txt'"),
     "negative length": (["data.sequence_length=-1"], "data.sequence_length"),
     "window beyond the context": (["positional=alibi", "positional.windows=[99]"], "window of 99"),
@@ -39,7 +39,7 @@ MISTAKES = {
         ["evaluate", "checkpoint=damaged", "output=/proc/x"],
         "output: '/proc/x' cannot be written",
     ),
-    "text too short": (["data=files", "data.files=[short.txt]"], "fewer tokens"),
+    "text too short": (["data=files", "data.files=[short.txt]"], "too few different documents"),
 }
 
 

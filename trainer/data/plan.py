@@ -233,7 +233,7 @@ def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
         before += length
     if len(bounds) < 2 or bounds[0] == bounds[1]:
         raise UserError(
-            f"data: {len(hashes)} different document(s) are too few to keep data.validation="
+            f"data: too few different documents ({len(hashes)}) to keep data.validation="
             f"{config.validation} and data.test={config.test} of them out of training; give more "
             "text (a line of a .jsonl is never cut) or larger shares."
         )
