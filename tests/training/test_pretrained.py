@@ -19,7 +19,7 @@ from trainer.runs.checkpoints import BEFORE_DROP, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import effect_batch, train
-from trainer.workflows.experiment import open_corpus
+from trainer.workflows.training_text import open_corpus
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.config import RunConfig
 
 
-def open_corpus(config: RunConfig, alone: bool) -> Corpus:
+def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     """The run's text, with the tokenizer of its pretrained model where it has one.
 
     ``alone``: whether the run has one process, which may prepare small text.
