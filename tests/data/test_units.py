@@ -215,6 +215,21 @@ def _prepare(config):
     assert len(prepare_corpus(config, BPE).train)
 
 
+def test_a_source_that_does_not_say_its_size_may_be_large(config, whole, monkeypatch):
+    """Read once, by several processes, and split by shares alone."""
+    from trainer.data import sources
+
+    texts = [f"Poem {i} is about a number. " * 3 for i in range(2000)]
+    monkeypatch.setitem(sources.TEXT_SOURCES, "poems", lambda: iter(texts))
+    monkeypatch.setattr(plan, "SMALL", 1000)
+    work = work_of(replace(config, source="poems"))
+    assert work.run(workers=2)
+    documents = open_prepared(work.directory).manifest["documents"]
+    assert sum(documents.values()) == 2000
+    assert abs(documents["test"] - 400) < 100
+    assert abs(documents["validation"] - 200) < 80
+
+
 def test_special_tokens_in_text_are_text(config, tmp_path):
     path = tmp_path / "texts" / "0.jsonl"
     path.write_text(json.dumps({"text": "before <|endoftext|> after " * 5}) + "\n")

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 
 from trainer.data.config import SourceConfig
 from trainer.data.encoding import Encoded, Encoder, encode, start_worker
-from trainer.data.plan import SMALL, Plan, is_kept
+from trainer.data.plan import BYTES_PER_TOKEN, SMALL, Plan, is_kept
 from trainer.data.rows import BadRow
 from trainer.errors import UserError
 
@@ -91,7 +91,8 @@ def cores() -> int:
 def encoders(plan: Plan, workers: int) -> Iterator[Map]:
     """Something that tokenises batches in their order, in other processes where it is worth it."""
     arguments = (plan.tokenizer, plan.end, plan.thresholds, plan.dtype)
-    if workers == 1 or sum(file.text_bytes for file in plan.files) <= SMALL // 4:
+    few = plan.tokens is not None and plan.tokens * BYTES_PER_TOKEN <= SMALL // 4
+    if workers == 1 or few:
         encoder = Encoder(*arguments)
         yield lambda batches: ((batch, encoder(batch.texts)) for batch in batches)
         return

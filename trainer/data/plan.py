@@ -76,7 +76,8 @@ class Plan:
     """How a source becomes shards.
 
     ``units``: indices of the files that are prepared together. ``tokenizer``: its JSON; ``end``:
-    the id behind every document; ``dtype``: of the ids. ``tokens``: about how many there will be.
+    the id behind every document; ``dtype``: of the ids. ``tokens``: about how many there will be
+    (None: the source does not say how large it is).
     """
 
     request: dict[str, Any]
@@ -87,7 +88,7 @@ class Plan:
     tokenizer: str
     end: int
     dtype: str
-    tokens: int
+    tokens: int | None
 
     def write(self, directory: Path) -> None:
         """Write it, unless another process has done so first."""
@@ -144,7 +145,7 @@ def make_plan(
     if small is not None:
         thresholds, tokens = exact_thresholds(small, config), sum(map(len, small)) // 4
     else:
-        tokens = size // BYTES_PER_TOKEN
+        tokens = size // BYTES_PER_TOKEN or None
         thresholds = _estimated_thresholds(config, tokens)
     if tokenizer_config.path:
         tokenizer = load_tokenizer(tokenizer_config.path)
@@ -240,9 +241,12 @@ def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
     return Thresholds(*bounds)
 
 
-def _estimated_thresholds(config: SourceConfig, tokens: int) -> Thresholds:
-    test = min(config.test, config.test_tokens / tokens)
-    validation = min(config.validation, config.validation_tokens / tokens)
+def _estimated_thresholds(config: SourceConfig, tokens: int | None) -> Thresholds:
+    """Those of the shares, and of the numbers of tokens where the size is known."""
+    test, validation = config.test, config.validation
+    if tokens is not None:
+        test = min(test, config.test_tokens / tokens)
+        validation = min(validation, config.validation_tokens / tokens)
     return Thresholds(int((1 - validation - test) * 2**64), int((1 - test) * 2**64))
 
 

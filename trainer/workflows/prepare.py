@@ -68,7 +68,7 @@ def _run(work: Preparation, request: PrepareRequest) -> bool:
             describe(work.config),
             f"{size / 2**20:,.0f} MiB",
             len(plan.files),
-            f"{plan.tokens:,}",
+            "?" if plan.tokens is None else f"{plan.tokens:,}",
             without_home(str(work.directory)),
         )
         mine = [plan.units[i] for i in range(number - 1, len(plan.units), parts)]
