@@ -15,15 +15,17 @@ from tests.program import ROOT, run
 from trainer.__main__ import main
 from trainer.analysis.names import ANALYSES
 from trainer.analysis.studies.catalogue import STUDIES
+from trainer.data.sources import TEXT_SOURCES
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.runs.checkpoints import find_checkpoint, read_state
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE, re.DOTALL)
-COMMANDS = [
-    shlex.split(command.replace("\\\n", " "))
-    for command in re.findall(r"```sh\n(python -m trainer .*?)```", GUIDE, re.DOTALL)
-]
+COMMANDS = {
+    words[0]: words
+    for command in re.findall(r"```sh\npython -m trainer (.*?)```", GUIDE, re.DOTALL)
+    if (words := shlex.split(command.replace("\\\n", " ")))
+}
 SMALL = [
     "trainer.max_steps=20", "drop.at=10", "trainer.batch_size=4", "trainer.threads=1",
     "evaluation.needles.trials=8", "evaluation.windows=4", "evaluation.fit_windows=2",
@@ -47,7 +49,9 @@ def place(tmp_path_factory):
         (directory / name).write_text(code)
     (directory / "my_callbacks.py").write_text(CALLBACK)
     callback = "+callbacks.mine={_target_: my_callbacks.Counter}"
-    ended = run(*COMMANDS[0][1:], *SMALL, callback, cwd=directory)
+    ended = run(
+        "-m", "trainer", *COMMANDS["+experiment=drope_demo"], *SMALL, callback, cwd=directory
+    )
     assert ended.returncode == 0, ended.stderr
     return directory
 
@@ -57,8 +61,9 @@ def command(place, monkeypatch):
     """Runs a command of the guide in that directory; what its files register is forgotten."""
     monkeypatch.chdir(place)
     tasks, studies, names = dict(NEEDLE_TASKS), dict(STUDIES), list(ANALYSES)
-    yield lambda number, *words: main([*COMMANDS[number][3:], *words])
-    for registry, before in ((NEEDLE_TASKS, tasks), (STUDIES, studies)):
+    sources = dict(TEXT_SOURCES)
+    yield lambda name, *words: main([*COMMANDS[name], *words])
+    for registry, before in ((NEEDLE_TASKS, tasks), (STUDIES, studies), (TEXT_SOURCES, sources)):
         registry.clear()
         registry.update(before)
     ANALYSES[:] = names
@@ -79,15 +84,20 @@ def test_a_callback_is_called_at_every_batch(place):
 
 
 def test_a_task_has_cells_in_the_table(command, place):
-    command(1, "evaluation.needles.trials=3", "threads=1")
+    command("evaluate", "evaluation.needles.trials=3", "threads=1")
     report = json.loads((place / "runs/linear/lengths/niah/report.json").read_text())
     scores = [cell["scores"] for cell in report["cells"] if cell["task"] == "colour"]
     assert len(scores) == 1
     assert len(scores[0]) == 3
 
 
+def test_a_source_is_prepared(command, capsys):
+    command("prepare")
+    assert "3,000 documents" in capsys.readouterr().out
+
+
 def test_an_analysis_has_a_page(command, place, capsys):
-    command(2, "threads=1")
+    command("analyze", "threads=1")
     page = place / "runs/linear/analysis/key_norms/report.html"
     assert "Norms of keys" in page.read_text()
     assert "The longest keys are in layer" in capsys.readouterr().out
@@ -96,6 +106,6 @@ def test_an_analysis_has_a_page(command, place, capsys):
 def test_a_file_that_registers_nothing_of_that_name_is_told_so(command, place, capsys):
     (place / "empty.py").write_text("")
     with pytest.raises(SystemExit) as error:
-        command(2, "plugins=[empty.py]")
+        command("analyze", "plugins=[empty.py]")
     assert error.value.code == 2
     assert "analysis.kind: there is no analysis 'key_norms'" in capsys.readouterr().err
