@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from trainer.data.config import SourceConfig, TokenizerConfig
@@ -216,7 +217,7 @@ def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
     characters.
 
     Raises:
-        UserError: there are too few documents.
+        UserError: there are fewer than three documents.
     """
     hashes = {document_hash(text): 0 for text in documents}
     for text in documents:
@@ -225,20 +226,18 @@ def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
     tokens = max(total / BYTES_PER_TOKEN, 1)
     test = min(config.test, config.test_tokens / tokens)
     validation = min(config.validation, config.validation_tokens / tokens)
-    bounds: list[int] = []
-    before = 0
-    for value, length in sorted(hashes.items()):
-        goals = (1 - validation - test, 1 - test)
-        while len(bounds) < 2 and before >= goals[len(bounds)] * total and before:
-            bounds.append(value)
-        before += length
-    if len(bounds) < 2 or bounds[0] == bounds[1]:
+    ordered = sorted(hashes)
+    if len(ordered) < 3:
         raise UserError(
-            f"data: too few different documents ({len(hashes)}) to keep data.validation="
-            f"{config.validation} and data.test={config.test} of them out of training; give more "
-            "text (a line of a .jsonl is never cut) or larger shares."
+            f"data: too few different documents ({len(ordered)}) for text to train on, "
+            "data.validation and data.test; give more (a line of a .jsonl is never cut)."
         )
-    return Thresholds(*bounds)
+    before = np.cumsum([0] + [hashes[value] for value in ordered[:-1]])
+    # A document that is longer than a share still leaves one for each of the others.
+    ends = np.searchsorted(before, np.array([1 - validation - test, 1 - test]) * total)
+    first = min(max(int(ends[0]), 1), len(ordered) - 2)
+    second = min(max(int(ends[1]), first + 1), len(ordered) - 1)
+    return Thresholds(ordered[first], ordered[second])
 
 
 def _estimated_thresholds(config: SourceConfig, tokens: int | None) -> Thresholds:
