@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import time
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,10 @@ from trainer.data import batches, plan, units
 from trainer.data.config import TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.lock import locked
+from trainer.data.plan import make_plan
 from trainer.data.prepared import open_prepared
 from trainer.data.preparing import Preparation
+from trainer.data.sources import list_source
 from trainer.errors import UserError
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -110,6 +114,37 @@ def _killed_at(work, writes):
 
     os.fsync = fsync
     work.run(workers=1)
+
+
+def test_no_worker_outlives_a_reader_that_is_killed(config, monkeypatch):
+    monkeypatch.setattr(batches, "SMALL", 0)
+    receiver, sender = get_context("fork").Pipe(duplex=False)
+    process = get_context("fork").Process(target=_killed_with_workers, args=(config, sender))
+    process.start()
+    workers = receiver.recv()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(workers) == 2
+    deadline = time.monotonic() + 30
+    while any(_runs(worker) for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _killed_with_workers(config, sender):
+    plan = make_plan(config, BPE, None, list_source(config))
+    with batches.encoders(plan, 2) as encode:
+        batch = batches.Batch(["Some text."])
+        next(encode(iter([batch] * 20)))
+        sender.send([child.pid for child in active_children()])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _runs(pid):
+    found = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip()[:1] not in {"", "Z"}
 
 
 def test_a_finished_text_is_not_touched_again(config, many_pieces, monkeypatch):

@@ -6,7 +6,11 @@ This is what the processes of a pool run, so it imports little.
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import threading
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from typing import Any
 
 import numpy as np
@@ -94,15 +98,24 @@ _encoder: Encoder | None = None
 
 
 def start_worker(*arguments: Any) -> None:
-    """Make the encoder of this process, which stops when the one that reads stops."""
-    import os
-    import signal
+    """Make the encoder of this process, which ends when the one that reads ends.
 
+    Signals that all processes of a job get are for the reader to answer; when it is killed, the
+    queue between them would never say so.
+    """
     global _encoder  # noqa: PLW0603  a pool's initializer has no other place
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core, not all cores each
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_reader, daemon=True).start()
     _encoder = Encoder(*arguments)
+
+
+def _end_with_reader() -> None:
+    reader = parent_process()
+    assert reader is not None
+    reader.join()
+    os._exit(1)
 
 
 def encode(texts: list[str]) -> dict[str, Encoded]:
