@@ -76,6 +76,12 @@ def test_resumed_run_is_bitwise_the_uninterrupted_run(run, tmp_path, variant):
         resumed, _ = run(f"from{step}", **VARIANTS[variant])
         assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
         assert rows_of(resumed) == rows_of(whole)
+        if step == 6:  # what controls branch off from is written once more
+            before = [
+                Path(config.run_dir) / "checkpoints" / BEFORE_DROP for config in (resumed, whole)
+            ]
+            assert_same_state(*before)
+            assert read_state(before[0])["certificate"] == read_state(before[1])["certificate"]
 
 
 def test_drop_is_recorded_everywhere(run):

@@ -18,7 +18,7 @@ class Certificate:
     """
 
     def __init__(self) -> None:
-        self._before = 0
+        self._before, self._last = 0, 0
         self._sums: Tensor | None = None
 
     def add(self, hashes: Tensor, begins_step: bool) -> None:
@@ -31,12 +31,14 @@ class Certificate:
 
     def state(self) -> dict[str, Any]:
         """Both sums over all ranks, which have to call this together; for a checkpoint."""
-        sums = torch.zeros(2, dtype=torch.int64) if self._sums is None else self._sums.clone()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(sums)
-        total, last = sums.tolist()
+        total, last = 0, self._last
+        if self._sums is not None:
+            sums = self._sums.clone()
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(sums)
+            total, last = sums.tolist()
         return {"samples": as_text(self._before + total), "last_step": as_text(last)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state`; the sum until then is known to every rank, and added once."""
-        self._before = int(state["samples"], 16)
+        self._before, self._last = (int(state[key], 16) for key in ("samples", "last_step"))
