@@ -19,12 +19,12 @@ from tests.data.conftest import write_texts
 from trainer.data import batches, plan, units
 from trainer.data.config import TokenizerConfig
 from trainer.data.corpus import prepare_corpus
-from trainer.data.lock import locked
 from trainer.data.plan import make_plan
 from trainer.data.prepared import open_prepared
 from trainer.data.preparing import Preparation
 from trainer.data.sources import list_source
 from trainer.errors import UserError
+from trainer.lock import locked
 
 BPE = TokenizerConfig(vocab_size=300)
 
@@ -226,14 +226,16 @@ def test_a_file_behind_a_network_is_tried_again(config, whole, monkeypatch):
     assert bytes_of(work.directory) == whole
 
 
-def test_two_processes_do_not_do_one_part(config, many_pieces):
+@pytest.mark.parametrize("part", [(1, 1), (2, 2)])
+def test_two_processes_do_not_prepare_the_same(config, many_pieces, part):
+    """However each of them cuts the work into parts."""
     work = work_of(config)
     (work.directory / "pieces").mkdir(parents=True)
     with (
-        locked(work.directory / "pieces" / ".part-1-of-1.lock", "is busy"),
-        pytest.raises(UserError, match=r"process \d+ of .* prepares part 1/1 of .* already; wait"),
+        locked(work.directory / "pieces" / ".00001.lock", "is busy"),
+        pytest.raises(UserError, match=r"process \d+ of .* prepares .* already; wait"),
     ):
-        work_of(config).run(workers=1)
+        work_of(config).run(part, workers=1)
     assert work_of(config).run(workers=1)
 
 

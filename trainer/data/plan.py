@@ -6,6 +6,7 @@ all of them write the same bytes.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -32,6 +33,8 @@ RECIPE = 2
 """Changes where the same text would become other tokens."""
 FORMAT = 2
 """Of a directory with prepared text; the first was one Arrow data set a split."""
+WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""What file systems answer that know no hard links."""
 SMALL = 64 << 20
 """Bytes of text that are read once more for a split with exact shares."""
 UNIT = 1 << 30
@@ -100,12 +103,15 @@ class Plan:
                 json.dump({"format": FORMAT, **asdict(self)}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(temporary, directory / "plan.json")
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without hard links
-            if not (directory / "plan.json").exists():
-                temporary.replace(directory / "plan.json")
+            try:
+                os.link(temporary, directory / "plan.json")
+            except FileExistsError:
+                pass
+            except OSError as error:
+                if error.errno not in WITHOUT_LINKS:
+                    raise
+                if not (directory / "plan.json").exists():
+                    temporary.replace(directory / "plan.json")
         finally:
             temporary.unlink(missing_ok=True)
 

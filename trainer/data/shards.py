@@ -66,8 +66,10 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Leave nothing behind."""
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        try:
+            self._file.close()  # which may have to write, to a full disk
+        finally:
+            self._temporary.unlink(missing_ok=True)
 
 
 def write_synchronised(path: Path, data: bytes) -> None:

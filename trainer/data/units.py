@@ -28,12 +28,12 @@ from trainer.data.batches import Batch, Map, batches_of, encoders
 from trainer.data.config import SourceConfig
 from trainer.data.encoding import SPLITS
 from trainer.data.files import File
-from trainer.data.lock import locked
 from trainer.data.plan import FORMAT, Plan
 from trainer.data.rows import UnreadableError
 from trainer.data.shards import ShardWriter, synchronise, write_synchronised
 from trainer.data.sources import read_source
 from trainer.errors import UserError
+from trainer.lock import locked
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def prepare_units(
         part: which of how many parts, from 1.
         workers: processes that tokenise.
         report: told of what is done.
-        wait: for another process that does this part, instead of an error.
+        wait: for another process that works on the same, instead of an error.
 
     Raises:
         UserError: a file cannot be read, or too many rows are malformed.
@@ -82,16 +82,18 @@ def prepare_units(
     (directory / "pieces").mkdir(parents=True, exist_ok=True)
     number, parts = part
     mine = range(number - 1, len(plan.units), parts)
-    lock = directory / "pieces" / f".part-{number}-of-{parts}.lock"
-    with locked(lock, f"prepares part {number}/{parts} of {str(directory)!r} already", wait=wait):
-        left = [unit for unit in mine if not _is_done(directory, unit)]
-        for unit in sorted({*mine} - {*left}):
-            done = sum(plan.files[i].text_bytes for i in plan.units[unit])
-            report(Advance(done, _tokens(directory, unit)))
-        with encoders(plan, workers if left else 1) as tokenised:
-            for unit in left:
-                one = partial(_prepare_unit, plan, config, directory, unit, tokenised, report)
-                _with_patience(one)
+    busy = f"{{holder}} prepares {str(directory)!r} already; wait for it, or stop it."
+    is_left = any(not _is_done(directory, unit) for unit in mine)
+    with encoders(plan, workers if is_left else 1) as tokenised:
+        for unit in mine:
+            # A unit has its own lock, as others may cut the work into other parts.
+            with locked(directory / "pieces" / f".{unit:05d}.lock", busy, wait=wait):
+                if _is_done(directory, unit):
+                    done = sum(plan.files[i].text_bytes for i in plan.units[unit])
+                    report(Advance(done, _tokens(directory, unit)))
+                else:
+                    one = partial(_prepare_unit, plan, config, directory, unit, tokenised, report)
+                    _with_patience(one)
     return all(_is_done(directory, unit) for unit in range(len(plan.units)))
 
 

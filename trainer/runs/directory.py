@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import shutil
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
 from trainer.errors import UserError
+from trainer.lock import locked
 from trainer.report.atomic import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.runs.mark import check_mark, write_mark
@@ -121,14 +122,11 @@ def differences(
 
 
 class RunLock:
-    """Lets one process at a time train in a run directory.
-
-    The operating system locks a file in the directory, and releases it however the process ends: a
-    file that a killed process left behind locks nothing.
-    """
+    """Lets one process at a time train in a run directory."""
 
     def __init__(self) -> None:
-        self._file: TextIO | None = None
+        self._held = ExitStack()
+        self._directory: Path | None = None
 
     def acquire(self, directory: Path) -> None:
         """Lock the directory, where it exists and this process has not locked it already.
@@ -137,25 +135,17 @@ class RunLock:
             UserError: another process has locked it.
         """
         path = directory / ".lock"
-        if not directory.is_dir() or (self._file is not None and path.exists()):
+        if not directory.is_dir() or (self._directory == directory and path.exists()):
             return
         self.release()
-        file = path.open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise UserError(
-                f"run_dir: another process is training in {str(directory)!r}; wait for it, stop "
-                "it, or choose another name."
-            ) from None
-        self._file = file
+        busy = f"run_dir: {{holder}} is training in {str(directory)!r}; wait for it, stop it, or "
+        self._held.enter_context(locked(path, f"{busy}choose another name."))
+        self._directory = directory
 
     def release(self) -> None:
         """Release the lock."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._held.close()
+        self._directory = None
 
 
 def writable_problem(directory: str, key: str = "run_dir") -> str | None:

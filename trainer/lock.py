@@ -1,4 +1,4 @@
-"""One process at a time does a part of the work in a directory; the system lets go when it ends."""
+"""One process at a time works in a directory; the system lets go of it however a process ends."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 @contextmanager
-def locked(path: Path, work: str, *, wait: bool = False) -> Iterator[None]:
+def locked(path: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock on a file, which stays; where the file system knows none, a warning says so.
 
-    ``wait``: until another process that ``work`` (as it stands in a sentence) lets go.
+    Args:
+        path: the file, which a killed process may have left behind: that locks nothing.
+        busy: what is said when another process holds the lock, which ``{holder}`` names.
+        wait: until it lets go.
 
     Raises:
-        UserError: another process holds it, and there is no waiting.
+        UserError: another process holds the lock, and there is no waiting.
     """
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            said = busy.replace("{holder}", file.read().strip() or "another process")
             if not wait:
-                raise UserError(f"{holder} {work}; wait for it, or stop it.") from None
-            log.info("Waiting: %s %s", holder, work)
+                raise UserError(said) from None
+            log.info("Waiting: %s", said)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:
                 raise
-            log.warning("%s cannot be locked here; start nothing twice", path)
+            log.warning("%s cannot be locked on this file system; start nothing twice", path)
         file.truncate(0)
         file.write(f"process {os.getpid()} of {os.uname().nodename}")
         file.flush()
