@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from trainer.data import plan
 from trainer.data.config import TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples, as_batch
-from trainer.data.packing import BestFitBlocks, _best_fit, is_packed
+from trainer.data.packing import BestFitBlocks, _best_fit, is_packed, packing_problems
 from trainer.data.prepared import open_prepared
 from trainer.errors import UserError
 
@@ -92,6 +93,17 @@ def test_packing_is_made_once_for_each_length_and_missing_it_is_said(config):
     prepare_corpus(replace(config, packing="best_fit"), BPE)
     assert is_packed(directory, 16)
     assert not is_packed(directory, 32)
+    assert packing_problems(directory) == []
+    path = directory / "best_fit-16.lengths"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    assert packing_problems(directory) == ["best_fit-16.lengths is not what was written"]
+    os.truncate(path, len(content) // 2)
+    with pytest.raises(UserError, match=rf"lengths has {len(content) // 2:,} bytes instead of"):
+        BestFitBlocks(open_prepared(directory), 16)
+    prepare_corpus(replace(config, packing="best_fit"), BPE)  # makes it again
+    assert packing_problems(directory) == []
 
 
 def test_positions_restart_behind_every_end_and_first_tokens_need_not_count(config):

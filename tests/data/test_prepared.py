@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from trainer.data.config import TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation
-from trainer.data.shards import Place, Shard, TokenStream
+from trainer.data.shards import OPEN, Place, Shard, TokenStream
 from trainer.errors import UserError
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -133,7 +135,7 @@ def test_a_flipped_bit_is_found_on_demand(directory):
 
 
 def test_a_hundred_billion_tokens_open_at_once_and_read_anywhere(tmp_path):
-    """Sparse files stand in for 400 shards; only what is read is mapped."""
+    """Sparse files stand in for 400 shards; only what is read is opened."""
     size = 250_000_000
     places = []
     for index in range(400):
@@ -150,4 +152,26 @@ def test_a_hundred_billion_tokens_open_at_once_and_read_anywhere(tmp_path):
     np.testing.assert_array_equal(stream.windows(np.array([10**11 - 4]), 4), [[0, 7, 8, 9]])
     across = stream.windows(np.array([size - 2, 17]), 4)
     assert across.shape == (2, 4)
-    assert sum("ids" in vars(place) for place in places) == 3
+    assert open_below(tmp_path) == 3
+    stream.windows(np.arange(0, 10**11, size), 4)
+    assert open_below(tmp_path) == OPEN
+    again = pickle.loads(pickle.dumps(stream))
+    assert open_below(tmp_path) == OPEN
+    np.testing.assert_array_equal(again.windows(np.array([10**11 - 4]), 4), [[0, 7, 8, 9]])
+
+
+def open_below(directory):
+    """Files of a directory that this process has open."""
+    found = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    return sum(path.startswith(str(directory)) for path in found)
+
+
+def test_a_shard_that_is_cut_while_it_is_read_is_an_error(directory):
+    """A page of a map that is not there would kill the process."""
+    stream = open_prepared(directory).train
+    stream.windows(np.array([0]), 8)
+    place = stream.places[0]
+    path = place.directory / f"{place.shard.name}.bin"
+    os.truncate(path, 16)
+    with pytest.raises(UserError, match=r"train-.*\.bin' cannot be read: it ends early"):
+        stream.windows(np.array([place.shard.tokens - 8]), 8)

@@ -8,20 +8,22 @@ stays empty is filled with end-of-text tokens that do not count in the loss.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.flat_file import FlatFile
 from trainer.data.order import Integers
 from trainer.data.prepared import Prepared
-from trainer.data.shards import TokenStream, synchronise
+from trainer.data.shards import TokenStream, write_synchronised
 from trainer.errors import UserError
 
 
@@ -59,43 +61,39 @@ class BestFitBlocks:
 
     def __init__(self, text: Prepared, length: int) -> None:
         self.text, self.length = text, length
-        len(self)  # what is missing is said now
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For other processes: which text, not what is mapped, which they would get copies of."""
-        return {"text": self.text, "length": self.length}
-
-    @cached_property
-    def _tables(self) -> dict[str, NDArray[Any]]:
-        text, length = self.text, self.length
-        paths = {name: packing_path(text.directory, length, name) for name in TABLES}
-        try:
-            return {name: np.memmap(paths[name], dtype=TABLES[name], mode="r") for name in TABLES}
-        except (OSError, ValueError) as error:
+        record = _record(text.directory, length)
+        if record is None or (problem := _size_problem(text.directory, length, record)):
+            why = "are missing" if record is None else f"cannot be read: {problem}"
             raise UserError(
                 f"data.packing: the blocks of {str(text.directory)!r} for sequences of {length} "
-                f"tokens cannot be read ({error}); `python -m trainer prepare` makes them."
-            ) from None
+                f"tokens {why}; `python -m trainer prepare` makes them."
+            )
+        self._sequences = record["blocks"]["count"] - 1
+        self._tables = {
+            name: FlatFile(packing_path(text.directory, length, name), TABLES[name])
+            for name in TABLES
+        }
 
     def __len__(self) -> int:
         """Sequences."""
-        return len(self._tables["blocks"]) - 1
+        return self._sequences
 
     def read(self, indices: Integers) -> tuple[Integers, NDArray[np.int64]]:
         """Documents one after the other, then end-of-text tokens."""
         found = np.full((len(indices), self.length), self.text.end_of_text, np.int64)
         filled = np.zeros(len(indices), np.int64)
-        blocks, starts, lengths = (self._tables[name] for name in TABLES)
         for row, index in enumerate(indices.tolist()):
-            for piece in range(int(blocks[index]), int(blocks[index + 1])):
-                size = int(lengths[piece])
-                into = found[row, filled[row] : filled[row] + size]
-                self.text.train.read(int(starts[piece]), into)
+            first, end = self._tables["blocks"].read(index, 2).tolist()
+            starts, lengths = (
+                self._tables[name].read(first, end - first) for name in ("starts", "lengths")
+            )
+            for start, size in zip(starts.tolist(), lengths.tolist(), strict=True):
+                self.text.train.read(start, found[row, filled[row] : filled[row] + size])
                 filled[row] += size
         return found, filled
 
 
-TABLES = {"blocks": "<i8", "starts": "<i8", "lengths": "<i4"}
+TABLES = {"starts": "<i8", "lengths": "<i4", "blocks": "<i8"}
 """``blocks[i]`` to ``blocks[i + 1]`` are the pieces of sequence i; each has a start in the stream
 and a length."""
 
@@ -106,40 +104,92 @@ def packing_path(directory: Path, length: int, table: str) -> Path:
 
 
 def is_packed(directory: Path, length: int) -> bool:
-    """Whether best fit has been computed for this length; the last table to appear says so."""
-    return packing_path(directory, length, "blocks").is_file()
+    """Whether best fit has been computed for this length, and is all there."""
+    record = _record(directory, length)
+    return record is not None and _size_problem(directory, length, record) is None
+
+
+def packing_problems(directory: Path) -> list[str]:
+    """What is wrong with the bytes of the packings of a prepared text, a clause each."""
+    found = []
+    for path in sorted(directory.glob("best_fit-*.json")):
+        length = int(path.stem.partition("-")[2])
+        record = _record(directory, length)
+        problem = f"{path.name} is damaged" if record is None else None
+        if record is not None and not (problem := _size_problem(directory, length, record)):
+            for name in TABLES:
+                table = packing_path(directory, length, name)
+                with table.open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != record[name]["sha256"]:
+                        problem = f"{table.name} is not what was written"
+        found += [problem] if problem else []
+    return found
+
+
+def _record(directory: Path, length: int) -> dict[str, Any] | None:
+    """Counts and checksums of the tables, where they are all written."""
+    try:
+        record = json.loads(packing_path(directory, length, "json").read_bytes())
+        return {n: {"count": int(record[n]["count"]), **record[n]} for n in TABLES}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _size_problem(directory: Path, length: int, record: dict[str, Any]) -> str | None:
+    for name, dtype in TABLES.items():
+        path = packing_path(directory, length, name)
+        expected = record[name]["count"] * np.dtype(dtype).itemsize
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            return f"{path.name}: {error.strerror}"
+        if size != expected:
+            return f"{path.name} has {size:,} bytes instead of {expected:,}"
+    return None
 
 
 def pack(text: Prepared, length: int) -> None:
     """Compute best fit for one length and write it beside the shards; nothing is half there."""
     suffix = f".{os.uname().nodename}.{os.getpid()}.tmp"
-    names = ["starts", "lengths", "blocks"]
-    final = {name: packing_path(text.directory, length, name) for name in names}
+    final = {name: packing_path(text.directory, length, name) for name in TABLES}
     temporary = {name: path.with_name(f".{path.name}{suffix}") for name, path in final.items()}
     files = {name: path.open("wb") for name, path in temporary.items()}
+    counted, sums = dict.fromkeys(TABLES, 0), {name: hashlib.sha256() for name in TABLES}
+
+    def write(name: str, numbers: NDArray[Any]) -> None:
+        data = numbers.astype(TABLES[name]).tobytes()
+        files[name].write(data)
+        sums[name].update(data)
+        counted[name] += len(numbers)
+
     try:
-        files["blocks"].write(np.zeros(1, TABLES["blocks"]).tobytes())
+        write("blocks", np.zeros(1, np.int64))
         offset, pieces = 0, 0
         for place in text.train.places:
-            for starts, lengths in _best_fit(place.ends, length):
+            for starts, lengths in _best_fit(place.ends(), length):
                 counts = np.array([len(block) for block in starts])
-                flat = np.concatenate(starts) + offset
-                files["starts"].write(flat.astype(TABLES["starts"]).tobytes())
-                files["lengths"].write(np.concatenate(lengths).astype("<i4").tobytes())
+                write("starts", np.concatenate(starts) + offset)
+                write("lengths", np.concatenate(lengths))
                 ends = pieces + counts.cumsum()
-                files["blocks"].write(ends.astype(TABLES["blocks"]).tobytes())
+                write("blocks", ends)
                 pieces = int(ends[-1])
             offset += place.shard.tokens
-        for name in names:
-            files[name].flush()
-            os.fsync(files[name].fileno())
-            files[name].close()
+        for name, file in files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
             temporary[name].replace(final[name])
-        synchronise(text.directory)
+        about = {
+            name: {"count": counted[name], "sha256": sums[name].hexdigest()} for name in TABLES
+        }
+        path = packing_path(text.directory, length, "json")
+        write_synchronised(path, json.dumps(about).encode())
     finally:
-        for name in names:
-            files[name].close()
-            temporary[name].unlink(missing_ok=True)
+        for name, file in files.items():
+            try:
+                file.close()
+            finally:
+                temporary[name].unlink(missing_ok=True)
 
 
 def _best_fit(

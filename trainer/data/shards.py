@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.encoding import Encoded
+from trainer.data.flat_file import FlatFile
 from trainer.data.order import Integers
-from trainer.errors import UserError
+
+OPEN = 128
+"""Shards of a split that are open at once; a process may often have 1,024 files."""
 
 
 @dataclass(frozen=True)
@@ -128,26 +131,16 @@ class Place:
     shard: Shard
     dtype: str
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For other processes: where it lies, without the maps, which they would get copies of."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    @property
+    def ids(self) -> FlatFile:
+        """All its tokens."""
+        return FlatFile(self.directory / f"{self.shard.name}.bin", self.dtype)
 
-    @cached_property
-    def ids(self) -> NDArray[Any]:
-        """All its tokens, mapped: nothing is read until it is used."""
-        return self._mapped(".bin", self.dtype)
-
-    @cached_property
     def ends(self) -> NDArray[np.uint32]:
-        """Where its documents end, mapped."""
-        return self._mapped(".ends", "<u4")
-
-    def _mapped(self, suffix: str, dtype: str) -> NDArray[Any]:
-        path = self.directory / f"{self.shard.name}{suffix}"
-        try:
-            return np.memmap(path, dtype=dtype, mode="r")
-        except (OSError, ValueError) as error:
-            raise UserError(f"data: {str(path)!r} cannot be read: {error}.") from error
+        """Where its documents end."""
+        return FlatFile(self.directory / f"{self.shard.name}.ends", "<u4").read(
+            0, self.shard.documents
+        )
 
 
 class TokenStream:
@@ -157,6 +150,14 @@ class TokenStream:
         self.places = list(places)
         self._starts = np.cumsum([0, *(place.shard.tokens for place in places)])
 
+    def __reduce__(self) -> tuple[type[TokenStream], tuple[list[Place]]]:
+        """For other processes: where it lies."""
+        return TokenStream, (self.places,)
+
+    @cached_property
+    def _ids(self) -> Callable[[int], FlatFile]:
+        return lru_cache(OPEN)(lambda index: self.places[index].ids)
+
     def __len__(self) -> int:
         """Tokens in the stream."""
         return int(self._starts[-1])
@@ -165,8 +166,10 @@ class TokenStream:
         """The first documents with their end-of-text tokens, at most ``tokens`` in all."""
         found: list[NDArray[Any]] = []
         for place in self.places:
-            ends = place.ends[: int(np.searchsorted(place.ends, tokens, side="right"))]
-            found += np.split(place.ids[: ends[-1] if len(ends) else 0], ends[:-1])
+            ends = place.ends()
+            ends = ends[: int(np.searchsorted(ends, tokens, side="right"))]
+            if len(ends):
+                found += np.split(place.ids.read(0, int(ends[-1])), ends[:-1])
             tokens -= place.shard.tokens
             if tokens <= 0:
                 break
@@ -185,7 +188,7 @@ class TokenStream:
         done = 0
         while done < len(into):
             offset = start + done - int(self._starts[index])
-            part = self.places[index].ids[offset : offset + len(into) - done]
-            into[done : done + len(part)] = part
-            done += len(part)
+            count = min(len(into) - done, self.places[index].shard.tokens - offset)
+            into[done : done + count] = self._ids(index).read(offset, count)
+            done += count
             index += 1

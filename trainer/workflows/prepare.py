@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from tokenizers import Tokenizer
 
 from trainer.data.batches import cores
+from trainer.data.packing import packing_problems
 from trainer.data.plan import Plan
 from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation
@@ -108,7 +109,7 @@ def _verified(work: Preparation) -> str:
     if not work.is_done:
         raise UserError(work.missing)
     text = open_prepared(work.directory)
-    if problems := verify(text, cores()):
+    if problems := [*verify(text, cores()), *packing_problems(work.directory)]:
         raise UserError(
             *(f"data: {str(work.directory)!r}: {problem}." for problem in problems),
             "Remove that directory and prepare the text again.",

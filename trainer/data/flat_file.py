@@ -1,0 +1,62 @@
+"""Files of numbers without a header, read by position."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.errors import UserError
+
+
+class FlatFile:
+    """One file of numbers of a type.
+
+    It is read, not mapped: behind a network file system a page that is missing brings megabytes
+    with it, and one that cannot be read kills the process instead of raising an error.
+    """
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.path, self.dtype = path, np.dtype(dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes, which open the file themselves."""
+        return {"path": self.path, "dtype": self.dtype}
+
+    @cached_property
+    def _file(self) -> FileIO:
+        try:
+            return self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise self._error(error.strerror) from error
+
+    def _error(self, why: str | None) -> UserError:
+        return UserError(f"data: {str(self.path)!r} cannot be read: {why}.")
+
+    def __len__(self) -> int:
+        """Numbers in the file."""
+        return os.fstat(self._file.fileno()).st_size // self.dtype.itemsize
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """``count`` numbers from ``start`` on.
+
+        Raises:
+            UserError: they are not there, or cannot be read.
+        """
+        found = np.empty(count, self.dtype)
+        into, done = memoryview(found).cast("B") if count else memoryview(b""), 0
+        while done < len(into):
+            try:
+                position = start * self.dtype.itemsize + done
+                read = os.preadv(self._file.fileno(), [into[done:]], position)
+            except OSError as error:
+                raise self._error(error.strerror) from error
+            if not read:
+                raise self._error("it ends early")
+            done += read
+        return found
