@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -198,18 +202,52 @@ def test_a_users_own_groups_go_with_the_code(place):
 
 def test_text_is_prepared_by_an_array_that_the_run_waits_for(place, monkeypatch, capsys):
     fake_sbatch(place, monkeypatch, 'echo "$@" >> told; echo 77')
-    words = ["slurm.prepare=5", "slurm.cpus_per_task=8", "slurm.account=a", "--submit"]
+    of_run = ["slurm.partition=gpu", "slurm.mem=900G", 'slurm.extra=["--gres=gpu:8"]']
+    own = ['slurm.prepare_options=["--partition=cpu"]']
+    words = ["slurm.prepare=5", "slurm.account=a", *of_run, *own, "--submit"]
     script("name=mine", *words, name="mine")
     assert Path("told").read_text().splitlines() == [
         "--parsable slurm_jobs/mine/prepare.sbatch",
-        "--parsable --dependency=afterok:77 slurm_jobs/mine/job.sbatch",
+        "--parsable --dependency=afterany:77 slurm_jobs/mine/finish.sbatch",
+        "--parsable --dependency=afterok:77 --kill-on-invalid-dep=yes slurm_jobs/mine/job.sbatch",
     ]
+    array, finish = (
+        Path(f"slurm_jobs/mine/{name}.sbatch").read_text() for name in ("prepare", "finish")
+    )
+    wanted = {"--account=a", "--nodes=1", "--partition=cpu", "--signal=B:USR1@120", "--requeue"}
+    for text in (array, finish):
+        found = options(text)
+        assert wanted <= set(found)
+        assert not any(re.search("gpu|900G", word) for word in found)
+    assert "--array=1-5" in options(array)
+    assert '-m trainer prepare name=mine prepare.part="$SLURM_ARRAY_TASK_ID/5" &\n' in array
+    assert "--array" not in finish
+    assert "-m trainer prepare name=mine &\n" in finish
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_job_that_prepares_asks_to_be_started_again_before_its_time_is_up(
+    place, monkeypatch, code
+):
+    """The code is the program's; a signal only asks for the requeue, and the work goes on."""
+    script("name=mine", "slurm.prepare=1", name="mine")
     text = Path("slurm_jobs/mine/prepare.sbatch").read_text()
-    found = options(text)
-    assert {"--array=1-5", "--cpus-per-task=8", "--account=a", "--nodes=1"} <= set(found)
-    assert not any("gpus" in word for word in found)
-    last = text.strip().splitlines()[-1]
-    assert last.endswith('-m trainer prepare name=mine prepare.part="$SLURM_ARRAY_TASK_ID/5"')
+    program = place / "python"
+    program.write_text(f"#!/usr/bin/env bash\ntouch began; sleep 1; echo $* > ended; exit {code}\n")
+    scontrol = place / "scontrol"
+    scontrol.write_text('#!/usr/bin/env bash\necho "$@" > asked\n')
+    for path in (program, scontrol):
+        path.chmod(0o755)
+    text = re.sub("export UNROPE_PYTHON=.*", f"export UNROPE_PYTHON={program}", text)
+    environment = os.environ | {"PATH": f"{place}:{os.environ['PATH']}"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    job = subprocess.Popen(["bash", "-c", text], env=environment)
+    while not Path("began").exists():
+        time.sleep(0.01)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait() == code
+    assert Path("asked").read_text() == "requeue 7\n"
+    assert Path("ended").read_text().strip().endswith("prepare name=mine prepare.part=1/1")
 
 
 def test_the_array_that_prepares_can_be_written_alone(place):

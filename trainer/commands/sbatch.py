@@ -22,7 +22,8 @@ class SlurmConfig:
     write a checkpoint. ``setup``: shell lines to run first, which then choose the ``python``;
     without them the job runs the Python of this command. ``extra``: further options of sbatch.
     ``directory``: where the job's files go; null: ``slurm_jobs/<name>``. ``prepare``: jobs of an
-    array that prepares the text before; 0: it is prepared already.
+    array that prepares the text before; 0: it is prepared already. ``prepare_options``: options of
+    sbatch for these jobs, instead of ``extra`` and what the run's nodes are chosen by.
     """
 
     nodes: int = 1
@@ -41,6 +42,7 @@ class SlurmConfig:
     extra: list[str] = field(default_factory=list)
     directory: str | None = None
     prepare: int = 0
+    prepare_options: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
@@ -57,14 +59,16 @@ class SlurmConfig:
         if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", str(self.time)):
             found.append(f"time: expected minutes, 24:00:00 or 2-12:00:00, got {self.time!r}.")
         found += [
-            f"extra: expected options such as --reservation=name, got {option!r}."
-            for option in self.extra
+            f"{key}: expected options such as --reservation=name, got {option!r}."
+            for key, options in (("extra", self.extra), ("prepare_options", self.prepare_options))
+            for option in options
             if not option.startswith("-")
         ]
         return found
 
-    def header(self, name: str, logs: Path) -> list[str]:
-        """The ``#SBATCH`` lines of a run called ``name``, whose output goes to ``logs``."""
+    def header(self, name: str, output: Path, signal: str | None = None) -> list[str]:
+        """The ``#SBATCH`` lines of a run called ``name``; ``output``: its log, ``signal``: as
+        sbatch takes it, else the one for the steps of a run."""
         options = {
             "job-name": self.job_name or name,
             "nodes": self.nodes,
@@ -79,36 +83,55 @@ class SlurmConfig:
             "constraint": self.constraint,
             "exclude": self.exclude,
             "chdir": Path.cwd(),
-            "signal": f"USR1@{self.signal_seconds}",
+            "signal": signal or f"USR1@{self.signal_seconds}",
             "open-mode": "append",
-            "output": logs / "%x-%j.log",
+            "output": output,
         }
         given = [shlex.quote(f"--{key}={v}") for key, v in options.items() if v is not None]
         return [f"#SBATCH {option}" for option in (*given, "--requeue", *self.extra)]
 
 
-def prepare_script(
+def prepare_scripts(
     config: SlurmConfig, name: str, words: Sequence[str], code: Path, logs: Path
-) -> str:
-    """The script of an array of jobs, on CPUs, each of which prepares a part of a run's text."""
+) -> dict[str, str]:
+    """Two scripts by their names, for CPUs: ``prepare.sbatch``, an array of jobs each of which
+    prepares a part of a run's text, and ``finish.sbatch``, which does what they leave undone."""
     parts = max(config.prepare, 1)
-    called = f"{config.job_name or name}-prepare"
-    alone = replace(config, nodes=1, gpus_per_node=0, job_name=called)
-    output = shlex.quote(f"--output={logs}/%x-%A_%a.log")
-    array = [f"#SBATCH --array=1-{parts}", f"#SBATCH {output}"]
-    python = '"${UNROPE_PYTHON:-python}"'
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            *(line for line in alone.header(name, logs) if "--output" not in line),
-            *array,
-            "",
-            *_environment(config, code),
-            f"exec {python} -m trainer prepare {shlex.join(words)} "
-            f'prepare.part="$SLURM_ARRAY_TASK_ID/{parts}"',
-            "",
-        ]
+    # What was asked for is for a node with GPUs; a choice of queue says nothing of other nodes.
+    alone = replace(
+        config,
+        nodes=1,
+        gpus_per_node=0,
+        mem=None,
+        partition=None,
+        qos=None,
+        constraint=None,
+        exclude=None,
+        extra=config.prepare_options,
     )
+
+    def script(called: str, output: str, array: Sequence[str], more: str) -> str:
+        named = replace(alone, job_name=f"{config.job_name or name}-{called}")
+        header = named.header(name, logs / output, signal=f"B:USR1@{config.signal_seconds}")
+        work = f'"${{UNROPE_PYTHON:-python}}" -m trainer prepare {shlex.join(words)}{more}'
+        lines = ["#!/usr/bin/env bash", *header, *array, "", *_environment(config, code)]
+        return "\n".join([*lines, PREPARE_BODY.replace("WORK", work)])
+
+    part = f' prepare.part="$SLURM_ARRAY_TASK_ID/{parts}"'
+    return {
+        "prepare.sbatch": script("prepare", "%x-%A_%a.log", [f"#SBATCH --array=1-{parts}"], part),
+        "finish.sbatch": script("finish", "%x-%j.log", [], ""),
+    }
+
+
+PREPARE_BODY = """
+# The time limit is not the end: the job is started again, and goes on behind the last whole shard.
+trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
+WORK &
+work=$!
+while kill -0 "$work" 2>/dev/null; do wait "$work" || true; done # a trapped signal ends `wait`
+wait "$work"
+"""
 
 
 def _environment(config: SlurmConfig, code: Path) -> list[str]:
@@ -131,7 +154,7 @@ def job_script(config: SlurmConfig, name: str, words: Sequence[str], code: Path,
     body = train.rpartition("#SBATCH")[2].partition("\n")[2]
     lines = [
         "#!/usr/bin/env bash",
-        *config.header(name, logs),
+        *config.header(name, logs / "%x-%j.log"),
         "",
         *_environment(config, code),
         f"export UNROPE_LOGS={shlex.quote(str(logs))}",

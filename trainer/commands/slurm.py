@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.command import Command
 from trainer.commands.config_files import ConfigFiles
-from trainer.commands.sbatch import SlurmConfig, job_script, prepare_script
+from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts
 from trainer.commands.snapshot import snapshot
 from trainer.commands.train import read_run
 from trainer.errors import UserError
@@ -59,20 +59,36 @@ def read(composed: Composed, trains: bool = True) -> Job:
 
 
 def execute(job: Job) -> None:
-    """Write the job, with the one that prepares its text where that is asked for, and submit both
-    or say how."""
+    """Write the job, with those that prepare its text where that is asked for, and submit all or
+    say how."""
     script = write_job(job)
-    first = script.with_name("prepare.sbatch") if job.settings.prepare else None
-    after = None
-    for path in filter(None, (first, script)):
-        command = ["sbatch", "--parsable", *([f"--dependency=afterok:{after}"] if after else [])]
-        command.append(str(path))
+    before = PREPARING if job.settings.prepare else {}
+    # Training waits for text that is whole; where it cannot be, it is cancelled.
+    options = [f"--dependency=afterok:{LAST}", "--kill-on-invalid-dep=yes"] if before else []
+    submit_all(job, script.parent, {**before, script.name: options})
+
+
+LAST = "LAST"
+"""In an option of sbatch: the number of the job that was submitted before."""
+PREPARING = {
+    "prepare.sbatch": [],
+    # Whatever became of the array, one job completes the text, or fails.
+    "finish.sbatch": [f"--dependency=afterany:{LAST}"],
+}
+"""Scripts that prepare text, in their order, and their options."""
+
+
+def submit_all(job: Job, directory: Path, scripts: dict[str, list[str]]) -> None:
+    """Submit scripts one after the other, where that is asked for, or say how."""
+    last = "NUMBER"  # that sbatch prints
+    for name, options in scripts.items():
+        path = str(directory / name)
+        command = ["sbatch", "--parsable", *(o.replace(LAST, last) for o in options), path]
         print(f"Job script: {path}")
         if job.submit:
-            after = submit(command)
-            print(f"Submitted job {after}.")
+            last = submit(command)
+            print(f"Submitted job {last}.")
         else:
-            after = "NUMBER"  # that sbatch prints for the first
             print(f"Submit it with: {shlex.join(command)}")
 
 
@@ -135,7 +151,8 @@ def write_job(job: Job) -> Path:
     write_atomically(place / "config.yaml", text)
     written = (settings, config.name, job.words, code, place / "logs")
     if settings.prepare:
-        write_atomically(place / "prepare.sbatch", prepare_script(*written))
+        for name, text in prepare_scripts(*written).items():
+            write_atomically(place / name, text)
     write_atomically(place / "job.sbatch", job_script(*written))
     return directory / "job.sbatch"
 
@@ -165,7 +182,8 @@ Checks the configuration of a run and writes it as a SLURM job into slurm_jobs/N
 configuration, and a copy of the code and of --config-dir, so that later edits do not change a job
 that waits. --submit hands it to sbatch. The job writes a checkpoint before its time is up, and is
 requeued. With slurm.prepare=16 an array of sixteen jobs prepares the text first, and the run waits
-for it; `trainer slurm prepare` writes that array alone.
+for it; `trainer slurm prepare` writes that array alone. It asks for nodes without GPUs:
+'slurm.prepare_options=["--partition=cpu","--cpus-per-task=32"]' chooses them.
 """
 COMMAND = Command(
     "slurm",

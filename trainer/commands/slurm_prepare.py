@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,21 +19,18 @@ def read(composed: Composed) -> slurm.Job:
 
 
 def execute(job: slurm.Job) -> None:
-    """Write the array, and submit it or say how."""
-    script = slurm.write_job(job).with_name("prepare.sbatch")
-    command = ["sbatch", "--parsable", str(script)]
-    print(f"Job script: {script}")
-    if job.submit:
-        print(f"Submitted job {slurm.submit(command)}.")
-    else:
-        print(f"Submit it with: {shlex.join(command)}")
+    """Write the array and the job that completes its work, and submit them or say how."""
+    slurm.submit_all(job, slurm.write_job(job).parent, slurm.PREPARING)
 
 
 HELP = """
 python -m trainer slurm prepare +experiment=NAME slurm.prepare=PARTS [slurm.KEY=VALUE] [--submit]
 
-Writes an array of jobs that prepare the text of a run, each a part of it, on one node's CPUs; the
-last one to end finishes the whole. Interrupted ones are started again and go on.
+Writes an array of jobs that prepare the text of a run, each a part of it on one node's CPUs, and
+one job that comes after and completes what they leave. At its time limit, or when its node fails, a
+job is started again and goes on.
+'slurm.prepare_options=["--partition=cpu","--cpus-per-task=32"]' says
+which nodes they get; the run's own choice of nodes, memory and queue is for GPUs.
 """
 COMMAND = Command(
     "slurm",

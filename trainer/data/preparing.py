@@ -92,6 +92,13 @@ class Preparation:
         )
 
     @property
+    def own_tokenizer(self) -> Tokenizer:
+        """That of the text; known as soon as it is planned."""
+        if is_prepared(self.directory):
+            return open_prepared(self.directory).tokenizer
+        return Tokenizer.from_str(Plan.read(self.directory).tokenizer)
+
+    @property
     def is_small(self) -> bool:
         """Whether it may be prepared in passing."""
         if self.listing is None:  # prepared text that lacks nothing but its packing

@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Iterator
 
-from tokenizers import Tokenizer
-
 from trainer.data.batches import cores
 from trainer.data.packing import packing_problems
 from trainer.data.plan import Plan
@@ -45,14 +43,8 @@ def prepare(request: PrepareRequest) -> Iterator[str]:
                 f"Part {request.prepare.part} of {describe(text)} is done; the last part that is "
                 "finishes the whole."
             )
-            if tokenizer is None and config.tokenizer.path is None and config.data.mixture:
-                yield "The mixture's other texts wait for it, whose tokenizer they have."
-                return
-        tokenizer = tokenizer or _tokenizer(work)
-
-
-def _tokenizer(work: Preparation) -> Tokenizer | None:
-    return open_prepared(work.directory).tokenizer if work.is_done else None
+        if tokenizer is None and not config.tokenizer.path:
+            tokenizer = work.own_tokenizer  # that of a mixture's first text is that of the others
 
 
 def _run(work: Preparation, request: PrepareRequest) -> bool:
