@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 
 import pyarrow as pa
@@ -64,13 +65,14 @@ def test_a_long_text_becomes_documents_that_can_be_split(tmp_path, monkeypatch, 
         (b"{", "is not JSON"),
         (b'{"text": "a\0b"}', "is not JSON"),
         (b'{"text": "\xff"}', "is not JSON"),
-        (b'{"body": "x"}', "no text under 'text' .*it has 'body'"),
-        (b'{"text": null}', "no text under 'text'"),
-        (b"[1]", "it is no object"),
+        (b'{"body": "x"}', "no 'text' .*it has 'body'"),
+        (b'{"text": null}', "no text under 'text' but null"),
+        (b'{"text": 17}', "no text under 'text' but 17"),
+        (b"[1]", r"is no object but \[1\]"),
         (b"[" * 100_000, "is not JSON"),
         (b'"' + b"x" * 300 + b'"', "is longer than"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_malformed_line_is_named_and_the_others_are_read(tmp_path, monkeypatch, line, problem):
     monkeypatch.setattr(rows, "LONGEST", 200 if b"xxx" in line else 1 << 20)
@@ -137,6 +139,39 @@ def test_files_directories_and_globs_give_files_in_order_of_their_names(tmp_path
     assert names("*.txt") == ["b.txt", "d[1].txt"]
     assert names("d[1].txt") == ["d[1].txt"]
     assert names("**/*.parquet") == ["c.parquet"]
+
+
+def test_links_are_followed_and_a_file_counts_once(tmp_path, monkeypatch):
+    """The Hugging Face cache consists of links."""
+    (tmp_path / "blobs").mkdir()
+    for name in ("x", "y"):
+        (tmp_path / "blobs" / name).write_text("x")
+    (tmp_path / "texts" / "deep").mkdir(parents=True)
+    (tmp_path / "texts" / "a.txt").symlink_to(tmp_path / "blobs" / "x")
+    (tmp_path / "texts" / "deep" / "b.txt").symlink_to(tmp_path / "blobs" / "y")
+    (tmp_path / "texts" / "deep" / "round").symlink_to(tmp_path / "texts")
+    monkeypatch.chdir(tmp_path)
+    for patterns in (
+        ["texts"],
+        ["texts/*.txt", "texts/deep/*.txt"],
+        ["texts", "./texts/a.txt", str(tmp_path / "texts")],
+    ):
+        found = [file for file in find_files(patterns, "data.files") if "round" not in file.name]
+        assert [file.name for file in found] == ["a.txt", "deep/b.txt"], patterns
+        assert [file.size for file in found] == [1, 1]
+
+
+def test_what_cannot_be_read_in_a_directory_is_an_error_not_less_text(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"'.*/gone.txt' cannot be read: No such file"):
+        find_files([str(tmp_path)], "data.files")
+    (tmp_path / "gone.txt").unlink()
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(UserError, match=r"'.*/pipe.txt' cannot be read: it is no regular file"):
+        find_files([str(tmp_path)], "data.files")
+    with pytest.raises(UserError, match="an empty address"):
+        find_files([""], "data.files")
 
 
 def test_every_file_that_is_none_is_named_at_once(tmp_path):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import glob
+import os
+import stat
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsspec.core import url_to_fs
 
@@ -11,8 +17,6 @@ from trainer.errors import UserError
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-
-
 AT_ONCE = 16
 """Addresses that are asked about at once."""
 
@@ -36,7 +40,9 @@ def kind_of(path: str) -> tuple[str, str | None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, without its later lines."""
+    """What an error says, without its later lines; of an address that is not found, why."""
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
     said = str(error).strip().splitlines()
     return (said[0] if said else type(error).__name__).rstrip(".")
 
@@ -62,57 +68,104 @@ def find_files(patterns: list[str], key: str) -> list[File]:
     Raises:
         UserError: with every pattern that names nothing, or nothing that is read.
     """
-    found: dict[str, int] = {}
+    found: dict[str, tuple[str, int]] = {}
     problems: list[str] = []
     with ThreadPoolExecutor(AT_ONCE) as pool:  # a list may have thousands of addresses
         outcomes = list(pool.map(_attempt, patterns))
-    for pattern, (matched, problem) in zip(patterns, outcomes, strict=True):
+    for matched, problem in outcomes:
         if problem:
-            problems.append(f"{key}: {pattern!r} cannot be read: {problem}.")
-        elif not matched:
-            problems.append(
-                f"{key}: there is no file {pattern!r}."
-                if not _many(pattern)
-                else f"{key}: {pattern!r} names no file in {', '.join(KINDS)}, .gz or .zst."
-            )
+            problems.append(f"{key}: {problem}.")
         for path, size in matched.items():
             try:
                 kind_of(path)
             except ValueError:
-                problems.append(f"{key}: {path!r} is not in {', '.join(KINDS)}, .gz or .zst.")
+                problems.append(f"{key}: {path!r} is not in {READ}.")
             else:
                 if not size:
                     problems.append(f"{key}: {path!r} is empty.")
-                found[path] = size
+                # One file may be named twice, in two spellings.
+                whole = path if "://" in path else str(Path(path).absolute())
+                found.setdefault(whole, (path, size))
     if problems:
         raise UserError(*problems)
     root = _common_root(list(found))
-    return [File(path, path[len(root) :], found[path]) for path in sorted(found)]
+    return [File(path, whole[len(root) :], size) for whole, (path, size) in sorted(found.items())]
+
+
+READ = f"{', '.join(KINDS)}, .gz or .zst"
 
 
 def _attempt(pattern: str) -> tuple[dict[str, int], str]:
-    """What a pattern names, or why it cannot be told."""
+    """Sizes by address of what a pattern names, or why it names nothing; of a directory or a glob
+    only files of a kind that is read."""
     try:
-        return _matching(pattern), ""
+        if not pattern:
+            return {}, "an empty address names no file"
+        matched = _remote(pattern) if "://" in pattern else _local(Path(pattern).expanduser())
     except Exception as error:  # transports raise whatever they like
-        return {}, one_line(error)
+        why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        where = getattr(error, "filename", None) or pattern
+        return {}, f"{str(where)!r} cannot be read: {why}"
+    if matched:
+        return matched, ""
+    if any(c in pattern for c in "*?[") or pattern.endswith("/") or Path(pattern).is_dir():
+        return {}, f"{pattern!r} names no file in {READ}"
+    return {}, f"there is no file {pattern!r}"
 
 
-def _many(pattern: str) -> bool:
-    return pattern.endswith("/") or any(c in pattern for c in "*?[")
+def _local(pattern: Path) -> dict[str, int]:
+    if pattern.is_dir():  # a name may hold what globs mean
+        paths = list(_below(pattern))
+    elif os.path.lexists(pattern):
+        return {str(pattern): _size(pattern)}
+    else:
+        found = map(Path, glob.glob(str(pattern), recursive=True))  # noqa: PTH207  absolute ones too
+        paths = [path for path in found if not path.is_dir()]
+    return {str(path): _size(path) for path in paths if _is_read(path.name)}
 
 
-def _matching(pattern: str) -> dict[str, int]:
-    """Sizes by address; of a directory or a glob only files of a kind that is read."""
+def _below(directory: Path) -> Iterator[Path]:
+    """Files in a directory and those in it; links are followed.
+
+    Raises:
+        OSError: one of them cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen = set()
+    for place, below, names in os.walk(directory, onerror=fail, followlinks=True):
+        if (real := Path(place).resolve()) in seen:  # a link to where it lies
+            below.clear()
+            continue
+        seen.add(real)
+        yield from (Path(place) / name for name in names)
+
+
+def _size(path: Path) -> int:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return found.st_size
+
+
+def _remote(pattern: str) -> dict[str, int]:
     system, path = url_to_fs(pattern)
     if pattern.startswith(("http://", "https://")):
-        return {pattern: int(system.info(path)["size"] or 0)}
-    literal = system.exists(path)  # a name may hold what globs mean
-    if literal and not system.isdir(path):
-        return {pattern: system.size(path)}
-    found = system.find(path, detail=True) if literal else system.glob(path, detail=True)
+        size = system.info(path)["size"]
+        if size is None:
+            raise ValueError("the server does not say how large it is; fetch it first")
+        return {pattern: int(size)}
+    try:
+        about = system.info(path)
+        if about["type"] == "file":
+            return {pattern: about["size"]}
+        found = system.find(path, detail=True)
+    except FileNotFoundError:
+        found = system.glob(path, detail=True)
     files = {
-        system.unstrip_protocol(name) if "://" in pattern else name: info["size"]
+        system.unstrip_protocol(name): info["size"]
         for name, info in found.items()
         if info["type"] == "file"
     }

@@ -146,8 +146,12 @@ def _text_of(row: Any, text_field: str, place: str) -> str | BadRow:
     if isinstance(text, str):
         # JSON can name half a character, which no UTF-8 holds.
         return text if text.isascii() else text.encode("utf-8", "replace").decode()
-    has = f"it has {', '.join(map(repr, row))}" if isinstance(row, dict) else "it is no object"
-    return BadRow(place, f"has no text under {text_field!r} (data.text_field); {has}")
+    if not isinstance(row, dict):
+        return BadRow(place, f"is no object but {json.dumps(row)[:40]}")
+    if text_field in row:
+        return BadRow(place, f"has no text under {text_field!r} but {json.dumps(text)[:40]}")
+    has = ", ".join(map(repr, row)) or "nothing"
+    return BadRow(place, f"has no {text_field!r} (data.text_field); it has {has}")
 
 
 def _columns(file: IO[bytes], path: str, kind: str, text_field: str) -> Iterator[str | BadRow]:
