@@ -129,7 +129,7 @@ def memory(tokens: int, workers: int) -> None:
         began = time.perf_counter()
         work.run(workers=workers)
         seconds = time.perf_counter() - began
-        found = sum(open_prepared(work.directory).manifest["tokens"].values())
+        found = sum(open_prepared(work.directory).manifest.tokens.values())
     mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     print(

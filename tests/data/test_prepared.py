@@ -13,9 +13,10 @@ import pytest
 
 from trainer.data.config import TokenizerConfig
 from trainer.data.corpus import prepare_corpus
+from trainer.data.manifest import Shard
 from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation
-from trainer.data.shards import OPEN, Place, Shard, TokenStream
+from trainer.data.shards import OPEN, Place, TokenStream
 from trainer.errors import UserError
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -118,6 +119,69 @@ def test_damage_is_one_line_that_names_the_directory(directory, what, said):
     (problem,) = error.value.problems
     assert str(directory) in problem
     assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("shards", "train", 0, "name"), "../../../evil"),
+        (("shards", "train", 0, "name"), "/etc/passwd"),
+        (("shards", "train", 0, "name"), "train-00000-0000\0"),
+        (("shards", "train", 0, "tokens"), "129"),
+        (("shards", "train", 0, "tokens"), None),
+        (("shards", "train", 0, "tokens"), -1),
+        (("shards", "train"), {}),
+        (("end_of_text",), -1),
+        (("end_of_text",), 10**6),
+        (("end_of_text",), 1.5),
+        (("dtype",), ">u2"),
+        (("request",), [1]),
+        (("source",), None),
+        (("bad_rows",), "none"),
+        (("tokens",), [1, 2, 3]),
+        (("format",), True),
+    ],
+)
+def test_a_manifest_that_says_what_cannot_be_is_damaged(directory, path, value):
+    file = directory / "manifest.json"
+    manifest = json.loads(file.read_text())
+    at = manifest
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="is damaged") as error:
+        open_prepared(directory)
+    assert len(error.value.problems) == 1
+    assert "\n" not in error.value.problems[0]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"rows": 1}'])
+def test_a_record_of_other_content_is_damaged(config, directory, content):
+    (directory / "manifest.json").unlink()
+    (directory / "pieces" / "00000-0000.json").write_text(content)
+    with pytest.raises(UserError, match=r"00000-0000.json' is damaged \(.*\); remove it"):
+        Preparation.of(config, BPE, None).run(workers=1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"units": [[7]]}, {"units": ["x"]}, {"tokenizer": "{}"}, {"dtype": "zz"}, {"files": 3}],
+)
+def test_a_plan_of_other_content_is_damaged(config, directory, change):
+    (directory / "manifest.json").unlink()
+    plan = directory / "plan.json"
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | change))
+    with pytest.raises(UserError, match=r"the plan in .* is damaged .*; remove the directory"):
+        Preparation.of(config, BPE, None).run(workers=1)
+
+
+def test_no_manifest_is_written_over_a_shard_that_is_gone(config, directory):
+    (directory / "manifest.json").unlink()
+    (directory / "train-00000-0000.bin").unlink()
+    with pytest.raises(UserError, match=r"train-00000-0000.bin is missing; remove the directory"):
+        Preparation.of(config, BPE, None).run(workers=1)
+    assert not (directory / "manifest.json").exists()
 
 
 def test_a_flipped_bit_is_found_on_demand(directory):

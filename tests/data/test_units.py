@@ -67,8 +67,8 @@ def test_there_are_shards_of_every_split_with_their_documents(config, many_piece
     trained = said[: len(text.train.documents(10**6))]
     assert trained == [s for s in expected if s in set(trained)]  # in the order of the source
     manifest = text.manifest
-    assert sum(manifest["documents"].values()) == 120
-    assert manifest["source"]["files"][0][0] == "0.jsonl"
+    assert sum(manifest.documents.values()) == 120
+    assert manifest.source["files"][0][0] == "0.jsonl"
     assert text.train.places[0].ids.dtype == np.uint16
 
 
@@ -191,7 +191,7 @@ def test_a_share_of_malformed_rows_may_be_left_out_and_is_counted(config, tmp_pa
     work = work_of(replace(config, bad_rows=0.2))
     assert work.run(workers=1)
     manifest = open_prepared(work.directory).manifest
-    assert manifest["bad_rows"] == 14
+    assert manifest.bad_rows == 14
     with pytest.raises(UserError, match=r"14 of the first 94 rows|11 of the first 91 rows"):
         work_of(replace(config, bad_rows=0.01, min_characters=1)).run(workers=1)
 
@@ -261,7 +261,7 @@ def test_a_source_that_does_not_say_its_size_may_be_large(config, whole, monkeyp
     monkeypatch.setattr(plan, "SMALL", 1000)
     work = work_of(replace(config, source="poems"))
     assert work.run(workers=2)
-    documents = open_prepared(work.directory).manifest["documents"]
+    documents = open_prepared(work.directory).manifest.documents
     assert sum(documents.values()) == 2000
     assert abs(documents["test"] - 400) < 100
     assert abs(documents["validation"] - 200) < 80

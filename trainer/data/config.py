@@ -8,7 +8,11 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from trainer.data.order import PERIOD
 from trainer.errors import did_you_mean
+
+LARGEST_VOCABULARY = 1_000_000
+"""Entries of a tokenizer that is trained here."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +146,9 @@ class DataConfig(SourceConfig):
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
         found = []
-        if self.sequence_length < 2:
+        if not 2 <= self.sequence_length < 1 << 31:
             found.append(
-                f"data.sequence_length: expected 2 or more tokens, got {self.sequence_length}."
+                f"data.sequence_length: expected 2 to 2^31 - 1 tokens, got {self.sequence_length}."
             )
         if self.num_workers < 0:
             found.append(f"data.num_workers: expected 0 or more, got {self.num_workers}.")
@@ -160,6 +164,7 @@ class DataConfig(SourceConfig):
     def _mixture_problems(self) -> list[str]:
         found = []
         keys = [*(f.name for f in fields(SourceConfig)), "prepared", "weight"]
+        weights: dict[str, float] = {}
         for name, changes in self.mixture.items():
             at = f"data.mixture.{name}"
             if not isinstance(changes, Mapping):
@@ -171,6 +176,8 @@ class DataConfig(SourceConfig):
             number = isinstance(weight, int | float) and not isinstance(weight, bool)
             if not number or not 0 < weight < float("inf"):
                 found.append(f"{at}.weight: expected a positive number, got {weight!r}.")
+            else:
+                weights[name] = weight
             own = {k: v for k, v in changes.items() if k in keys and k != "weight"}
             try:
                 TypeAdapter(DataConfig).validate_python(own)
@@ -181,7 +188,13 @@ class DataConfig(SourceConfig):
                 ]
             else:
                 found += [] if unknown else self.of(name).source_problems(at)
-        return found
+        least = sum(weights.values()) / PERIOD
+        return found + [
+            f"data.mixture.{name}.weight: {weight:g} is less than one of {PERIOD:,} samples, in "
+            f"which shares are exact; give {least:.2g} or more."
+            for name, weight in weights.items()
+            if weight < least
+        ]
 
     def of(self, name: str) -> DataConfig:
         """The configuration of one text of the mixture."""
@@ -211,10 +224,12 @@ class TokenizerConfig:
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
         found = []
-        if self.path is None and self.vocab_size < 257:
+        if self.path == "":
+            found.append("tokenizer.path: expected a file, or null to train one, got ''.")
+        if self.path is None and not 257 <= self.vocab_size <= LARGEST_VOCABULARY:
             found.append(
-                "tokenizer.vocab_size: a byte-level vocabulary needs at least 257 entries, "
-                f"got {self.vocab_size}."
+                "tokenizer.vocab_size: expected 257 entries, which hold every byte, to "
+                f"{LARGEST_VOCABULARY:,}; got {self.vocab_size}."
             )
         if self.sample_megabytes < 1:
             found.append(

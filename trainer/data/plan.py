@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -23,11 +23,17 @@ from tokenizers import Tokenizer
 from trainer.data.config import SourceConfig, TokenizerConfig
 from trainer.data.encoding import Thresholds, document_hash
 from trainer.data.files import File
+from trainer.data.manifest import read_json
 from trainer.data.needles import WORDS
 from trainer.data.sources import Listing, list_source, read_source
-from trainer.data.tokenizer import end_of_text, load_tokenizer, tokenizer_identity, train_tokenizer
+from trainer.data.tokenizer import (
+    end_of_text,
+    load_tokenizer,
+    tokenizer_identity,
+    train_tokenizer,
+    vocabulary_size,
+)
 from trainer.errors import UserError
-from trainer.formats import check_format
 
 RECIPE = 2
 """Changes where the same text would become other tokens."""
@@ -91,7 +97,7 @@ class Plan:
     thresholds: Thresholds
     tokenizer: str
     end: int
-    dtype: str
+    dtype: Literal["<u2", "<u4"]
     tokens: int | None
 
     def write(self, directory: Path) -> None:
@@ -124,14 +130,15 @@ class Plan:
         """
         where = f"data.cache_dir: the plan in {str(directory)!r}"
         try:
-            plain = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
-            check_format(plain.pop("format"), FORMAT, where, "remove the directory")
-            plain["files"] = tuple(File(**file) for file in plain["files"])
-            plain["units"] = tuple(map(tuple, plain["units"]))
-            plain["thresholds"] = Thresholds(**plain["thresholds"])
-            return cls(**plain)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            plan = read_json(directory / "plan.json", cls, FORMAT, where)
+            Tokenizer.from_str(plan.tokenizer)
+            if any(not 0 <= index < len(plan.files) for unit in plan.units for index in unit):
+                raise ValueError("units: they name files that it does not have")
+        except Exception as error:  # tokenizers raises bare Exception
+            if isinstance(error, UserError):
+                raise
             raise UserError(f"{where} is damaged ({error}); remove the directory.") from None
+        return plan
 
 
 def make_plan(
@@ -170,7 +177,7 @@ def make_plan(
         thresholds,
         tokenizer.to_str(),
         end_of_text(tokenizer),
-        "<u2" if tokenizer.get_vocab_size() <= 1 << 16 else "<u4",
+        "<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4",
         tokens,
     )
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from trainer.data.config import DataConfig
 from trainer.data.encoding import SPLITS
+from trainer.data.manifest import Manifest, Shard, read_json
 from trainer.data.plan import FORMAT, digest
-from trainer.data.shards import Place, Shard, TokenStream, checksum_problem, size_problem
+from trainer.data.shards import Place, TokenStream, checksum_problem, size_problem
+from trainer.data.tokenizer import vocabulary_size
 from trainer.errors import UserError
-from trainer.formats import check_format
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,13 @@ class Prepared:
     train: TokenStream
     validation: TokenStream
     test: TokenStream
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     @property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change whenever the tokens do."""
-        asked = {k: v for k, v in self.manifest["request"].items() if k != "files"}
-        return digest(asked) + digest(self.manifest["source"])
+        asked = {k: v for k, v in self.manifest.request.items() if k != "files"}
+        return digest(asked) + digest(self.manifest.source)
 
 
 def cache_directory(config: DataConfig) -> Path:
@@ -54,7 +53,7 @@ def is_prepared(directory: Path) -> bool:
     return (directory / "manifest.json").is_file()
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path) -> Manifest:
     """What there is in a directory.
 
     Raises:
@@ -62,21 +61,17 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     where = f"data: the prepared text in {str(directory)!r}"
     try:
-        manifest = json.loads((directory / "manifest.json").read_bytes())
-        found = manifest["format"]
+        return read_json(directory / "manifest.json", Manifest, FORMAT, where)
     except FileNotFoundError:
-        more = (
-            "was not finished; the command that began it goes on"
-            if (directory / "plan.json").is_file()
-            else "has no manifest.json; `python -m trainer prepare` writes such a directory"
-        )
+        if (directory / "plan.json").is_file():
+            more = "was not finished; the command that began it goes on"
+        elif directory.is_dir():
+            more = "has no manifest.json; `python -m trainer prepare` writes such a directory"
+        else:
+            more = "does not exist; `python -m trainer prepare` writes such a directory"
         raise UserError(f"{where} {more}.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{where} is damaged: its manifest cannot be read ({error}).") from None
-    check_format(found, FORMAT, where, "remove it to have it prepared again")
-    if found < FORMAT:
-        raise UserError(f"{where} has format {found}, which is no longer read; remove it.")
-    return manifest
 
 
 def open_prepared(directory: Path) -> Prepared:
@@ -88,31 +83,33 @@ def open_prepared(directory: Path) -> Prepared:
     manifest = read_manifest(directory)
     where = f"data: the prepared text in {str(directory)!r} is damaged"
     again = "remove the directory and prepare it again"
+    dtype, end = np.dtype(manifest.dtype), manifest.end_of_text
+    shards = {split: manifest.shards.get(split, []) for split in SPLITS}
     try:
-        dtype = np.dtype(manifest["dtype"])
-        shards = {split: [Shard(**s) for s in manifest["shards"][split]] for split in SPLITS}
         text = (directory / "tokenizer.json").read_bytes()
-        expected = manifest["tokenizer_sha256"]
-        end = int(manifest["end_of_text"])
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        raise UserError(f"{where} ({error!r}); {again}.") from None
-    if hashlib.sha256(text).hexdigest() != expected:
+    except OSError as error:
+        raise UserError(f"{where}: tokenizer.json: {error.strerror}; {again}.") from None
+    if hashlib.sha256(text).hexdigest() != manifest.tokenizer_sha256:
         raise UserError(f"{where}: tokenizer.json is not what was written; {again}.")
+    tokenizer = Tokenizer.from_str(text.decode())
+    if end >= (size := vocabulary_size(tokenizer)):
+        raise UserError(f"{where}: end_of_text is {end}, of {size} tokens; {again}.")
     problems = [size_problem(directory, s, dtype) for split in SPLITS for s in shards[split]]
     if found := [problem for problem in problems if problem]:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise UserError(f"{where}: {found[0]}{more}; {again}.")
     streams = {
-        split: TokenStream([Place(directory, shard, manifest["dtype"]) for shard in shards[split]])
+        split: TokenStream([Place(directory, shard, manifest.dtype) for shard in shards[split]])
         for split in SPLITS
     }
-    return Prepared(directory, Tokenizer.from_str(text.decode()), end, manifest=manifest, **streams)
+    return Prepared(directory, tokenizer, end, manifest=manifest, **streams)
 
 
 def verify(prepared: Prepared, threads: int) -> list[str]:
     """Compare every byte with the manifest's checksums; a clause for each file that differs."""
-    dtype = np.dtype(prepared.manifest["dtype"])
-    shards = [Shard(**s) for split in SPLITS for s in prepared.manifest["shards"][split]]
+    dtype = np.dtype(prepared.manifest.dtype)
+    streams = (prepared.train, prepared.validation, prepared.test)
+    shards = [place.shard for stream in streams for place in stream.places]
 
     def problem(shard: Shard) -> str | None:
         return size_problem(prepared.directory, shard, dtype) or checksum_problem(

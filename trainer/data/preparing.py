@@ -162,7 +162,7 @@ def _prepared_from(root: Path, request: dict[str, object]) -> list[Path]:
     return [
         path.parent
         for path in found
-        if read_manifest(path.parent)["request"].get("files") == request.get("files")
+        if read_manifest(path.parent).request.get("files") == request.get("files")
     ]
 
 
@@ -191,7 +191,7 @@ def unprepared(values: Any) -> list[str]:
 def _any_prepared(config: DataConfig) -> bool:
     keys = ("source", "hub_name", "hub_config", "files")
     for path in (cache_directory(config) / "corpora").glob("*/manifest.json"):
-        request = read_manifest(path.parent)["request"]
+        request = read_manifest(path.parent).request
         if all(request.get(key) == getattr(config, key) for key in keys if key in request):
             return True
     return False

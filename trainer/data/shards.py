@@ -19,22 +19,11 @@ from numpy.typing import NDArray
 
 from trainer.data.encoding import Encoded
 from trainer.data.flat_file import FlatFile
+from trainer.data.manifest import Shard
 from trainer.data.order import Integers
 
 OPEN = 128
 """Shards of a split that are open at once; a process may often have 1,024 files."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A finished file of ids: ``name`` without suffix, what it holds, and the checksums (SHA-256)
-    of it and of its document ends."""
-
-    name: str
-    tokens: int
-    documents: int
-    sha256: str
-    ends_sha256: str
 
 
 class ShardWriter:
@@ -108,6 +97,8 @@ def size_problem(directory: Path, shard: Shard, dtype: np.dtype[Any]) -> str | N
             found = path.stat().st_size
         except FileNotFoundError:
             return f"{path.name} is missing"
+        except OSError as error:
+            return f"{path.name} cannot be read ({error.strerror})"
         if found != size:
             return f"{path.name} has {found:,} bytes instead of {size:,}"
     return None

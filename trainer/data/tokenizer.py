@@ -46,6 +46,11 @@ def load_tokenizer(path: str) -> Tokenizer:
     """
     if Path(path).is_file():
         tokenizer = _read(path)
+    elif Path(path).is_dir():
+        raise UserError(
+            f"tokenizer.path: {path!r} is a directory; name the file in it, such as "
+            f"{str(Path(path) / 'tokenizer.json')!r}."
+        )
     elif path.endswith((".json", ".gguf")) or path.count("/") != 1 or path.startswith((".", "~")):
         raise UserError(f"tokenizer.path: there is no file {path!r}.")
     else:
@@ -91,6 +96,11 @@ def tokenizer_identity(
         "sample_megabytes": config.sample_megabytes,
         "words": hashlib.sha256("\0".join(words).encode()).hexdigest(),
     }
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """The largest id and one: a published vocabulary may have holes."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:

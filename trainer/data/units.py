@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,9 +27,15 @@ from trainer.data.batches import Batch, Map, batches_of, encoders
 from trainer.data.config import SourceConfig
 from trainer.data.encoding import SPLITS
 from trainer.data.files import File
+from trainer.data.manifest import Manifest, Piece, Split, read_json
 from trainer.data.plan import FORMAT, Plan
 from trainer.data.rows import UnreadableError
-from trainer.data.shards import ShardWriter, synchronise, write_synchronised
+from trainer.data.shards import (
+    ShardWriter,
+    size_problem,
+    synchronise,
+    write_synchronised,
+)
 from trainer.data.sources import read_source
 from trainer.errors import UserError
 from trainer.lock import locked
@@ -129,54 +134,60 @@ def write_manifest(plan: Plan, directory: Path) -> None:
         UserError: there is no text to train on.
     """
     records = [r for unit in range(len(plan.units)) for r in _records(directory, unit)]
-    shards = {
-        split: [record["shards"][split] for record in records if split in record["shards"]]
-        for split in SPLITS
-    }
+    shards = {split: [r.shards[split] for r in records if split in r.shards] for split in SPLITS}
     if missing := [split for split in SPLITS if not shards[split]]:
         raise UserError(
             f"data: the text holds nothing for {' and '.join(missing)}; give more text, or larger "
             "data.validation and data.test."
         )
+    dtype = np.dtype(plan.dtype)
+    written = [shard for split in SPLITS for shard in shards[split]]
+    if lost := list(filter(None, (size_problem(directory, shard, dtype) for shard in written))):
+        raise UserError(
+            f"data.cache_dir: {str(directory)!r}: {lost[0]}; remove the directory and prepare the "
+            "text again."
+        )
     tokenizer = json.dumps(json.loads(plan.tokenizer), ensure_ascii=False, indent=1)
     write_synchronised(directory / "tokenizer.json", tokenizer.encode())
-    manifest = {
-        "format": FORMAT,
-        "request": plan.request,
-        "source": plan.identity,
-        "dtype": plan.dtype,
-        "end_of_text": plan.end,
-        "tokenizer_sha256": hashlib.sha256(tokenizer.encode()).hexdigest(),
-        "bad_rows": sum(record["bad"] for record in records),
-        "tokens": {split: sum(s["tokens"] for s in shards[split]) for split in SPLITS},
-        "documents": {split: sum(s["documents"] for s in shards[split]) for split in SPLITS},
-        "shards": shards,
-    }
+    manifest = Manifest(
+        format=FORMAT,
+        request=plan.request,
+        source=plan.identity,
+        dtype=plan.dtype,
+        end_of_text=plan.end,
+        tokenizer_sha256=hashlib.sha256(tokenizer.encode()).hexdigest(),
+        bad_rows=sum(record.bad for record in records),
+        tokens={split: sum(shard.tokens for shard in shards[split]) for split in SPLITS},
+        documents={split: sum(shard.documents for shard in shards[split]) for split in SPLITS},
+        shards=shards,
+    )
     for leftover in directory.glob(".plan.*.tmp"):
         leftover.unlink(missing_ok=True)
-    write_synchronised(directory / "manifest.json", (json.dumps(manifest) + "\n").encode())
+    write_synchronised(directory / "manifest.json", (json.dumps(asdict(manifest)) + "\n").encode())
 
 
-def _records(directory: Path, unit: int) -> list[dict[str, Any]]:
+def _records(directory: Path, unit: int) -> list[Piece]:
     """The finished pieces of a unit, in order."""
-    found = []
+    found: list[Piece] = []
     while True:
         path = directory / "pieces" / f"{unit:05d}-{len(found):04d}.json"
         try:
-            found.append(json.loads(path.read_text(encoding="utf-8")))
+            found.append(read_json(path, Piece))
         except FileNotFoundError:
             return found
-        except ValueError:
-            raise UserError(f"data.cache_dir: {str(path)!r} is damaged; remove it.") from None
+        except ValueError as error:
+            raise UserError(
+                f"data.cache_dir: {str(path)!r} is damaged ({error}); remove it."
+            ) from None
 
 
 def _is_done(directory: Path, unit: int) -> bool:
     records = _records(directory, unit)
-    return bool(records) and records[-1]["last"]
+    return bool(records) and records[-1].last
 
 
 def _tokens(directory: Path, unit: int) -> int:
-    return sum(s["tokens"] for r in _records(directory, unit) for s in r["shards"].values())
+    return sum(s.tokens for r in _records(directory, unit) for s in r.shards.values())
 
 
 def _with_patience(work: Callable[[], None]) -> None:
@@ -201,12 +212,12 @@ def _prepare_unit(
     files = [plan.files[index] for index in plan.units[unit]]
     _check_sizes(config, files)
     records = _records(directory, unit)
-    last = records[-1] if records else {"rows": 0, "bad": 0, "named": []}
+    last = records[-1] if records else Piece(0, 0, [], False, {})
     expected = sum(file.text_bytes for file in files)
     rows = chain.from_iterable(read_source(config, file) for file in files)
-    start = Batch(rows=last["rows"], bad=last["bad"], named=list(last["named"]))
+    start = Batch(rows=last.rows, bad=last.bad, named=list(last.named))
     batches = batches_of(islice(rows, start.rows, None), config, start)
-    writers: dict[str, ShardWriter] = {}
+    writers: dict[Split, ShardWriter] = {}
     piece, done, batch = len(records), 0, start
     try:
         for batch, encoded in tokenised(batches):
@@ -233,24 +244,18 @@ def _commit(
     directory: Path,
     unit: int,
     piece: int,
-    writers: dict[str, ShardWriter],
+    writers: dict[Split, ShardWriter],
     batch: Batch,
     *,
     last: bool,
 ) -> None:
     """Finish the shards of a piece, then write its record; ``writers`` is empty afterwards."""
-    shards = {split: asdict(writer.finish()) for split, writer in writers.items()}
+    shards = {split: writer.finish() for split, writer in writers.items()}
     writers.clear()
     synchronise(directory)
-    record = {
-        "rows": batch.rows,
-        "bad": batch.bad,
-        "named": batch.named,
-        "last": last,
-        "shards": shards,
-    }
+    record = Piece(batch.rows, batch.bad, batch.named, last, shards)
     path = directory / "pieces" / f"{unit:05d}-{piece:04d}.json"
-    write_synchronised(path, json.dumps(record).encode())
+    write_synchronised(path, json.dumps(asdict(record)).encode())
 
 
 def _check_sizes(config: SourceConfig, files: Iterable[File]) -> None:

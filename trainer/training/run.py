@@ -26,6 +26,7 @@ from trainer.data.dataset import (
     first_sample,
     held_out_windows,
 )
+from trainer.data.tokenizer import vocabulary_size
 from trainer.errors import PreemptedError, UserError
 from trainer.interchange.pretrained import read_pretrained
 from trainer.positional.layout import Layout
@@ -153,7 +154,7 @@ def _fit(
     torch.manual_seed(config.seed + ranks.rank)
     given = config.model.from_pretrained
     pretrained = read_pretrained(given) if given and start.checkpoint is None else None
-    model = make_decoder(config, corpus.tokenizer.get_vocab_size(), pretrained)
+    model = make_decoder(config, vocabulary_size(corpus.tokenizer), pretrained)
     if start.checkpoint is not None:
         check_same_model(start.state, model, start.checkpoint.name)
         on_rank_zero(lambda: check_same_data(start.state, corpus, config))

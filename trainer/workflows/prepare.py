@@ -89,10 +89,10 @@ def _run(work: Preparation, request: PrepareRequest) -> bool:
 def _described(work: Preparation) -> str:
     text = open_prepared(work.directory)
     manifest = text.manifest
-    counts = ", ".join(f"{split} {count:,}" for split, count in manifest["tokens"].items())
-    bad = f"; {manifest['bad_rows']} malformed rows left out" if manifest["bad_rows"] else ""
+    counts = ", ".join(f"{split} {count:,}" for split, count in manifest.tokens.items())
+    bad = f"; {manifest.bad_rows} malformed rows left out" if manifest.bad_rows else ""
     return (
-        f"{describe(work.config)}: tokens {counts}; {sum(manifest['documents'].values()):,} "
+        f"{describe(work.config)}: tokens {counts}; {sum(manifest.documents.values()):,} "
         f"documents{bad}; in {without_home(str(work.directory))}"
     )
 

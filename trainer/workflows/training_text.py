@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer
 
 from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.data.tokenizer import vocabulary_size
 from trainer.errors import UserError
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.config import RunConfig
@@ -21,7 +22,7 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     """
     tokenizer = pretrained_tokenizer(config)
     corpus = prepare_corpus(config.data, config.tokenizer, tokenizer, alone=alone)
-    tokens, embeddings = corpus.tokenizer.get_vocab_size(), config.model.vocab_size
+    tokens, embeddings = vocabulary_size(corpus.tokenizer), config.model.vocab_size
     if embeddings is not None and embeddings < tokens:
         raise UserError(
             f"model.vocab_size: {embeddings} embeddings, but the tokenizer has {tokens} tokens; "
