@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,12 @@ from trainer.__main__ import main
 from trainer.data.certificate import as_text
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
+from trainer.data.preparing import prepare_command
+from trainer.errors import UserError
+from trainer.runs.models import find_candidate
+from trainer.training.run import train
+from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.training_text import open_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +65,76 @@ def test_parts_are_prepared_apart(capsys, monkeypatch):
     monkeypatch.setattr("trainer.data.plan.UNIT", 1)
     assert "the last part that is finishes" in said(capsys, "prepare", *WORDS, "prepare.part=2/2")
     assert said(capsys, "prepare", *WORDS, "prepare.part=1/2").startswith("Prepared")
+
+
+def test_parts_of_two_states_of_a_source_are_not_mixed(capsys, monkeypatch):
+    monkeypatch.setattr("trainer.data.plan.UNIT", 1)
+    said(capsys, "prepare", *WORDS, "prepare.part=2/2")
+    with Path("0.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "One more."}) + "\n")
+    error = " ".join(error_of(capsys, "prepare", *WORDS, "prepare.part=1/2").split())
+    assert "begun when it had other files or sizes; bring those back, or remove" in error
+
+
+def test_parts_of_a_mixture_have_the_tokenizer_of_its_first_text(capsys, monkeypatch, place):
+    """Known from the plan on: no part waits for others."""
+    monkeypatch.setattr("trainer.data.plan.UNIT", 1)
+    mixture = [f"+data.mixture.{name}.files=['{name}.jsonl','2.jsonl']" for name in ("0", "1")]
+    words = ["data=files", *WORDS[2:], *mixture]
+    for part in ("1/2", "2/2"):
+        said(capsys, "prepare", *words, f"prepare.part={part}")
+    assert said(capsys, "prepare", *words).count("Nothing to do") == 2
+    first, second = place.glob("cache/corpora/*/tokenizer.json")
+    assert first.read_text() == second.read_text()
+
+
+def test_a_mixture_names_the_text_that_is_wrong(capsys):
+    words = ["data=files", "+data.mixture.a.files=['0.jsonl']", *WORDS[2:]]
+    error = error_of(capsys, "prepare", *words, "+data.mixture.b.files=[gone.jsonl]")
+    assert "data.mixture.b.files: there is no file 'gone.jsonl'" in error
+    error = error_of(capsys, "prepare", *words, "+data.mixture.b.weight=0.00001")
+    assert "data.mixture.b.weight: 1e-05 is less than one of 10,000 samples" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "advised"),
+    [
+        (["prepare", "data=c4", "verify=true"], "prepare data=c4"),
+        (["slurm", "prepare", "data=c4", "slurm.prepare=3", "--submit"], "prepare data=c4"),
+        (["train", "+experiment=x", "seed=1"], "prepare +experiment=x seed=1"),
+        (["inspect", "checkpoint=runs/x"], "prepare +experiment=NAME"),
+    ],
+)
+def test_the_command_that_prepares_is_one_that_works(monkeypatch, given, advised):
+    monkeypatch.setattr("sys.argv", ["trainer/__main__.py", *given])
+    assert prepare_command() == f"python -m trainer {advised}"
+
+
+def test_a_neighbour_that_is_damaged_is_no_matter(capsys, monkeypatch, place):
+    monkeypatch.setenv("UNROPE_CACHE", "cache")
+    for name, manifest in {"a": "broken", "b": '{"format": 99}', "c": '{"format": 2}'}.items():
+        (place / "cache/corpora" / name).mkdir(parents=True)
+        (place / "cache/corpora" / name / "manifest.json").write_text(manifest)
+    assert "has not been prepared" in error_of(capsys, "data=c4")
+
+
+def test_what_is_stopped_leaves_nothing_temporary(capsys, monkeypatch, place):
+    from trainer.data import shards
+
+    original = shards.ShardWriter.add
+
+    def add(self, encoded):
+        original(self, encoded)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(shards.ShardWriter, "add", add)
+    with pytest.raises(SystemExit) as stopped:
+        main(["prepare", *WORDS])
+    assert stopped.value.code == 85
+    assert "The same command goes on" in capsys.readouterr().err
+    assert not list(place.glob("cache/corpora/*/.*.tmp"))
+    monkeypatch.setattr(shards.ShardWriter, "add", original)
+    assert said(capsys, "prepare", *WORDS).startswith("Prepared")
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b"])
@@ -108,11 +187,24 @@ def test_inspect_shows_the_samples_of_a_step(capsys, run):
     assert "checkpoint: give a run directory" in error_of(capsys, "inspect")
 
 
+def test_a_run_goes_on_with_the_text_it_has_read(run, place):
+    """Also where files have come since, or the source is gone."""
+    data = {"source": "files", "files": [str(place / "*.jsonl")], "cache_dir": str(place / "cache")}
+    config, trained = run("texts", trainer={"max_steps": 4}, drop={"at": 2}, data=data)
+    read = open_corpus(config)
+    with Path("0.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "One more."}) + "\n")
+    candidate = find_candidate(str(trained.checkpoint.parent.parent))
+    for corpus in (open_corpus(config), held_out_corpus(None, candidate)):
+        assert corpus.fingerprint == read.fingerprint
+    elsewhere = replace(config, run_dir=str(place / "another"))
+    with pytest.raises(UserError, match=r"has other files or sizes .* data\.prepared= takes that"):
+        open_corpus(elsewhere, alone=False)
+    assert open_corpus(elsewhere).fingerprint != read.fingerprint
+
+
 def test_a_run_does_not_go_on_with_text_that_changed_unnoticed(run):
     """Same names and sizes, other tokens: the last step of the checkpoint is read again."""
-    from trainer.errors import UserError
-    from trainer.training.run import train
-
     config, _ = run(trainer={"max_steps": 4}, drop={"at": 2}, data={"revision": "mine"})
     corpus = prepare_corpus(config.data, config.tokenizer)
     for shard in corpus.parts[0].text.directory.glob("train-*.bin"):
@@ -123,6 +215,4 @@ def test_a_run_does_not_go_on_with_text_that_changed_unnoticed(run):
 
 
 def _longer(trainer):
-    from dataclasses import replace
-
     return replace(trainer, max_steps=6)

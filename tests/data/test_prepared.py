@@ -11,12 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainer.data import plan
 from trainer.data.config import TokenizerConfig
 from trainer.data.corpus import prepare_corpus
+from trainer.data.files import find_files
 from trainer.data.manifest import Shard
+from trainer.data.plan import make_plan
 from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation
 from trainer.data.shards import OPEN, Place, TokenStream
+from trainer.data.sources import Listing
 from trainer.errors import UserError
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -119,6 +123,25 @@ def test_damage_is_one_line_that_names_the_directory(directory, what, said):
     (problem,) = error.value.problems
     assert str(directory) in problem
     assert "\n" not in problem
+
+
+def test_a_dataset_of_the_hub_keeps_its_commit(config, monkeypatch):
+    """The hub's newest commit may come between two jobs, or two parts."""
+    files = tuple(find_files(config.files, "data.files"))
+    listing = {"now": Listing(files, "first")}
+    monkeypatch.setattr(plan, "list_source", lambda _: listing["now"])
+    config = replace(config, source="hub", hub_name="some/text", files=[])
+    begun = Preparation.of(config, BPE, None, network=True)
+    make_plan(config, BPE, None, listing["now"]).write(begun.directory)
+    listing["now"] = Listing(files, "second")
+    work = Preparation.of(config, BPE, None, network=True)
+    assert work.directory == begun.directory
+    assert work.run(workers=1)
+    again = Preparation.of(config, BPE, None, network=True)
+    assert again.is_done
+    assert open_prepared(again.directory).manifest.source["revision"] == "first"
+    named = Preparation.of(replace(config, revision="second"), BPE, None, network=True)
+    assert not named.is_done
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from trainer.data.config import DataConfig
+from trainer.data.files import File
 from trainer.data.sources import (
     TEXT_SOURCES,
     list_source,
@@ -83,6 +84,55 @@ def test_a_dataset_that_cannot_be_had_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset_builder", offline)
     with pytest.raises(UserError, match=r"'some/text' cannot be read from the hub: Couldn't"):
         list_source(DataConfig(source="hub", hub_name="some/text"))
+
+
+def _half(text="ok"):
+    return [text, "half \ud800"]
+
+
+def _stops():
+    raise SystemExit(7)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (_stops, r"'mine' failed: SystemExit\(7\)"),
+        (lambda: "one text", "gave one text instead of several"),
+        (lambda: None, "failed: TypeError"),
+    ],
+)
+def test_a_source_that_fails_is_named(monkeypatch, function, said):
+    monkeypatch.setattr("trainer.data.sources.TEXT_SOURCES", {"mine": function})
+    with pytest.raises(UserError, match=said):
+        list(read_source(DataConfig(source="mine"), File("mine", "mine", 0)))
+
+
+def test_half_a_character_of_a_source_is_replaced(monkeypatch):
+    monkeypatch.setattr("trainer.data.sources.TEXT_SOURCES", {"mine": _half})
+    config = DataConfig(source="mine")
+    assert list(read_source(config, File("mine", "mine", 0))) == ["ok", "half ?"]
+
+
+def test_a_source_cannot_take_the_name_of_one_that_is_built_in():
+    def files():
+        return []
+
+    with pytest.raises(UserError, match="cannot be called 'files'"):
+        text_source(files)
+
+
+def test_a_password_in_an_address_is_refused():
+    for address in ("https://me:secret@host/a.txt", "@s3://key:secret@bucket/list"):
+        (problem,) = DataConfig(source="files", files=[address]).problems()
+        assert "~/.netrc" in problem
+        assert "secret" not in problem
+    for address in (
+        "https://host/a:b@c.txt",
+        "hf://datasets/a/b@main/c.txt",
+        "s3://bucket/a@b.txt",
+    ):
+        assert DataConfig(source="files", files=[address]).problems() == []
 
 
 def test_a_source_of_the_users_own(monkeypatch):

@@ -290,6 +290,30 @@ def test_memory_for_a_document_does_not_depend_on_it(monkeypatch):
     assert encoding.cut("") == [""]
 
 
+def test_text_without_a_usable_row_says_why(tmp_path, config):
+    rows = [{"body": "x"}] * 2 + [{"text": ""}] + [{"text": "short"}] * 3
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = replace(config, files=[str(tmp_path / "rows.jsonl")], min_characters=9, bad_rows=1.0)
+    with pytest.raises(UserError) as error:
+        work_of(config).run(workers=1)
+    first, second, whole = error.value.problems
+    assert "rows.jsonl' line 1 has no 'text' (data.text_field); it has 'body'" in first
+    assert "line 2" in second
+    assert "2 rows are malformed; 1 are empty; 3 have less than data.min_characters=9" in whole
+
+
+def test_a_vocabulary_with_holes_has_ids_as_large_as_its_largest(tmp_path, config):
+    first = prepare_corpus(config, BPE)
+    ids = first.train.windows(np.array([0]), len(first.train))
+    token = first.tokenizer.id_to_token(int(ids[ids != first.end_of_text][0]))
+    vocabulary = json.loads(first.tokenizer.to_str())
+    vocabulary["model"]["vocab"][token] = 100_000
+    path = tmp_path / "holes.json"
+    path.write_text(json.dumps(vocabulary))
+    corpus = prepare_corpus(config, TokenizerConfig(path=str(path)))
+    assert corpus.train.windows(np.array([0]), len(corpus.train)).max() == 100_000
+
+
 def test_text_too_short_leaves_nothing_behind(tmp_path, config):
     write_texts(tmp_path / "few", files=1, documents=2)
     config = replace(config, files=[str(tmp_path / "few")])

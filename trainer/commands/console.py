@@ -20,6 +20,7 @@ def set_up_console(quiet: bool = False) -> None:
 
     ``quiet``: errors only, for all processes of a run but the first.
     """
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a dozen lines of tries
     logger = logging.getLogger("trainer")
     if not logger.handlers:
         if not console.is_terminal:

@@ -36,12 +36,14 @@ def read(composed: Composed) -> PrepareRequest:
 def execute(request: PrepareRequest) -> None:
     """Prepare or verify, and say what there is."""
     from trainer.commands.console import set_up_console
+    from trainer.commands.exit_codes import stopping_at_once
 
     set_up_console()
     from trainer.workflows.prepare import prepare
 
-    for line in prepare(request):
-        print(line)
+    with stopping_at_once():
+        for line in prepare(request):
+            print(line)
 
 
 HELP = """

@@ -12,14 +12,12 @@ from multiprocessing import get_context
 
 from trainer.data.config import SourceConfig
 from trainer.data.encoding import Encoded, Encoder, encode, start_worker
-from trainer.data.plan import BYTES_PER_TOKEN, SMALL, Plan, is_kept
+from trainer.data.plan import BYTES_PER_TOKEN, NAMED, SMALL, Plan, is_kept
 from trainer.data.rows import BadRow
 from trainer.errors import UserError
 
 BATCH = 1 << 18
 """Characters of the documents that are tokenised together."""
-NAMED = 10
-"""Malformed rows that are named."""
 
 
 @dataclass

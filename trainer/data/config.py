@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -94,8 +95,14 @@ class SourceConfig:
     def source_problems(self, at: str) -> list[str]:
         """What is impossible; ``at`` is how the keys begin."""
         found = []
-        if self.source == "files" and not self.files:
+        if self.source == "files" and not self.files and not getattr(self, "prepared", None):
             found.append(f"{at}.files: {at}.source is 'files', but no file is named.")
+        found += [
+            f"{at}.files: an address with a password in it would be written into every run; leave "
+            "it to the environment or ~/.netrc."
+            for path in self.files
+            if re.match(r"@?\w+(::\w+)*://[^/@]*:[^/@]*@", path)
+        ]
         if self.source == "hub" and not self.hub_name:
             found.append(f"{at}.hub_name: {at}.source is 'hub', but no dataset is named.")
         if not (0 < self.validation < 1 and 0 < self.test < 1 and self.validation + self.test < 1):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.plan import digest
 from trainer.data.prepared import Prepared, open_prepared
-from trainer.data.preparing import Preparation
+from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.shards import TokenStream
 from trainer.data.sources import describe
 from trainer.errors import UserError
@@ -42,8 +42,14 @@ class Corpus:
         """Sixteen hexadecimal digits that change whenever the tokens do."""
         if len(self.parts) == 1:
             return self.parts[0].text.fingerprint
-        whole = [[part.text.fingerprint, part.weight] for part in self.parts]
+        weights = [part.weight for part in self.parts]
+        whole = [list(one) for one in zip(self.fingerprints, weights, strict=True)]
         return digest(whole) + digest(whole[::-1])
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """Those of its texts."""
+        return [part.text.fingerprint for part in self.parts]
 
     @property
     def train(self) -> TokenStream:
@@ -81,6 +87,7 @@ def prepare_corpus(
     tokenizer: Tokenizer | None = None,
     *,
     alone: bool = True,
+    wanted: Sequence[str] | None = None,
 ) -> Corpus:
     """Open the configured text; where it is small and on this machine, prepare it first.
 
@@ -89,22 +96,27 @@ def prepare_corpus(
         tokenizer_config: its tokenizer.
         tokenizer: one to use where ``tokenizer_config`` names none, instead of training one.
         alone: whether no other process waits for this one; text is prepared by itself only then.
+        wanted: fingerprints of the texts as they were read before, taken where they are prepared,
+            whatever the sources are now.
 
     Raises:
         UserError: the text or tokenizer cannot be read, the text is too short, it has to be
             prepared by a command of its own, or a newer version of this program prepared it.
     """
     directories = []
-    for name, (text, _) in config.texts.items():
-        work = Preparation.of(text, tokenizer_config, tokenizer, name)
-        if not work.is_done:
-            if not alone or not work.is_small:
-                raise UserError(work.missing)
-            log.info("Preparing %s once, in %s", describe(text), work.directory)
-            work.run(wait=True)
-        directories.append(str(work.directory))
-        # A mixture has the tokenizer of its first text.
-        tokenizer = tokenizer or open_prepared(work.directory).tokenizer
+    texts = config.texts
+    known = dict(zip(texts, wanted, strict=True)) if wanted and len(wanted) == len(texts) else {}
+    for name, (text, _) in texts.items():
+        with of_mixture(config, name):
+            work = Preparation.of(text, tokenizer_config, tokenizer, name, wanted=known.get(name))
+            if not work.is_done:
+                if not alone or not work.is_small:
+                    raise UserError(work.missing)
+                log.info("Preparing %s once, in %s", describe(text), work.directory)
+                work.run(wait=True)
+            directories.append(str(work.directory))
+            # A mixture has the tokenizer of its first text.
+            tokenizer = tokenizer or open_prepared(work.directory).tokenizer
     return corpus_at(config, directories)
 
 

@@ -25,6 +25,7 @@ from trainer.data.order import Integers
 from trainer.data.prepared import Prepared
 from trainer.data.shards import TokenStream, write_synchronised
 from trainer.errors import UserError
+from trainer.lock import locked
 
 
 class Blocks(Protocol):
@@ -150,6 +151,15 @@ def _size_problem(directory: Path, length: int, record: dict[str, Any]) -> str |
 
 def pack(text: Prepared, length: int) -> None:
     """Compute best fit for one length and write it beside the shards; nothing is half there."""
+    lock = text.directory / f".best_fit-{length}.lock"
+    with locked(lock, f"{{holder}} packs {str(text.directory)!r}", wait=True):
+        for leftover in text.directory.glob(f".best_fit-{length}.*.tmp"):
+            leftover.unlink(missing_ok=True)
+        if not is_packed(text.directory, length):
+            _pack(text, length)
+
+
+def _pack(text: Prepared, length: int) -> None:
     suffix = f".{os.uname().nodename}.{os.getpid()}.tmp"
     final = {name: packing_path(text.directory, length, name) for name in TABLES}
     temporary = {name: path.with_name(f".{path.name}{suffix}") for name, path in final.items()}

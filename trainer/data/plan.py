@@ -25,6 +25,7 @@ from trainer.data.encoding import Thresholds, document_hash
 from trainer.data.files import File
 from trainer.data.manifest import read_json
 from trainer.data.needles import WORDS
+from trainer.data.rows import BadRow
 from trainer.data.sources import Listing, list_source, read_source
 from trainer.data.tokenizer import (
     end_of_text,
@@ -47,6 +48,8 @@ UNIT = 1 << 30
 """Bytes of text that one process prepares at a time: whole files, together about so much."""
 BYTES_PER_TOKEN = 4
 """Of English under a vocabulary of 32,000 to 128,000; for estimates."""
+NAMED = 10
+"""Malformed rows that are named."""
 SAMPLED_FILES = 16
 """Of a large source, that a tokenizer is trained on parts of."""
 
@@ -157,6 +160,7 @@ def make_plan(
     size = sum(file.text_bytes for file in listing.files)
     small = _small(config, listing) if size <= SMALL else None
     if small is not None:
+        _check_enough(small, config, listing)
         thresholds, tokens = exact_thresholds(small, config), sum(map(len, small)) // 4
     else:
         tokens = size // BYTES_PER_TOKEN or None
@@ -225,13 +229,37 @@ def _small(config: SourceConfig, listing: Listing) -> list[str] | None:
     return found
 
 
-def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
-    """Bounds between which the hashes of held-out documents lie, with their share of the
-    characters.
+def _check_enough(documents: list[str], config: SourceConfig, listing: Listing) -> None:
+    """Refuse text of too few documents, and say why there are not more.
 
     Raises:
-        UserError: there are fewer than three documents.
+        UserError: there are fewer than three different ones.
     """
+    if (count := len(set(documents))) >= 3:
+        return
+    rows = chain.from_iterable(read_source(config, file) for file in listing.files)
+    bad, empty, short = [], 0, 0
+    for row in rows:
+        if isinstance(row, BadRow):
+            bad.append(f"data: {row.place} {row.problem}.")
+        elif not row or row.isspace():
+            empty += 1
+        elif not is_kept(row, config):
+            short += 1
+    why = [f"{len(bad)} rows are malformed"] if bad else []
+    why += [f"{empty} are empty"] if empty else []
+    why += [f"{short} have less than data.min_characters={config.min_characters}"] if short else []
+    raise UserError(
+        *bad[:NAMED],
+        f"data: too few different documents ({count}) for text to train on, data.validation and "
+        f"data.test{''.join(f'; {one}' for one in why)}; give more (a line of a .jsonl is never "
+        "cut).",
+    )
+
+
+def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
+    """Bounds between which the hashes of held-out documents lie, with their share of the
+    characters; there are three different documents at least."""
     hashes = {document_hash(text): 0 for text in documents}
     for text in documents:
         hashes[document_hash(text)] += len(text)
@@ -240,11 +268,6 @@ def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
     test = min(config.test, config.test_tokens / tokens)
     validation = min(config.validation, config.validation_tokens / tokens)
     ordered = sorted(hashes)
-    if len(ordered) < 3:
-        raise UserError(
-            f"data: too few different documents ({len(ordered)}) for text to train on, "
-            "data.validation and data.test; give more (a line of a .jsonl is never cut)."
-        )
     before = np.cumsum([0] + [hashes[value] for value in ordered[:-1]])
     # A document that is longer than a share still leaves one for each of the others.
     ends = np.searchsorted(before, np.array([1 - validation - test, 1 - test]) * total)

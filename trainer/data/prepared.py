@@ -53,6 +53,11 @@ def is_prepared(directory: Path) -> bool:
     return (directory / "manifest.json").is_file()
 
 
+def is_planned(directory: Path) -> bool:
+    """Whether its preparation was begun."""
+    return (directory / "plan.json").is_file()
+
+
 def read_manifest(directory: Path) -> Manifest:
     """What there is in a directory.
 
@@ -63,7 +68,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         return read_json(directory / "manifest.json", Manifest, FORMAT, where)
     except FileNotFoundError:
-        if (directory / "plan.json").is_file():
+        if is_planned(directory):
             more = "was not finished; the command that began it goes on"
         elif directory.is_dir():
             more = "has no manifest.json; `python -m trainer prepare` writes such a directory"

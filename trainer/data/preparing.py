@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,13 @@ from trainer.data.batches import cores
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.packing import is_packed, pack
 from trainer.data.plan import Plan, digest, make_plan, plan_for, request_of
-from trainer.data.prepared import cache_directory, is_prepared, open_prepared, read_manifest
+from trainer.data.prepared import (
+    cache_directory,
+    is_planned,
+    is_prepared,
+    open_prepared,
+    read_manifest,
+)
 from trainer.data.sources import Listing, describe, is_here, source_problems
 from trainer.data.units import Report, prepare_units, said_in_one_line, write_manifest
 from trainer.errors import UserError
@@ -51,8 +59,12 @@ class Preparation:
         tokenizer: Tokenizer | None,
         name: str = "text",
         network: bool = False,
+        wanted: str | None = None,
     ) -> Preparation:
-        """Find the directory; ``network``: whether a source that is not here may be asked.
+        """Find the directory.
+
+        ``network``: whether a source that is not here may be asked. ``wanted``: the fingerprint of
+        a state of the source that is taken wherever it is prepared, whatever the source is now.
 
         Raises:
             UserError: there is no such source, or it cannot be read.
@@ -64,17 +76,21 @@ class Preparation:
         if problems := source_problems(config):
             raise UserError(*problems)
         root = cache_directory(config) / "corpora"
+        if wanted and (at := _prepared_as(root, wanted)):
+            return cls(*given, at, None)
         asked = request_of(config, tokenizer_config, tokenizer)
+        if not is_here(config) and network and (begun := _pinned(config, root, asked)):
+            return cls(*given, begun, None)
         if is_here(config) or network:
             try:
                 directory, listing = plan_for(config, tokenizer_config, tokenizer)
                 return cls(*given, root / directory, listing)
             except UserError:
-                found = _prepared_from(root, asked)
+                found = _states(root, asked)
                 if len(found) != 1:
                     raise
                 return cls(*given, found[0], None)
-        found = _prepared_from(root, asked)
+        found = _states(root, asked)
         if len(found) > 1:
             raise UserError(
                 f"data.revision: several states of {describe(config)} are prepared: "
@@ -108,6 +124,19 @@ class Preparation:
     @property
     def missing(self) -> str:
         """What a run says that may not prepare its text by itself."""
+        once = f"once, where both can be reached: {prepare_command()}"
+        if is_prepared(self.directory):
+            return (
+                f"data.packing: {str(self.directory)!r} has no blocks of "
+                f"{self.config.sequence_length} tokens yet; {once}"
+            )
+        asked = request_of(self.config, self.tokenizer_config, self.tokenizer)
+        if others := _states(self.directory.parent, asked):
+            return (
+                f"data: {describe(self.config)} has other files or sizes than when it was prepared "
+                f"({', '.join(map(str, others))}); data.prepared= takes that as it is, and this "
+                f"prepares it anew: {prepare_command()}"
+            )
         return not_prepared(self.config)
 
     def run(
@@ -128,7 +157,7 @@ class Preparation:
         """
         with said_in_one_line(self.directory):
             if not is_prepared(self.directory):
-                plan = self._plan()
+                plan = self._plan(part[1])
                 planned(plan)
                 if not prepare_units(
                     plan,
@@ -147,23 +176,55 @@ class Preparation:
                 pack(open_prepared(self.directory), length)
         return True
 
-    def _plan(self) -> Plan:
+    def _plan(self, parts: int) -> Plan:
         if not (self.directory / "plan.json").is_file():
             assert self.listing is not None
+            asked = request_of(self.config, self.tokenizer_config, self.tokenizer)
+            if parts > 1 and (begun := _states(self.directory.parent, asked, finished=False)):
+                raise UserError(
+                    f"data: parts of {describe(self.config)} lie in {str(begun[0])!r}, begun when "
+                    "it had other files or sizes; bring those back, or remove that directory."
+                )
             plan = make_plan(self.config, self.tokenizer_config, self.tokenizer, self.listing)
             plan.write(self.directory)
         return Plan.read(self.directory)
 
 
-def _prepared_from(root: Path, request: dict[str, object]) -> list[Path]:
-    """Prepared texts that were asked for in the same words, whatever state the source was in."""
+def _prepared_as(root: Path, fingerprint: str) -> Path | None:
+    """Where the text with that fingerprint lies, if it does."""
+    for path in sorted(root.glob(f"*-{fingerprint[:8]}-{fingerprint[8:]}/manifest.json")):
+        return path.parent
+    return None
+
+
+def _states(root: Path, request: dict[str, object], finished: bool = True) -> list[Path]:
+    """Texts that were asked for in the same words, whatever state the source was in: those that are
+    prepared, or those that are not yet."""
     asked = {key: value for key, value in request.items() if key != "files"}
-    found = sorted(root.glob(f"*-{digest(asked)}-*/manifest.json"))
-    return [
-        path.parent
-        for path in found
-        if read_manifest(path.parent).request.get("files") == request.get("files")
-    ]
+    found = []
+    for directory in sorted(root.glob(f"*-{digest(asked)}-*")):
+        if is_prepared(directory) != finished or not (finished or is_planned(directory)):
+            continue
+        of = read_manifest(directory).request if finished else Plan.read(directory).request
+        if of.get("files") == request.get("files"):
+            found.append(directory)
+    return found
+
+
+def _pinned(config: DataConfig, root: Path, request: dict[str, object]) -> Path | None:
+    """Where the work on a source behind a network was begun, which it goes on with although the
+    source may have changed since: no two parts or jobs shall see two states of it. A dataset of the
+    hub keeps the commit that it was prepared at until another is named."""
+    if begun := _states(root, request, finished=False):
+        return begun[0] if len(begun) == 1 else None
+    if config.source != "hub" or len(done := _states(root, request)) != 1:
+        return None
+    log.info(
+        "%s is prepared at commit %s; data.revision= names another",
+        describe(config),
+        read_manifest(done[0]).source.get("revision"),
+    )
+    return done[0]
 
 
 def not_prepared(config: DataConfig) -> str:
@@ -191,7 +252,10 @@ def unprepared(values: Any) -> list[str]:
 def _any_prepared(config: DataConfig) -> bool:
     keys = ("source", "hub_name", "hub_config", "files")
     for path in (cache_directory(config) / "corpora").glob("*/manifest.json"):
-        request = read_manifest(path.parent).request
+        try:
+            request = read_manifest(path.parent).request
+        except UserError:  # another text than is wanted, perhaps of another version
+            continue
         if all(request.get(key) == getattr(config, key) for key in keys if key in request):
             return True
     return False
@@ -200,6 +264,22 @@ def _any_prepared(config: DataConfig) -> bool:
 def prepare_command() -> str:
     """The command that prepares what this command line wants to read."""
     words = sys.argv[1:] if Path(sys.argv[0]).name in ("__main__.py", "unrope") else []
-    if words and words[0] in ("train", "slurm"):
+    while words and words[0] in ("train", "slurm", "prepare"):
         words = words[1:]
+    words = [word for word in words if not word.startswith(("--", "verify=", "prepare.", "slurm."))]
+    if words and "=" not in words[0]:  # a command that reads runs, whose words it does not know
+        words = []
     return shlex.join(["python", "-m", "trainer", "prepare", *(words or ["+experiment=NAME"])])
+
+
+@contextmanager
+def of_mixture(config: DataConfig, name: str) -> Iterator[None]:
+    """Errors about a text of a mixture name its own keys."""
+    try:
+        yield
+    except UserError as error:
+        if not config.mixture:
+            raise
+        at = f"data.mixture.{name}"
+        problems = (re.sub(r"^data(?=[.:])", at, problem) for problem in error.problems)
+        raise UserError(*problems) from error

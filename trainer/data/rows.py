@@ -141,11 +141,16 @@ def _json_lines(file: IO[bytes], path: str, text_field: str) -> Iterator[str | B
                 yield BadRow(place, f"is not JSON ({one_line(error)})")
 
 
+def whole_characters(text: str) -> str:
+    """The text with a question mark for every half of a character, as JSON and Python can name
+    them and no UTF-8 holds."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
 def _text_of(row: Any, text_field: str, place: str) -> str | BadRow:
     text = row.get(text_field) if isinstance(row, dict) else None
     if isinstance(text, str):
-        # JSON can name half a character, which no UTF-8 holds.
-        return text if text.isascii() else text.encode("utf-8", "replace").decode()
+        return whole_characters(text)
     if not isinstance(row, dict):
         return BadRow(place, f"is no object but {json.dumps(row)[:40]}")
     if text_field in row:

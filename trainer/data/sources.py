@@ -12,7 +12,7 @@ import fsspec
 
 from trainer.data.config import SourceConfig
 from trainer.data.files import File, find_files, one_line
-from trainer.data.rows import BadRow, read_rows
+from trainer.data.rows import BadRow, read_rows, whole_characters
 from trainer.data.standard_library import stdlib_docs, stdlib_version
 from trainer.errors import UserError, did_you_mean
 
@@ -23,7 +23,15 @@ TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}
 
 def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
     """Register ``function`` under its own name: from ``data.arguments`` to documents, in an order
-    that is always the same. For a file that ``plugins`` names."""
+    that is always the same. For a file that ``plugins`` names.
+
+    Raises:
+        UserError: it has the name of one that is built in.
+    """
+    if function.__name__ in BUILT_IN:
+        raise UserError(
+            f"plugins: a text source cannot be called {function.__name__!r}, which is built in."
+        )
     TEXT_SOURCES[function.__name__] = function
     return function
 
@@ -87,10 +95,15 @@ def read_source(config: SourceConfig, file: File) -> Iterator[str | BadRow]:
 
 def _checked(config: SourceConfig) -> Iterator[str | BadRow]:
     try:
-        for number, text in enumerate(TEXT_SOURCES[config.source](**config.arguments), 1):
+        texts = TEXT_SOURCES[config.source](**config.arguments)
+        if isinstance(texts, str):
+            raise UserError(f"data.source: {config.source!r} gave one text instead of several.")
+        for number, text in enumerate(texts, 1):
             bad = BadRow(f"{config.source} row {number}", f"is no text but {text!r:.40}")
-            yield text if isinstance(text, str) else bad
-    except Exception as error:
+            yield whole_characters(text) if isinstance(text, str) else bad
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
         raise UserError(f"data.source: {config.source!r} failed: {error!r}.") from error
 
 
@@ -114,11 +127,14 @@ def _addresses(patterns: Sequence[str]) -> list[str]:
             continue
         try:
             with fsspec.open(pattern[1:], "rt", encoding="utf-8") as file:
-                found += [line.strip() for line in file if line.strip()]
+                lines = [line.strip() for line in file if line.strip()]
         except Exception as error:  # transports raise whatever they like
             raise UserError(
                 f"data.files: the list {pattern[1:]!r} cannot be read: {one_line(error)}."
             ) from error
+        if not lines:
+            raise UserError(f"data.files: the list {pattern[1:]!r} names no file.")
+        found += lines
     return found
 
 

@@ -83,15 +83,25 @@ def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[i
     return [*state.get("skips", []), [step, lost]]
 
 
-def data_fingerprints(corpus: Corpus, config: RunConfig) -> dict[str, str]:
-    """Hashes of everything that determines the tokens of a sample number."""
+def data_fingerprints(corpus: Corpus, config: RunConfig) -> dict[str, Any]:
+    """Hashes of everything that determines the tokens of a sample number, and of the texts."""
     data = config.data
     order = [
         *(corpus.fingerprint, config.seed, data.sequence_length, data.packing, data.shuffle_group),
         asdict(data.needles),
     ]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
-    return {"corpus": corpus.fingerprint, "order": digest}
+    return {"corpus": corpus.fingerprint, "order": digest, "texts": corpus.fingerprints}
+
+
+def texts_read(run_dir: Path) -> list[str] | None:
+    """Fingerprints of the texts that the run in a directory has read so far, where it has."""
+    for path in reversed(regular_checkpoints(run_dir / "checkpoints")):
+        try:
+            return json.loads((path / "state.json").read_bytes())["data"]["texts"]
+        except (OSError, ValueError, KeyError, TypeError):  # checked, and named, when it is resumed
+            continue
+    return None
 
 
 def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) -> None:

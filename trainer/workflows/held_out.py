@@ -21,7 +21,8 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
     """
     source, run = text_source(text, candidate), candidate.run
     if text is None and run is not None and run.model.from_pretrained is None:
-        corpus = prepare_corpus(source, run.tokenizer)
+        read = candidate.state["data"].get("texts") if "data" in candidate.state else None
+        corpus = prepare_corpus(source, run.tokenizer, wanted=read)
         if corpus.tokenizer.to_str() != candidate.tokenizer.to_str():
             raise UserError(
                 "checkpoint: it was trained with another tokenizer than its text source gives "

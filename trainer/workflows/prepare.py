@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ from trainer.data.batches import cores
 from trainer.data.packing import packing_problems
 from trainer.data.plan import Plan
 from trainer.data.prepared import open_prepared, verify
-from trainer.data.preparing import Preparation
+from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.sources import describe
 from trainer.data.units import Advance
 from trainer.errors import UserError
@@ -31,20 +32,22 @@ def prepare(request: PrepareRequest) -> Iterator[str]:
     config = request.config
     tokenizer = pretrained_tokenizer(config)
     for name, (text, _) in config.data.texts.items():
-        work = Preparation.of(text, config.tokenizer, tokenizer, name, network=True)
-        if request.verify:
-            yield _verified(work)
-        elif work.is_done:
-            yield f"Nothing to do: {_described(work)}"
-        elif _run(work, request):
-            yield f"Prepared {_described(work)}"
-        else:
-            yield (
-                f"Part {request.prepare.part} of {describe(text)} is done; the last part that is "
-                "finishes the whole."
-            )
-        if tokenizer is None and not config.tokenizer.path:
-            tokenizer = work.own_tokenizer  # that of a mixture's first text is that of the others
+        with of_mixture(config.data, name):
+            work = Preparation.of(text, config.tokenizer, tokenizer, name, network=True)
+            if request.verify:
+                said = _verified(work)
+            elif work.is_done:
+                said = f"Nothing to do: {_described(work)}"
+            elif _run(work, request):
+                said = f"Prepared {_described(work)}"
+            else:
+                said = (
+                    f"Part {request.prepare.part} of {describe(text)} is done; the last part that "
+                    "is finishes the whole."
+                )
+            if tokenizer is None and not config.tokenizer.path:
+                tokenizer = work.own_tokenizer  # that of a mixture's first text is all others'
+        yield said
 
 
 def _run(work: Preparation, request: PrepareRequest) -> bool:
@@ -77,7 +80,9 @@ def _run(work: Preparation, request: PrepareRequest) -> bool:
             progress.advance_to(done.text_bytes, tokens=done.tokens)
 
     try:
-        finished = work.run((number, parts), request.prepare.workers, report, planned)
+        # A job that is started again may find the one before it still there.
+        wait = "SLURM_JOB_ID" in os.environ
+        finished = work.run((number, parts), request.prepare.workers, report, planned, wait)
     finally:
         if progress is not None:
             progress.__exit__(None, None, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tokenizers import Tokenizer
 
 from trainer.data.corpus import Corpus, prepare_corpus
@@ -9,10 +11,12 @@ from trainer.data.tokenizer import vocabulary_size
 from trainer.errors import UserError
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.config import RunConfig
+from trainer.runs.starting_point import texts_read
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
-    """The run's text, with the tokenizer of its pretrained model where it has one.
+    """The run's text, with the tokenizer of its pretrained model where it has one; that of a run
+    that goes on is the text it has read, also where its source has changed since.
 
     ``alone``: whether the run has one process, which may prepare small text.
 
@@ -21,7 +25,8 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
             fewer embeddings than the tokenizer has tokens.
     """
     tokenizer = pretrained_tokenizer(config)
-    corpus = prepare_corpus(config.data, config.tokenizer, tokenizer, alone=alone)
+    wanted = None if config.overwrite else texts_read(Path(config.run_dir))
+    corpus = prepare_corpus(config.data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
     tokens, embeddings = vocabulary_size(corpus.tokenizer), config.model.vocab_size
     if embeddings is not None and embeddings < tokens:
         raise UserError(
