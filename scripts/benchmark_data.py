@@ -98,15 +98,14 @@ def prepare(paths: list[str], workers: int) -> None:
             )
 
 
-def made_up(tokens: int) -> Iterator[str]:
-    """Documents of words that are a token each, and rare ones that are several."""
+def made_up(words: int) -> Iterator[str]:
+    """Documents of 100 to 4,000 words of two tokens each, so many words in all."""
     draws = np.random.default_rng(0)
-    words = np.array([f" word{i}" for i in range(2_000)])
-    left = tokens
-    while left > 0:
+    vocabulary = np.array([f" word{i}" for i in range(2_000)])
+    while words > 0:
         size = int(draws.integers(100, 4_000))
-        yield "".join(words[draws.integers(0, len(words), size)])
-        left -= size
+        yield "".join(vocabulary[draws.integers(0, len(vocabulary), size)])
+        words -= size
 
 
 def memory(tokens: int, workers: int) -> None:
@@ -119,11 +118,10 @@ def memory(tokens: int, workers: int) -> None:
 
     text_source(made_up)
     with tempfile.TemporaryDirectory() as directory:
-        words = [f" word{i}" for i in range(2_000)]
         path = Path(directory) / "tokenizer.json"
-        train_tokenizer(made_up(200_000), 512, words).save(str(path))
+        train_tokenizer(made_up(1_000_000), 4_096, []).save(str(path))
         config = DataConfig(
-            source="made_up", arguments={"tokens": tokens}, cache_dir=f"{directory}/cache"
+            source="made_up", arguments={"words": tokens // 2}, cache_dir=f"{directory}/cache"
         )
         work = Preparation.of(config, TokenizerConfig(path=str(path)), None)
         began = time.perf_counter()

@@ -6,13 +6,13 @@ only names in it that become paths are those of shards.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
-from pydantic_core import from_json
 
 from trainer.errors import UserError
 from trainer.formats import check_format
@@ -73,7 +73,10 @@ def read_json(path: Path, kind: type[T], newest: int | None = None, what: str = 
     """
     data = path.read_bytes()
     if newest is not None:
-        plain = from_json(data)
+        try:
+            plain = json.loads(data)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         if not isinstance(plain, dict) or "format" not in plain:
             raise ValueError("it has no format")
         check_format(plain["format"], newest, what, "remove the directory to prepare it again")
