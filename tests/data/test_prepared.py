@@ -21,6 +21,7 @@ from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation
 from trainer.data.shards import OPEN, Place, TokenStream
 from trainer.data.sources import Listing
+from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -41,6 +42,27 @@ def test_text_is_found_without_its_source_and_under_other_paths(config, director
     assert Preparation.of(moved, BPE, None).directory == directory
     elsewhere = replace(config, files=["gone"], prepared=str(directory))
     assert prepare_corpus(elsewhere, BPE).fingerprint == open_prepared(directory).fingerprint
+
+
+def test_text_taken_as_it_is_has_the_tokens_of_the_model(config, directory, tmp_path):
+    other = train_tokenizer(["some other words"], 260, [])
+    path = tmp_path / "other.json"
+    other.save(str(path))
+    config = replace(config, prepared=str(directory))
+    with pytest.raises(UserError, match=r"another tokenizer than tokenizer\.path=.*other"):
+        prepare_corpus(config, TokenizerConfig(path=str(path)))
+    with pytest.raises(UserError, match="another tokenizer than that of the model"):
+        prepare_corpus(config, BPE, other)
+    own = str(directory / "tokenizer.json")
+    assert prepare_corpus(config, TokenizerConfig(path=own)).directories == [str(directory)]
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "file/below"])
+def test_a_cache_that_cannot_be_is_one_line(config, tmp_path, name):
+    (tmp_path / "file").touch()
+    config = replace(config, cache_dir=str(tmp_path / name))
+    with pytest.raises(UserError, match=r"data\.cache_dir: .* cannot be written"):
+        prepare_corpus(config, BPE)
 
 
 def test_text_that_is_nowhere_says_what_is_missing(config):

@@ -281,7 +281,7 @@ def test_a_checkpoint_says_what_made_it(run):
     state = read_state(checkpoint_of(config))
     assert state["tokens"] == 12 * 4 * 32
     assert state["versions"]["torch"] == torch.__version__
-    assert set(state["data"]) == {"corpus", "order"}
+    assert set(state["data"]) == {"corpus", "order", "texts"}
     assert state["config"]["drop"]["at"] == 6
     assert state["callbacks"]["Drop"]["step"] == 6
 

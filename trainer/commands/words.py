@@ -18,8 +18,22 @@ def parse_words(words: Sequence[str]) -> tuple[list[Override], list[str]]:
         try:
             found.append(parser.parse_override(word))
         except HydraException:
-            problems.append(f"{word!r}: expected key=value, for instance seed=1.")
+            problems.append(f"{word!r}: {_how(word)}")
     return found, problems
+
+
+def _how(word: str) -> str:
+    """What a word that is not well formed should have been."""
+    key, equals, value = word.partition("=")
+    closed = all(word.count(a) == word.count(b) for a, b in ("[]", "{}", "()"))
+    if not equals or not value or not closed:
+        return "expected key=value, for instance seed=1."
+    if value.startswith("[") and value.endswith("]"):
+        value = ",".join(f'"{one.strip()}"' for one in value[1:-1].split(","))
+        value = f"[{value}]"
+    else:
+        value = f'"{value}"'
+    return f"a value with such characters stands in quotes: '{key}={value}'."
 
 
 def is_for_hydra(override: Override) -> bool:

@@ -161,6 +161,11 @@ class DataConfig(SourceConfig):
             found.append(f"data.num_workers: expected 0 or more, got {self.num_workers}.")
         if self.shuffle_group is not None and self.shuffle_group < 1:
             found.append(f"data.shuffle_group: expected 1 or more, got {self.shuffle_group}.")
+        found += [
+            f"data.{key}: a name cannot hold a NUL character."
+            for key in ("cache_dir", "prepared")
+            if "\0" in (getattr(self, key) or "")
+        ]
         if self.restart_positions and not self.document_mask:
             found.append("data.restart_positions: needs data.document_mask=true.")
         if self.mixture and self.prepared:

@@ -15,6 +15,7 @@ from trainer.data.prepared import Prepared, open_prepared
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.shards import TokenStream
 from trainer.data.sources import describe
+from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -114,10 +115,26 @@ def prepare_corpus(
                     raise UserError(work.missing)
                 log.info("Preparing %s once, in %s", describe(text), work.directory)
                 work.run(wait=True)
+            if text.prepared:
+                _check_tokenizer(work, tokenizer_config, tokenizer)
             directories.append(str(work.directory))
             # A mixture has the tokenizer of its first text.
             tokenizer = tokenizer or open_prepared(work.directory).tokenizer
     return corpus_at(config, directories)
+
+
+def _check_tokenizer(work: Preparation, config: TokenizerConfig, given: Tokenizer | None) -> None:
+    """See that text that is taken as it is has the tokens of the model.
+
+    Raises:
+        UserError: it was prepared with another tokenizer than is configured or given.
+    """
+    wanted = load_tokenizer(config.path) if config.path else given
+    if wanted is not None and wanted.to_str() != work.own_tokenizer.to_str():
+        raise UserError(
+            f"data.prepared: {str(work.directory)!r} was prepared with another tokenizer than "
+            f"{f'tokenizer.path={config.path}' if config.path else 'that of the model'}."
+        )
 
 
 def corpus_at(config: DataConfig, directories: Sequence[str]) -> Corpus:

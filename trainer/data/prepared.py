@@ -50,7 +50,8 @@ def cache_directory(config: DataConfig) -> Path:
 
 def is_prepared(directory: Path) -> bool:
     """Whether all of a text is there."""
-    return (directory / "manifest.json").is_file()
+    # False also for a name that is too long, which writing then says.
+    return os.path.isfile(directory / "manifest.json")  # noqa: PTH113
 
 
 def is_planned(directory: Path) -> bool:

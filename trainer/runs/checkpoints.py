@@ -59,11 +59,11 @@ def description(
 
 def versions() -> dict[str, str]:
     """Of this program and of the libraries that decide what a run computes."""
-    libraries = ("torch", "lightning", "numpy", "datasets", "tokenizers")
     return {
         "unrope": trainer.__version__,
         "python": platform.python_version(),
-        **{name: version(name) for name in libraries},
+        "torch": str(torch.__version__),  # with its build, such as +cu130
+        **{name: version(name) for name in ("lightning", "numpy", "datasets", "tokenizers")},
     }
 
 

@@ -105,7 +105,12 @@ def shutdown_distributed() -> None:
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:
-    """Call ``function`` on rank 0 alone and broadcast its result, or its UserError, to all."""
+    """Call ``function`` on rank 0 alone and broadcast its result, or its error, to all: what a disk
+    does to one rank is said by all, instead of a lost connection by the others.
+
+    Raises:
+        UserError: on all ranks, where it or OSError was raised on rank 0.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
     outcome: list[tuple[T | None, tuple[str, ...]]] = [(None, ())]
@@ -114,6 +119,9 @@ def on_rank_zero(function: Callable[[], T]) -> T:
             outcome = [(function(), ())]
         except UserError as error:
             outcome = [(None, tuple(error.problems))]
+        except OSError as error:
+            where = error.filename or "the first process"
+            outcome = [(None, (f"{where}: {error.strerror or error}.",))]
     dist.broadcast_object_list(outcome)
     result, problems = outcome[0]
     if problems:

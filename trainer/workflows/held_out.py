@@ -26,7 +26,8 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
         if corpus.tokenizer.to_str() != candidate.tokenizer.to_str():
             raise UserError(
                 "checkpoint: it was trained with another tokenizer than its text source gives "
-                "here (another version of Python, or changed files); name a source with text=."
+                "here (another version of Python, or changed files); where a command takes text=, "
+                "that names another source."
             )
         return corpus
     try:

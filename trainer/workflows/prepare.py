@@ -22,6 +22,9 @@ from trainer.workflows.training_text import pretrained_tokenizer
 
 log = logging.getLogger(__name__)
 
+LARGE = 64 << 30
+"""Bytes of a file that other nodes had better share."""
+
 
 def prepare(request: PrepareRequest) -> Iterator[str]:
     """Do it; a line for each text that is there.
@@ -67,6 +70,11 @@ def _run(work: Preparation, request: PrepareRequest) -> bool:
             "?" if plan.tokens is None else f"{plan.tokens:,}",
             without_home(str(work.directory)),
         )
+        if large := [file for file in plan.files if file.size > LARGE]:
+            log.warning(
+                "%s has %.0f GiB, which one process prepares; parts are of whole files",
+                *(large[0].path, large[0].size / 2**30),
+            )
         mine = [plan.units[i] for i in range(number - 1, len(plan.units), parts)]
         total = sum(plan.files[index].text_bytes for unit in mine for index in unit)
         progress = Progress("Preparing text", max(total, 1))
