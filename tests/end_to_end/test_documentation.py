@@ -37,6 +37,8 @@ BUDGETS = {
 """What is added to a command that holds the word; of several words to the first."""
 ALONE = ["~controls.rope", "~controls.nope"]
 """Demos of another name train without the controls, which the demo itself has."""
+TRAINED = ["evaluation.enabled=false"]
+"""Runs of another name are evaluated only by commands that do so."""
 BENCHMARK = [
     "--precision=fp32", "--vocab=64", "--warmup=0", "--repeats=1", "--no-compiled", "--no-memory",
 ]  # fmt: skip
@@ -69,8 +71,10 @@ def small(words: list[str]) -> list[str]:
     if words[0].startswith("scripts/"):
         return [words[0], *SCRIPTS.get(words[0], words[1:])]
     budget = next((budget for word, budget in BUDGETS.items() if word in words), TRAIN)
-    another_demo = "+experiment=drope_demo" in words and "name=" in " ".join(words)
-    return [*words, *budget, *(ALONE if another_demo else ())]
+    if budget is TRAIN and any(word.startswith("name=") for word in words):
+        budget = [*TRAIN, *([] if "--multirun" in words else TRAINED)]
+        budget += ALONE if "+experiment=drope_demo" in words else []
+    return [*words, *budget]
 
 
 def test_every_page_shows_commands():
