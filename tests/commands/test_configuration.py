@@ -122,7 +122,7 @@ def compare(schema, given, path):
         (["+positional.heads.nope=0.3"], "is not a whole number"),
         (["+experiment=drope_dem"], "no experiment 'drope_dem'. Did you mean 'drope_demo'?"),
         (["experiment=drope_demo"], "write +experiment=drope_demo"),
-        (["data.sequence_length=-3"], "data.sequence_length: expected 2 to 2^31 - 1 tokens, got -3"),
+        (["data.sequence_length=-3"], "data.sequence_length: expected 2 to 2^31 - 1 tokens"),
         (["data.source=files"], "data.files: data.source is 'files', but no file is named"),
         (["data.needles.share=2"], "data.needles.share: expected a share from 0 to 1, got 2"),
         (["data.needles.share=1", "data.needles.mentions=[2,40]"], "do not fit"),
