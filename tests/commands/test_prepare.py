@@ -201,6 +201,9 @@ def test_a_run_goes_on_with_the_text_it_has_read(run, place):
     with pytest.raises(UserError, match=r"has other files or sizes .* data\.prepared= takes that"):
         open_corpus(elsewhere, alone=False)
     assert open_corpus(elsewhere).fingerprint != read.fingerprint
+    for unheard in (["../../evil"], ["f" * 16], [7], "text", None):
+        found = prepare_corpus(config.data, config.tokenizer, wanted=unheard)
+        assert found.fingerprint != read.fingerprint
 
 
 def test_a_run_does_not_go_on_with_text_that_changed_unnoticed(run):

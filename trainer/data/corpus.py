@@ -88,7 +88,7 @@ def prepare_corpus(
     tokenizer: Tokenizer | None = None,
     *,
     alone: bool = True,
-    wanted: Sequence[str] | None = None,
+    wanted: list[str] | None = None,
 ) -> Corpus:
     """Open the configured text; where it is small and on this machine, prepare it first.
 
@@ -106,7 +106,8 @@ def prepare_corpus(
     """
     directories = []
     texts = config.texts
-    known = dict(zip(texts, wanted, strict=True)) if wanted and len(wanted) == len(texts) else {}
+    as_many = isinstance(wanted, list) and len(wanted) == len(texts)
+    known = dict(zip(texts, map(str, wanted), strict=True)) if as_many else {}
     for name, (text, _) in texts.items():
         with of_mixture(config, name):
             work = Preparation.of(text, tokenizer_config, tokenizer, name, wanted=known.get(name))

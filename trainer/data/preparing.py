@@ -191,7 +191,10 @@ class Preparation:
 
 
 def _prepared_as(root: Path, fingerprint: str) -> Path | None:
-    """Where the text with that fingerprint lies, if it does."""
+    """Where the text with that fingerprint lies, if it does and that is one: it is read from files
+    that may come from others."""
+    if not re.fullmatch(r"[0-9a-f]{16}", fingerprint):
+        return None
     for path in sorted(root.glob(f"*-{fingerprint[:8]}-{fingerprint[8:]}/manifest.json")):
         return path.parent
     return None
