@@ -144,6 +144,10 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
         (["slurm.node=2"], ["slurm.node: unknown key. Did you mean 'nodes'?"]),
         (["slurm.nodes=two"], ["slurm.nodes: got 'two'"]),
         (["slurm.nodes=2"], ["strategy: 'single' uses one worker, and the job starts 2"]),
+        (
+            ["slurm.nodes=2", "strategy=ddp", "trainer.batch_size=9"],
+            ["trainer.batch_size: 9 sequences do not divide into micro-batches of 1 on 2 ranks"],
+        ),
         (["slurm.nodes=0"], ["slurm.nodes: expected 1 or more, got 0."]),
         (["slurm.time=soon"], ["slurm.time: expected minutes"]),
         (["slurm.signal_seconds=0"], ["slurm.signal_seconds: expected 1 to 65535"]),

@@ -128,15 +128,30 @@ def test_a_table_without_the_field_says_which_it_has(tmp_path):
 
 def test_files_directories_and_globs_give_files_in_order_of_their_names(tmp_path):
     (tmp_path / "deep" / "er").mkdir(parents=True)
-    for name in ("b.txt", "a.jsonl.gz", "deep/er/c.parquet", "notes.md", ".hidden.txt", "d[1].txt"):
+    for name in (
+        "b.txt",
+        "a.jsonl.gz",
+        "deep/er/c.parquet",
+        "notes.md",
+        ".hidden.txt",
+        "d[1].txt",
+        "_e.txt",
+    ):
         (tmp_path / name).write_text("x")
 
     def names(*patterns):
         return [f.name for f in find_files([str(tmp_path / p) for p in patterns], "data.files")]
 
-    assert names("") == ["a.jsonl.gz", "b.txt", "d[1].txt", "deep/er/c.parquet"]
+    assert names("") == [
+        "_e.txt",
+        "a.jsonl.gz",
+        "b.txt",
+        "d[1].txt",
+        "deep/er/c.parquet",
+    ]
     assert names("b.txt", "a.jsonl.gz") == ["a.jsonl.gz", "b.txt"]
-    assert names("*.txt") == ["b.txt", "d[1].txt"]
+    assert names("*.txt") == ["_e.txt", "b.txt", "d[1].txt"]
+    assert names(".*.txt") == [".hidden.txt"]
     assert names("d[1].txt") == ["d[1].txt"]
     assert names("**/*.parquet") == ["c.parquet"]
 

@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
+from trainer.runs.spread import shard_size, spread_problems
 from trainer.training import strategy
 from trainer.training.module import make_decoder
 from trainer.training.strategy import (
     checkpoint_activations,
     draw_weights,
     parallelize,
-    shard_size,
-    strategy_problems,
 )
 
 
@@ -60,6 +60,24 @@ def activations(tiny_decoder, kind):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.loss(torch.randint(50, (4, 32)), torch.randint(50, (4, 32)))
     return sum(sizes.values())
+
+
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_a_block_that_recomputes_is_compiled_without_a_break(tiny_decoder, kind):
+    """Forward and backward, and to the same gradients; as many graphs as without recomputing."""
+    torch._dynamo.reset()
+    plain, compiled = tiny_decoder(), tiny_decoder()
+    compiled.load_state_dict(plain.state_dict())
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in compiled.layers:
+        checkpoint_activations(block, kind)
+        block.compile(backend=counter, fullgraph=True)
+    ids = torch.randint(50, (4, 32))
+    for model in (plain, compiled):
+        model.loss(ids, ids).mean().backward()
+    assert counter.frame_count == 1
+    for expected, found in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
 
 
 def test_full_recomputation_keeps_less_than_selective_than_none(tiny_decoder):
@@ -111,18 +129,16 @@ def test_offloaded_parameters_live_on_the_cpu(alone):
 
 
 def test_a_hybrid_shards_inside_a_node():
-    ranks = Ranks(rank=3, world_size=16, local_rank=3, local_size=8)
-    assert ranks.nodes == 2
-    assert shard_size(StrategyConfig(name="hsdp"), ranks) == 8
-    assert shard_size(StrategyConfig(name="hsdp", shard_size=4), ranks) == 4
-    assert shard_size(StrategyConfig(name="fsdp2"), ranks) == 16
+    assert Ranks(rank=3, world_size=16, local_rank=3, local_size=8).nodes == 2
+    assert shard_size(StrategyConfig(name="hsdp"), 16, 8) == 8
+    assert shard_size(StrategyConfig(name="hsdp", shard_size=4), 16, 8) == 4
+    assert shard_size(StrategyConfig(name="fsdp2"), 16, 8) == 16
 
 
 def test_what_does_not_divide_is_named_with_the_nearest_that_does():
-    ranks = Ranks(world_size=6, local_size=6)
     run = TrainerConfig(batch_size=32, micro_batch_size=2)
     config = RunConfig(trainer=run, strategy=StrategyConfig(name="hsdp", shard_size=4))
-    batch, size = strategy_problems(config, ranks)
+    batch, size = spread_problems(config, 6, 6)
     assert "nearest that does is 24" in batch
     assert "4 does not divide the 6 ranks" in size
-    assert not strategy_problems(replace(config, strategy=StrategyConfig(name="ddp")), Ranks())
+    assert not spread_problems(replace(config, strategy=StrategyConfig(name="ddp")), 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -136,10 +137,13 @@ wait "$work"
 
 def _environment(config: SlurmConfig, code: Path) -> list[str]:
     """Lines that choose the Python of a job, and the snapshot of the code."""
+    cache = os.environ.get("UNROPE_CACHE")
+    known = [f"export UNROPE_CACHE={shlex.quote(str(Path(cache).absolute()))}"] if cache else []
     python = [] if config.setup else [f"export UNROPE_PYTHON={shlex.quote(sys.executable)}"]
     return [
         *config.setup,
         *python,
+        *known,
         f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
         "export PYTHONSAFEPATH=1 # a checkout in the working directory does not hide the snapshot",
     ]

@@ -48,12 +48,15 @@ class Job:
 def read(composed: Composed, trains: bool = True) -> Job:
     """The checked job; ``trains``: whether it is the run's own."""
     from trainer.runs.parsing import validated
+    from trainer.runs.spread import spread_problems
 
     values = {key: value for key, value in composed.values.items() if key != "slurm"}
     group, found = validated(Slurm, {"slurm": composed.values["slurm"]})
     problems = [*found, *(f"slurm.{p}" for p in group.slurm.problems())]
     problems += _misfits(group.slurm, values) if trains else []
     config = read_run(replace(composed, values=values), problems)
+    if trains and (found := spread_problems(config, *_workers(group.slurm))):
+        raise UserError(*found)
     words = tuple(word for word in composed.words if not _is_setting(word))
     return Job(group.slurm, config, words, composed.files, SUBMIT in composed.flags)
 
@@ -81,6 +84,8 @@ PREPARING = {
 def submit_all(job: Job, directory: Path, scripts: dict[str, list[str]]) -> None:
     """Submit scripts one after the other, where that is asked for, or say how."""
     last = "NUMBER"  # that sbatch prints
+    if len(scripts) > 1 and not job.submit:
+        print("Each waits for the NUMBER that sbatch prints for the one before; --submit does all.")
     for name, options in scripts.items():
         path = str(directory / name)
         command = ["sbatch", "--parsable", *(o.replace(LAST, last) for o in options), path]
@@ -90,6 +95,12 @@ def submit_all(job: Job, directory: Path, scripts: dict[str, list[str]]) -> None
             print(f"Submitted job {last}.")
         else:
             print(f"Submit it with: {shlex.join(command)}")
+
+
+def _workers(settings: SlurmConfig) -> tuple[int, int]:
+    """Of the whole job, and of a node."""
+    on_a_node = max(settings.gpus_per_node, 1)
+    return settings.nodes * on_a_node, on_a_node
 
 
 def _is_setting(word: str) -> bool:
@@ -111,7 +122,7 @@ def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[str]:
                 f"callbacks.{name}: a job does not look for {module!r} in the directory it was "
                 "submitted from; put that directory on PYTHONPATH and submit again."
             )
-    workers = settings.nodes * max(settings.gpus_per_node, 1)
+    workers, _ = _workers(settings)
     if workers > 1 and values["strategy"]["name"] == "single":
         found.append(
             f"strategy: 'single' uses one worker, and the job starts {workers}; choose "

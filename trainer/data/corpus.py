@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.plan import digest
-from trainer.data.prepared import Prepared, open_prepared
+from trainer.data.prepared import Prepared, is_prepared, open_prepared
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.shards import TokenStream
 from trainer.data.sources import describe
@@ -114,7 +114,8 @@ def prepare_corpus(
             if not work.is_done:
                 if not alone or not work.is_small:
                     raise UserError(work.missing)
-                log.info("Preparing %s once, in %s", describe(text), work.directory)
+                if not is_prepared(work.directory):
+                    log.info("Preparing %s once, in %s", describe(text), work.directory)
                 work.run(wait=True)
             if text.prepared:
                 _check_tokenizer(work, tokenizer_config, tokenizer)

@@ -125,7 +125,7 @@ def _local(pattern: Path) -> dict[str, int]:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """Files in a directory and those in it; links are followed.
+    """Files in a directory and those in it, but hidden ones; links are followed.
 
     Raises:
         OSError: one of them cannot be read.
@@ -140,7 +140,8 @@ def _below(directory: Path) -> Iterator[Path]:
             below.clear()
             continue
         seen.add(real)
-        yield from (Path(place) / name for name in names)
+        below[:] = [name for name in below if not name.startswith(".")]
+        yield from (Path(place) / name for name in names if not name.startswith("."))
 
 
 def _size(path: Path) -> int:
@@ -162,6 +163,7 @@ def _remote(pattern: str) -> dict[str, int]:
         if about["type"] == "file":
             return {pattern: about["size"]}
         found = system.find(path, detail=True)
+        found = {k: v for k, v in found.items() if not k.rpartition("/")[2].startswith(".")}
     except FileNotFoundError:
         found = system.glob(path, detail=True)
     files = {
@@ -177,7 +179,7 @@ def _is_read(path: str) -> bool:
         kind_of(path)
     except ValueError:
         return False
-    return not path.rpartition("/")[2].startswith((".", "_"))
+    return True
 
 
 def _common_root(paths: list[str]) -> str:

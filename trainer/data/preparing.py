@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from trainer.data.batches import cores
 from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.data.packing import is_packed, pack
+from trainer.data.packing import BestFitBlocks, is_packed, pack
 from trainer.data.plan import Plan, digest, make_plan, plan_for, request_of
 from trainer.data.prepared import (
     cache_directory,
@@ -124,7 +124,7 @@ class Preparation:
     @property
     def missing(self) -> str:
         """What a run says that may not prepare its text by itself."""
-        once = f"once, where both can be reached: {prepare_command()}"
+        once = f"once, where it can be written: {prepare_command()}"
         if is_prepared(self.directory):
             return (
                 f"data.packing: {str(self.directory)!r} has no blocks of "
@@ -173,7 +173,11 @@ class Preparation:
             if not self.is_done:
                 length = self.config.sequence_length
                 log.info("Packing documents into sequences of %d tokens", length)
-                pack(open_prepared(self.directory), length)
+                text = open_prepared(self.directory)
+                pack(text, length)
+                blocks = len(BestFitBlocks(text, length))
+                share = len(text.train) / max(blocks * length, 1)
+                log.info("%s sequences, %.2f%% of them text", f"{blocks:,}", 100 * share)
         return True
 
     def _plan(self, parts: int) -> Plan:
@@ -234,7 +238,8 @@ def not_prepared(config: DataConfig) -> str:
     """That a text is missing, how large it is, and the command that prepares it."""
     return (
         f"data: {describe(config)} has not been prepared below "
-        f"{str(cache_directory(config))!r}; once, where both can be reached: {prepare_command()}"
+        f"{str(cache_directory(config))!r}; once, where the text and that place can be reached: "
+        f"{prepare_command()}"
     )
 
 
@@ -269,9 +274,10 @@ def prepare_command() -> str:
     words = sys.argv[1:] if Path(sys.argv[0]).name in ("__main__.py", "unrope") else []
     while words and words[0] in ("train", "slurm", "prepare"):
         words = words[1:]
-    words = [word for word in words if not word.startswith(("--", "verify=", "prepare.", "slurm."))]
-    if words and "=" not in words[0]:  # a command that reads runs, whose words it does not know
+    if words and re.fullmatch(r"\w+", words[0]):  # a command that reads runs; theirs are not here
         words = []
+    others = ("--submit", "--multirun", "verify=", "prepare.", "slurm.")
+    words = [word for word in words if not word.startswith(others)]
     return shlex.join(["python", "-m", "trainer", "prepare", *(words or ["+experiment=NAME"])])
 
 

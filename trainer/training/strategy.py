@@ -6,6 +6,7 @@ The order matters: activation checkpointing, then compilation of each block, the
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from trainer.model.decoder import Decoder
 from trainer.model.initialization import initial_value
 from trainer.runs.config import RunConfig, StrategyConfig
 from trainer.runs.ranks import Ranks
+from trainer.runs.spread import shard_size
 
 SHARDED = ("fsdp2", "hsdp")
 
@@ -54,33 +56,6 @@ def lightning_strategy(config: RunConfig, ranks: Ranks) -> Strategy | str:
     if config.strategy.name == "ddp":
         return DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False)
     return Sharded(data_parallel_size=ranks.world_size, tensor_parallel_size=1)
-
-
-def strategy_problems(config: RunConfig, ranks: Ranks) -> list[str]:
-    """What is impossible with that many processes, one sentence each."""
-    run, found = config.trainer, []
-    share = ranks.world_size * (run.micro_batch_size or 1)
-    if run.batch_size % share:
-        near = max(run.batch_size // share, 1) * share
-        found.append(
-            f"trainer.batch_size: {run.batch_size} sequences do not divide into micro-batches of "
-            f"{run.micro_batch_size or 1} on {ranks.world_size} ranks; the nearest that does is "
-            f"{near}."
-        )
-    size = shard_size(config.strategy, ranks)
-    if config.strategy.name == "hsdp" and ranks.world_size % size:
-        found.append(
-            f"strategy.shard_size: {size} does not divide the {ranks.world_size} ranks; by default "
-            "it is the number of ranks on a node."
-        )
-    return found
-
-
-def shard_size(config: StrategyConfig, ranks: Ranks) -> int:
-    """Ranks that share one copy of the parameters."""
-    if config.name == "hsdp":
-        return config.shard_size or ranks.local_size
-    return ranks.world_size
 
 
 def parallelize(
@@ -107,7 +82,7 @@ def parallelize(
 
 def device_mesh(config: StrategyConfig, ranks: Ranks, device: torch.device) -> DeviceMesh:
     """Ranks as ``[replicate, shard]``, or ``[shard]`` alone."""
-    size = shard_size(config, ranks)
+    size = shard_size(config, ranks.world_size, ranks.local_size)
     if config.name == "hsdp":
         shape, names = (ranks.world_size // size, size), ("replicate", "shard")
         return init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -175,11 +150,21 @@ def checkpoint_activations(block: nn.Module, kind: str) -> None:
     more = {}
     if kind == "selective":
         more["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **more)
+    once = block.forward
+
+    # A method and not a partial, of which torch.compile captures nothing, without a word.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(once, *args, use_reentrant=False, **more, **kwargs)
+
+    block.forward = MethodType(forward, block)
+
+
+EXPENSIVE = ("aten.mm", "aten.addmm", "onednn_product", "attention", "_flash_attn_forward")
+"""Parts of the names of operators whose results are not computed again."""
 
 
 def _keep_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     """Results of matrix products and attention are kept; norms, rotations and SwiGLU are not."""
     name = str(operator)
-    kept = any(part in name for part in ("aten.mm", "aten.addmm", "onednn_product", "attention"))
+    kept = any(part in name for part in EXPENSIVE)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

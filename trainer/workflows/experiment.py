@@ -37,10 +37,10 @@ from trainer.runs.ranks import (
     on_rank_zero,
     shutdown_distributed,
 )
+from trainer.runs.spread import spread_problems
 from trainer.training.callbacks.preemption import stopping_between_files
 from trainer.training.loggers import log_table
 from trainer.training.run import TrainedRun, device_problems, set_threads, train
-from trainer.training.strategy import strategy_problems
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
 from trainer.workflows.training_text import open_corpus
@@ -131,7 +131,8 @@ def _open(
     Raises:
         UserError: with all that is wrong.
     """
-    problems = device_problems(config) + label_problems(configs) + strategy_problems(config, ranks)
+    problems = device_problems(config) + label_problems(configs)
+    problems += spread_problems(config, ranks.world_size, ranks.local_size)
     if problem := writable_problem(config.run_dir):
         problems.append(problem)
     if problems:

@@ -1,0 +1,31 @@
+"""Whether a run fits the processes that are to do it."""
+
+from __future__ import annotations
+
+from trainer.runs.config import RunConfig, StrategyConfig
+
+
+def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[str]:
+    """What is impossible with that many processes, one sentence each."""
+    run, found = config.trainer, []
+    share = processes * (run.micro_batch_size or 1)
+    if run.batch_size % share:
+        near = max(run.batch_size // share, 1) * share
+        found.append(
+            f"trainer.batch_size: {run.batch_size} sequences do not divide into micro-batches of "
+            f"{run.micro_batch_size or 1} on {processes} ranks; the nearest that does is {near}."
+        )
+    size = shard_size(config.strategy, processes, on_a_node)
+    if config.strategy.name == "hsdp" and processes % size:
+        found.append(
+            f"strategy.shard_size: {size} does not divide the {processes} ranks; by default it is "
+            "the number of ranks on a node."
+        )
+    return found
+
+
+def shard_size(config: StrategyConfig, processes: int, on_a_node: int) -> int:
+    """Ranks that share one copy of the parameters."""
+    if config.name == "hsdp":
+        return config.shard_size or on_a_node
+    return processes
