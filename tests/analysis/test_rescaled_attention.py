@@ -9,7 +9,6 @@ from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis import rescaled_attention as module
 from trainer.analysis.rescaled_attention import (
     attention_by_distance,
-    last_token_attention,
     scaling_factors,
 )
 from trainer.positional.encodings import make_spectrum
@@ -39,10 +38,3 @@ def test_profile_by_distance(monkeypatch):
     expected = [np.mean([a.diagonal(-back) for a in maps]) for back in range(35)]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
     assert len(attention_by_distance(heads, 0, 1000)) == 40
-
-
-def test_last_token():
-    heads = layer_of_heads()
-    found = last_token_attention(heads, 1)
-    for text in range(2):
-        np.testing.assert_allclose(found[text], attention_of(heads, text, 1)[0][-1], rtol=1e-4)

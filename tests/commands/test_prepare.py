@@ -187,10 +187,14 @@ def test_inspect_shows_the_samples_of_a_step(capsys, run):
     assert "checkpoint: give a run directory" in error_of(capsys, "inspect")
 
 
-def test_a_run_goes_on_with_the_text_it_has_read(run, place):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_run_goes_on_with_the_text_it_has_read(run, place, mixed):
     """Also where files have come since, or the source is gone."""
     data = {"source": "files", "files": [str(place / "*.jsonl")], "cache_dir": str(place / "cache")}
-    config, trained = run("texts", trainer={"max_steps": 4}, drop={"at": 2}, data=data)
+    if mixed:
+        texts = {name: {"files": [str(place / f"{name}.jsonl")]} for name in ("0", "1")}
+        data |= {"mixture": texts, "packing": "best_fit", "document_mask": True}
+    config, trained = run(f"texts {mixed}", trainer={"max_steps": 4}, drop={"at": 2}, data=data)
     read = open_corpus(config)
     with Path("0.jsonl").open("a") as file:
         file.write(json.dumps({"text": "One more."}) + "\n")

@@ -51,7 +51,7 @@ def test_text_taken_as_it_is_has_the_tokens_of_the_model(config, directory, tmp_
     config = replace(config, prepared=str(directory))
     with pytest.raises(UserError, match=r"another tokenizer than tokenizer\.path=.*other"):
         prepare_corpus(config, TokenizerConfig(path=str(path)))
-    with pytest.raises(UserError, match="another tokenizer than that of the model"):
+    with pytest.raises(UserError, match="another tokenizer than the model's"):
         prepare_corpus(config, BPE, other)
     own = str(directory / "tokenizer.json")
     assert prepare_corpus(config, TokenizerConfig(path=own)).directories == [str(directory)]

@@ -61,7 +61,10 @@ VARIANTS = {
     "accumulation": {"trainer": {"micro_batch_size": 2}},
     "kept optimizer": {"drop": {"optimizer_state": "keep"}},
     "workers": {"data": {"num_workers": 2}},
-    "compiled": {"trainer": {"compile": True}},
+    "compiled and recomputed": {
+        "trainer": {"compile": True},
+        "strategy": {"activation_checkpointing": "selective"},
+    },
 }
 
 

@@ -58,12 +58,6 @@ def attention_by_distance(heads: Heads, head: int, distances: int) -> Array:
     return (total / (heads.q.shape[0] * torch.arange(T, T - distances, -1))).numpy()
 
 
-def last_token_attention(heads: Heads, head: int) -> Array:
-    """Attention ``[B, T]`` of the last token on every key (Fig. 8)."""
-    T = heads.q.shape[2]
-    return head_attention(heads, head, slice(T - 1, T))[:, 0].cpu().numpy()
-
-
 @torch.no_grad()
 def attention_around(heads: Heads, head: int, half: int, reach: int) -> Array:
     """Mean attention ``[2 reach + 1]`` of repeated tokens on keys around their first occurrence.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 
@@ -30,21 +28,3 @@ def exit_codes() -> Iterator[None]:
             file=sys.stderr,
         )
         sys.exit(130)
-
-
-@contextmanager
-def stopping_at_once() -> Iterator[None]:
-    """Let SIGTERM end what runs inside as an interrupt does, so that nothing temporary stays.
-
-    Raises:
-        PreemptedError: it came.
-    """
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise PreemptedError("Stopped (SIGTERM); what was finished stays.")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

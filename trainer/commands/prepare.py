@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
 from trainer.commands.train import read_run
+from trainer.stopping import stopping_at_once
 from trainer.workflows.prepare_request import PrepareConfig, PrepareRequest
 
 if TYPE_CHECKING:
@@ -36,12 +38,11 @@ def read(composed: Composed) -> PrepareRequest:
 def execute(request: PrepareRequest) -> None:
     """Prepare or verify, and say what there is."""
     from trainer.commands.console import set_up_console
-    from trainer.commands.exit_codes import stopping_at_once
 
     set_up_console()
     from trainer.workflows.prepare import prepare
 
-    with stopping_at_once():
+    with stopping_at_once("Stopped", signal.SIGTERM):
         for line in prepare(request):
             print(line)
 

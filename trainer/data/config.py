@@ -95,7 +95,7 @@ class SourceConfig:
     def source_problems(self, at: str) -> list[str]:
         """What is impossible; ``at`` is how the keys begin."""
         found = []
-        if self.source == "files" and not self.files and not getattr(self, "prepared", None):
+        if self.source == "files" and not self.files:
             found.append(f"{at}.files: {at}.source is 'files', but no file is named.")
         found += [
             f"{at}.files: an address with a password in it would be written into every run; leave "
@@ -149,6 +149,10 @@ class DataConfig(SourceConfig):
     needles: NeedlesConfig = field(default_factory=NeedlesConfig)
     num_workers: int = 0
     cache_dir: str | None = None
+
+    def source_problems(self, at: str) -> list[str]:
+        """Nothing of a source is read where the text is prepared."""
+        return [] if self.prepared else super().source_problems(at)
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""

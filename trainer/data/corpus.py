@@ -117,25 +117,28 @@ def prepare_corpus(
                 if not is_prepared(work.directory):
                     log.info("Preparing %s once, in %s", describe(text), work.directory)
                 work.run(wait=True)
-            if text.prepared:
-                _check_tokenizer(work, tokenizer_config, tokenizer)
             directories.append(str(work.directory))
-            # A mixture has the tokenizer of its first text.
-            tokenizer = tokenizer or open_prepared(work.directory).tokenizer
-    return corpus_at(config, directories)
+            if len(directories) < len(texts):  # those to come have the tokenizer of the first
+                tokenizer = tokenizer or open_prepared(work.directory).tokenizer
+    corpus = corpus_at(config, directories)
+    if any(text.prepared for text, _ in texts.values()):
+        _check_tokenizer(corpus, tokenizer_config.path, tokenizer)
+    return corpus
 
 
-def _check_tokenizer(work: Preparation, config: TokenizerConfig, given: Tokenizer | None) -> None:
-    """See that text that is taken as it is has the tokens of the model.
+def _check_tokenizer(corpus: Corpus, path: str | None, given: Tokenizer | None) -> None:
+    """See that text that is taken as it is has the tokens of the model; one of the hub is known by
+    its name alone, without a network.
 
     Raises:
         UserError: it was prepared with another tokenizer than is configured or given.
     """
-    wanted = load_tokenizer(config.path) if config.path else given
-    if wanted is not None and wanted.to_str() != work.own_tokenizer.to_str():
+    wanted = load_tokenizer(path) if path and Path(path).is_file() else given
+    if wanted is not None and wanted.to_str() != corpus.tokenizer.to_str():
+        of = f"tokenizer.path={path}" if path else "the model's"
         raise UserError(
-            f"data.prepared: {str(work.directory)!r} was prepared with another tokenizer than "
-            f"{f'tokenizer.path={config.path}' if config.path else 'that of the model'}."
+            f"data.prepared: {corpus.directories[0]!r} was prepared with another tokenizer than "
+            f"{of}."
         )
 
 

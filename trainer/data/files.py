@@ -17,6 +17,7 @@ from trainer.errors import UserError
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+READ = f"{', '.join(KINDS)}, .gz or .zst"
 AT_ONCE = 16
 """Addresses that are asked about at once."""
 
@@ -90,9 +91,6 @@ def find_files(patterns: list[str], key: str) -> list[File]:
         raise UserError(*problems)
     root = _common_root(list(found))
     return [File(path, whole[len(root) :], size) for whole, (path, size) in sorted(found.items())]
-
-
-READ = f"{', '.join(KINDS)}, .gz or .zst"
 
 
 def _attempt(pattern: str) -> tuple[dict[str, int], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from functools import cached_property
 from io import FileIO
@@ -38,10 +39,6 @@ class FlatFile:
     def _error(self, why: str | None) -> UserError:
         return UserError(f"data: {str(self.path)!r} cannot be read: {why}.")
 
-    def __len__(self) -> int:
-        """Numbers in the file."""
-        return os.fstat(self._file.fileno()).st_size // self.dtype.itemsize
-
     def read(self, start: int, count: int) -> NDArray[Any]:
         """``count`` numbers from ``start`` on.
 
@@ -49,7 +46,7 @@ class FlatFile:
             UserError: they are not there, or cannot be read.
         """
         found = np.empty(count, self.dtype)
-        into, done = memoryview(found).cast("B") if count else memoryview(b""), 0
+        into, done = found.view(np.uint8), 0
         while done < len(into):
             try:
                 position = start * self.dtype.itemsize + done
@@ -60,3 +57,21 @@ class FlatFile:
                 raise self._error("it ends early")
             done += read
         return found
+
+
+def wrong_size(path: Path, size: int) -> str | None:
+    """What is wrong with a file of so many bytes by its size, as a clause."""
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    return None if found == size else f"{path.name} has {found:,} bytes instead of {size:,}"
+
+
+def wrong_bytes(path: Path, sha256: str) -> str | None:
+    """What is wrong with the bytes of a file, as a clause."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    return None if found == sha256 else f"{path.name} is not what was written"

@@ -63,6 +63,21 @@ class Manifest:
     shards: dict[Split, list[Shard]]
 
 
+@dataclass(frozen=True)
+class Table:
+    """A file of a packing: how many numbers it has, and its checksum (SHA-256)."""
+
+    count: Count
+    sha256: Checksum
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The files of best fit for one length, by name."""
+
+    tables: dict[Literal["starts", "lengths", "blocks"], Table]
+
+
 def read_json(path: Path, kind: type[T], newest: int | None = None, what: str = "") -> T:
     """A file as ``kind``; ``newest``: the last format that is read, ``what``: how to call it.
 

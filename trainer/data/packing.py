@@ -13,14 +13,15 @@ import json
 import os
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.flat_file import FlatFile
+from trainer.data.flat_file import FlatFile, wrong_bytes, wrong_size
+from trainer.data.manifest import Packing, Table, read_json
 from trainer.data.order import Integers
 from trainer.data.prepared import Prepared
 from trainer.data.shards import TokenStream, write_synchronised
@@ -62,14 +63,14 @@ class BestFitBlocks:
 
     def __init__(self, text: Prepared, length: int) -> None:
         self.text, self.length = text, length
-        record = _record(text.directory, length)
-        if record is None or (problem := _size_problem(text.directory, length, record)):
-            why = "are missing" if record is None else f"cannot be read: {problem}"
+        tables = _tables(text.directory, length)
+        if not tables or (problem := _size_problem(text.directory, length, tables)):
+            why = f"cannot be read: {problem}" if tables else "are missing"
             raise UserError(
                 f"data.packing: the blocks of {str(text.directory)!r} for sequences of {length} "
                 f"tokens {why}; `python -m trainer prepare` makes them."
             )
-        self._sequences = record["blocks"]["count"] - 1
+        self._sequences = tables["blocks"].count - 1
         self._tables = {
             name: FlatFile(packing_path(text.directory, length, name), TABLES[name])
             for name in TABLES
@@ -106,8 +107,8 @@ def packing_path(directory: Path, length: int, table: str) -> Path:
 
 def is_packed(directory: Path, length: int) -> bool:
     """Whether best fit has been computed for this length, and is all there."""
-    record = _record(directory, length)
-    return record is not None and _size_problem(directory, length, record) is None
+    tables = _tables(directory, length)
+    return bool(tables) and _size_problem(directory, length, tables) is None
 
 
 def packing_problems(directory: Path) -> list[str]:
@@ -115,38 +116,31 @@ def packing_problems(directory: Path) -> list[str]:
     found = []
     for path in sorted(directory.glob("best_fit-*.json")):
         length = int(path.stem.partition("-")[2])
-        record = _record(directory, length)
-        problem = f"{path.name} is damaged" if record is None else None
-        if record is not None and not (problem := _size_problem(directory, length, record)):
-            for name in TABLES:
-                table = packing_path(directory, length, name)
-                with table.open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != record[name]["sha256"]:
-                        problem = f"{table.name} is not what was written"
+        tables = _tables(directory, length)
+        if not tables:
+            found.append(f"{path.name} is damaged")
+        problem = _size_problem(directory, length, tables)
+        for name, table in tables.items():
+            at = packing_path(directory, length, name)
+            problem = problem or wrong_bytes(at, table.sha256)
         found += [problem] if problem else []
     return found
 
 
-def _record(directory: Path, length: int) -> dict[str, Any] | None:
-    """Counts and checksums of the tables, where they are all written."""
+def _tables(directory: Path, length: int) -> dict[str, Table]:
+    """What was written of each table; empty where not all were."""
     try:
-        record = json.loads(packing_path(directory, length, "json").read_bytes())
-        return {n: {"count": int(record[n]["count"]), **record[n]} for n in TABLES}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return read_json(packing_path(directory, length, "json"), Packing).tables
+    except (OSError, ValueError):
+        return {}
 
 
-def _size_problem(directory: Path, length: int, record: dict[str, Any]) -> str | None:
-    for name, dtype in TABLES.items():
-        path = packing_path(directory, length, name)
-        expected = record[name]["count"] * np.dtype(dtype).itemsize
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            return f"{path.name}: {error.strerror}"
-        if size != expected:
-            return f"{path.name} has {size:,} bytes instead of {expected:,}"
-    return None
+def _size_problem(directory: Path, length: int, tables: dict[str, Table]) -> str | None:
+    sizes = {
+        packing_path(directory, length, name): table.count * np.dtype(TABLES[name]).itemsize
+        for name, table in tables.items()
+    }
+    return next(filter(None, (wrong_size(path, size) for path, size in sizes.items())), None)
 
 
 def pack(text: Prepared, length: int) -> None:
@@ -189,11 +183,9 @@ def _pack(text: Prepared, length: int) -> None:
             os.fsync(file.fileno())
             file.close()
             temporary[name].replace(final[name])
-        about = {
-            name: {"count": counted[name], "sha256": sums[name].hexdigest()} for name in TABLES
-        }
+        tables = {n: Table(counted[n], sums[n].hexdigest()) for n in TABLES}
         path = packing_path(text.directory, length, "json")
-        write_synchronised(path, json.dumps(about).encode())
+        write_synchronised(path, json.dumps(asdict(Packing(tables))).encode())
     finally:
         for name, file in files.items():
             try:

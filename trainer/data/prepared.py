@@ -16,7 +16,6 @@ from trainer.data.encoding import SPLITS
 from trainer.data.manifest import Manifest, Shard, read_json
 from trainer.data.plan import FORMAT, digest
 from trainer.data.shards import Place, TokenStream, checksum_problem, size_problem
-from trainer.data.tokenizer import vocabulary_size
 from trainer.errors import UserError
 
 
@@ -98,8 +97,8 @@ def open_prepared(directory: Path) -> Prepared:
     if hashlib.sha256(text).hexdigest() != manifest.tokenizer_sha256:
         raise UserError(f"{where}: tokenizer.json is not what was written; {again}.")
     tokenizer = Tokenizer.from_str(text.decode())
-    if end >= (size := vocabulary_size(tokenizer)):
-        raise UserError(f"{where}: end_of_text is {end}, of {size} tokens; {again}.")
+    if tokenizer.id_to_token(end) is None:
+        raise UserError(f"{where}: end_of_text is {end}, which is no token; {again}.")
     problems = [size_problem(directory, s, dtype) for split in SPLITS for s in shards[split]]
     if found := [problem for problem in problems if problem]:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.encoding import Encoded
-from trainer.data.flat_file import FlatFile
+from trainer.data.flat_file import FlatFile, wrong_bytes, wrong_size
 from trainer.data.manifest import Shard
 from trainer.data.order import Integers
 
@@ -90,28 +90,14 @@ def synchronise(directory: Path) -> None:
 
 def size_problem(directory: Path, shard: Shard, dtype: np.dtype[Any]) -> str | None:
     """What is wrong with the files of a shard by their size, as a clause."""
-    expected = {".bin": shard.tokens * dtype.itemsize, ".ends": shard.documents * 4}
-    for suffix, size in expected.items():
-        path = directory / f"{shard.name}{suffix}"
-        try:
-            found = path.stat().st_size
-        except FileNotFoundError:
-            return f"{path.name} is missing"
-        except OSError as error:
-            return f"{path.name} cannot be read ({error.strerror})"
-        if found != size:
-            return f"{path.name} has {found:,} bytes instead of {size:,}"
-    return None
+    ids, ends = (directory / f"{shard.name}{suffix}" for suffix in (".bin", ".ends"))
+    return wrong_size(ids, shard.tokens * dtype.itemsize) or wrong_size(ends, shard.documents * 4)
 
 
 def checksum_problem(directory: Path, shard: Shard) -> str | None:
     """What is wrong with the bytes of a shard, as a clause."""
-    for suffix, expected in ((".bin", shard.sha256), (".ends", shard.ends_sha256)):
-        path = directory / f"{shard.name}{suffix}"
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                return f"{path.name} is not what was written"
-    return None
+    ids, ends = (directory / f"{shard.name}{suffix}" for suffix in (".bin", ".ends"))
+    return wrong_bytes(ids, shard.sha256) or wrong_bytes(ends, shard.ends_sha256)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -23,8 +22,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from trainer.errors import PreemptedError
 from trainer.runs.config import RunConfig, seconds_of
+from trainer.stopping import stopping_at_once
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.steps import ends_step
 
@@ -120,21 +119,8 @@ def ask_for_requeue() -> None:
         Path(path).touch()
 
 
-@contextmanager
-def stopping_between_files() -> Iterator[None]:
-    """Stop the program at once on a signal; for code that only writes files atomically.
-
-    Raises:
-        PreemptedError: out of whatever runs inside, when SIGTERM or SIGUSR1 comes.
-    """
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        ask_for_requeue()
-        raise PreemptedError(f"Stopped after training ({signal.Signals(number).name}).")
-
-    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def stopping_between_files() -> AbstractContextManager[None]:
+    """Stop the program at once on SIGTERM or SIGUSR1; for what comes after training, which only
+    writes files atomically."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    return stopping_at_once("Stopped after training", *numbers, first=ask_for_requeue)
