@@ -98,8 +98,17 @@ def test_words_reach_the_program_as_they_were_given():
 def test_setup_comes_first_and_chooses_the_python():
     assert f"UNROPE_PYTHON={sys.executable}" in script()
     text = script('slurm.setup=["module load cuda","source \'my env/bin/activate\'"]')
-    assert "\nmodule load cuda\nsource 'my env/bin/activate'\nexport PYTHONPATH=" in text
+    assert "\nmodule load cuda\nsource 'my env/bin/activate'\nexport " in text
     assert "export UNROPE_PYTHON" not in text
+
+
+@pytest.mark.parametrize("named", ["caches/of mine", None])
+def test_job_finds_the_cache_that_was_used_here(place, monkeypatch, named):
+    monkeypatch.delenv("UNROPE_CACHE", raising=False)
+    if named:
+        monkeypatch.setenv("UNROPE_CACHE", named)
+    said = [line for line in script().splitlines() if "UNROPE_CACHE" in line]
+    assert said == ([f"export UNROPE_CACHE='{place}/{named}'"] if named else [])
 
 
 def test_configuration_is_written_beside_the_script(place):
