@@ -46,7 +46,7 @@ def test_uniform_attention_has_entropy_one():
 
 
 def test_divergence_is_torch_s_at_every_position(tiny_decoder, monkeypatch):
-    monkeypatch.setattr(module, "chunk_size", lambda vocab: 7)
+    monkeypatch.setattr(module, "chunk_size", lambda *_: 7)
     model, other = tiny_decoder(layers=["rope"]), tiny_decoder(layers=["nope"])
     found = divergence_by_position(model, other, IDS)
     with torch.no_grad():

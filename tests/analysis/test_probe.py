@@ -77,13 +77,12 @@ def test_uniform_attention_has_closed_forms(tiny_decoder):
     assert found["largest_logit"] == [0, 0]
 
 
-def test_autocast_changes_nothing_but_the_model_itself(tiny_decoder):
-    """Scores are float32, whatever the run computes in: with keys as given, to rounding."""
+def test_scores_are_float32_whatever_the_model_computes_in(tiny_decoder):
     model = tiny_decoder()
+    model.choose_products("cpu", torch.bfloat16)
     heads = []
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        capture(model, IDS, lambda one: heads.append(by_hand(one, alibi=False)))
-        found = probe(model, IDS)
+    capture(model, IDS, lambda one: heads.append(by_hand(one, alibi=False)))
+    found = probe(model, IDS)
     for name, values in zip(MEASURES, np.array(heads).T, strict=True):
         assert found[name] == pytest.approx(list(values), rel=1e-4), name
 

@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader
 from trainer.data.certificate import sample_hashes
 from trainer.data.config import DataConfig, NeedlesConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
-from trainer.data.dataset import CountingSampler, TrainingSamples, held_out_windows
+from trainer.data.dataset import (
+    BOUNDS,
+    CountingSampler,
+    TrainingSamples,
+    as_batch,
+    held_out_windows,
+)
+from trainer.model.masks import bounds_of
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +125,17 @@ def test_held_out_windows_cover_the_stream(corpus_and_config):
     np.testing.assert_array_equal(windows[-1], stream.windows(np.array([len(stream) - 10]), 10)[0])
     with pytest.raises(ValueError, match="do not fill"):
         held_out_windows(stream, 1, len(stream) + 1)
+
+
+@given(st.lists(st.integers(0, 3), min_size=12, max_size=12), st.booleans())
+def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
+    """Token 0 ends a document. Those of a GPU's kernels, counted here so that nothing waits for it,
+    and filled up with empty documents."""
+    targets = np.array(tokens, dtype=np.int64).reshape(2, 6).repeat(40 if many else 1, axis=0)
+    config = DataConfig(document_mask=True)
+    batch = as_batch(targets, 0, np.ones(targets.shape, dtype=np.float32), config)
+    expected = bounds_of(batch["documents"]).tolist()
+    found = batch["bounds"].tolist()
+    assert found[: len(expected)] == expected
+    assert set(found[len(expected) :]) <= {targets.size}
+    assert len(found) % BOUNDS == 0

@@ -1,19 +1,25 @@
 """Every backend computes the same attention; each is called with what its kernel means."""
 
-import importlib.machinery
 import math
 import sys
 import types
 import warnings
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention import varlen as torch_varlen
+from torch.nn.attention.bias import CausalBias
 
 from tests.reference import attend
 from trainer.errors import UserError
-from trainer.model import backends
-from trainer.model.backends import BACKENDS, Mask, choose_backend, eager, probabilities
+from trainer.model import backend_choice, backends
+from trainer.model.backend_choice import Needs, choose_backend
+from trainer.model.backends import BACKENDS, eager, prepared, probabilities
+from trainer.model.masks import Mask, bounds_of
 
 B, HEADS, KV_HEADS, T, D = 2, 4, 2, 12, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 4 + [2] * 7])
@@ -64,8 +70,9 @@ def loop(q, k, v, mask):
 
 def assert_is_attention(backend, mask, new=T, kv_heads=KV_HEADS):
     q, k, v = inputs(new, kv_heads)
+    own = prepared(backend, mask, (B, q.shape[2]), T, q.device)
     torch.testing.assert_close(
-        backend(q, k, v, mask).double(), loop(q, k, v, mask), rtol=0, atol=1e-5
+        backend(q, k, v, own).double(), loop(q, k, v, mask), rtol=0, atol=1e-5
     )
 
 
@@ -116,10 +123,25 @@ def test_probabilities_sum_to_one_over_what_a_query_sees():
 @new_tokens
 def test_flex(monkeypatch, mask, new):
     """Without compiling, which takes long; torch then runs the same definition slowly."""
-    monkeypatch.setattr(backends, "_compiled_flex", lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(backends, "_compiled", lambda name: getattr(torch_flex, name))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_is_attention(BACKENDS["flex"], mask, new)
+
+
+def one(q, k, v, causal, window_size, alibi_slopes):
+    tq, tk = q.shape[0], k.shape[0]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
+    i, j = torch.arange(tq)[:, None] + tk - tq, torch.arange(tk)
+    if alibi_slopes is not None:
+        assert alibi_slopes.dtype == torch.float32
+        scores = scores - alibi_slopes[:, None, None] * (i - j).abs()
+    left, right = window_size
+    hidden = (j > i) if causal else torch.zeros(tq, tk, dtype=torch.bool)
+    hidden = hidden | ((i - j > left) if left >= 0 else False)
+    hidden = hidden | ((j - i > right) if right >= 0 else False)
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 @pytest.fixture
@@ -130,20 +152,6 @@ def fake_flash(monkeypatch):
     last key; ``window_size`` (left, right) counts neighbours beside the key itself, -1 for all.
     """
     calls = []
-
-    def one(q, k, v, causal, window_size, alibi_slopes):
-        tq, tk = q.shape[0], k.shape[0]
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
-        i, j = torch.arange(tq)[:, None] + tk - tq, torch.arange(tk)
-        if alibi_slopes is not None:
-            assert alibi_slopes.dtype == torch.float32
-            scores = scores - alibi_slopes[:, None, None] * (i - j).abs()
-        left, right = window_size
-        hidden = (j > i) if causal else torch.zeros(tq, tk, dtype=torch.bool)
-        hidden = hidden | ((i - j > left) if left >= 0 else False)
-        hidden = hidden | ((j - i > right) if right >= 0 else False)
-        return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
     def flash_attn_func(q, k, v, *, causal=False, window_size=(-1, -1), alibi_slopes=None):
         calls.append("dense")
@@ -157,19 +165,46 @@ def fake_flash(monkeypatch):
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert cu_q[0] == 0
         assert cu_q[-1] == len(q)
-        assert cu_q.diff().min() > 0
-        assert (longest_q, longest_k) == (cu_q.diff().max(), cu_k.diff().max())
+        assert cu_q.diff().min() >= 0
+        assert longest_q >= cu_q.diff().max()
+        assert longest_k >= cu_k.diff().max()
         parts = zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)
         return torch.cat(
             [one(q[a:b], k[a:b], v[a:b], causal, window_size, alibi_slopes) for a, b in parts]
         )
 
     module = types.ModuleType("flash_attn")
-    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     module.flash_attn_func = flash_attn_func
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     return calls
+
+
+@pytest.fixture
+def fake_varlen(monkeypatch):
+    """torch's varlen_attn with the semantics of its documentation, which runs on no CPU."""
+
+    def varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, *, window_size, enable_gqa):
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert longest_q == longest_k >= cu_q.diff().max()
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        parts = zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)
+        return torch.cat([one(q[a:b], k[a:b], v[a:b], False, window_size, None) for a, b in parts])
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
+
+
+@pytest.mark.usefixtures("fake_varlen")
+@new_tokens
+@pytest.mark.parametrize("name", ["plain", "window", "documents"])
+def test_varlen(name, new):
+    if name == "documents" and new == 5:
+        with pytest.raises(UserError, match="document masks do not work with a KV cache"):
+            assert_is_attention(BACKENDS["varlen"], MASKS[name], new)
+    else:
+        assert_is_attention(BACKENDS["varlen"], MASKS[name], new)
+        both = replace(MASKS[name], window=4)
+        assert_is_attention(BACKENDS["varlen"], both, new)
 
 
 @masks
@@ -195,7 +230,7 @@ def test_flash_keeps_documents_of_different_rows_apart_whatever_their_numbers():
 
 @pytest.mark.usefixtures("fake_flash")
 def test_flash_refuses_documents_with_a_cache():
-    with pytest.raises(UserError, match="attention_backend=flash: document masks"):
+    with pytest.raises(UserError, match="attention_backend: document masks"):
         BACKENDS["flash"](*inputs(new=5), Mask(documents=DOCUMENTS))
 
 
@@ -220,46 +255,116 @@ def test_eager_keeps_the_type_of_its_queries():
     assert eager(*(x.bfloat16() for x in inputs()), Mask()).dtype == torch.bfloat16
 
 
-def without_flash(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "flash_attn" else find(name)
-    )
+@pytest.mark.parametrize("name", ["flash", "varlen"])
+def test_bounds_from_the_loader_may_end_in_empty_documents(fake_flash, fake_varlen, name):
+    bounds = torch.cat([bounds_of(DOCUMENTS), torch.full((3,), B * T, dtype=torch.int32)])
+    assert_is_attention(BACKENDS[name], Mask(documents=DOCUMENTS, bounds=bounds))
 
 
-@pytest.mark.parametrize("name", ["flash", "flex"])
-def test_a_gpu_backend_on_the_cpu_is_an_error(fake_flash, name):
+@pytest.fixture
+def sdpa_calls(monkeypatch):
+    """What SDPA is called with: whether every head has keys of its own, the mask, the options."""
+    calls, kernel = [], F.scaled_dot_product_attention
+
+    def recorded(q, k, v, attn_mask=None, **options):
+        calls.append((k.shape[1] == q.shape[1], attn_mask, options))
+        return kernel(q, q, q)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    return calls
+
+
+@masks
+@new_tokens
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_sdpa_asks_for_nothing_that_only_the_slow_kernel_does(
+    sdpa_calls, mask, new, dtype
+):
+    """That is: keys shared by heads together with a mask, or in float32 (torch's memory-efficient
+    kernel refuses ``enable_gqa``, its flash kernel float32 and masks). Torch's meta device stands
+    for the GPU."""
+    q, k, v = (x.to("meta", dtype) for x in inputs(new))
+    of_gpu = {
+        name: value.to("meta")
+        for name in ("documents", "slopes")
+        if (value := getattr(mask, name)) is not None
+    }
+    BACKENDS["sdpa"](q, k, v, replace(mask, **of_gpu))
+    assert sdpa_calls
+    for has_own_keys, given, options in sdpa_calls:
+        if not has_own_keys and new > 1:
+            assert options["enable_gqa"]
+            assert (given, dtype) == (None, torch.bfloat16)
+        if mask.is_plain and 1 < new < T:
+            assert isinstance(given, CausalBias)  # and not a [Tq, Tk] tensor
+
+
+def installed(monkeypatch, **versions):
+    def version(name):
+        if name.replace("-", "_") in versions:
+            return versions[name.replace("-", "_")]
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(backend_choice, "version", version)
+
+
+@pytest.mark.parametrize("name", ["flash", "varlen", "flex"])
+def test_a_gpu_backend_on_the_cpu_is_an_error(monkeypatch, name):
+    installed(monkeypatch, flash_attn="2.8.3")
     with pytest.raises(UserError, match=f"model.attention_backend: '{name}' needs a GPU"):
-        choose_backend(name, "cpu", masked=False)
+        choose_backend(name, "cpu", Needs())
 
 
-def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch):
-    without_flash(monkeypatch)
-    with pytest.raises(UserError, match=r"pip install 'unrope\[flash\]'"):
-        choose_backend("flash", "cuda", masked=False)
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({}, "which is not installed"),
+        ({"flash_attn_3": "3.0.0b1"}, "flash-attn-3, which is installed, has another interface"),
+        ({"flash_attn": "1.0.9"}, "of version 2, and 1.0.9 is installed"),
+    ],
+)
+def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch, found, said):
+    installed(monkeypatch, **found)
+    with pytest.raises(UserError, match=rf"{said}.*pip install 'unrope\[flash\]'"):
+        choose_backend("flash", "cuda", Needs())
+
+
+@pytest.mark.parametrize("needs", [Needs(biased=True), Needs(half=False)])
+def test_varlen_is_refused_what_its_kernel_cannot(needs):
+    with pytest.raises(UserError, match="'varlen' computes in 16 bits and without ALiBi"):
+        choose_backend("varlen", "cuda", needs)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_what_is_asked_for_is_what_runs(name):
-    assert choose_backend(name, "cpu", masked=True) == name
+    assert choose_backend(name, "cpu", Needs(documents=True)) == (name, "as configured")
 
 
-def test_auto_is_sdpa_on_the_cpu(fake_flash):
-    assert choose_backend("auto", "cpu", masked=True) == "sdpa"
-
-
-def test_auto_on_a_gpu_is_flash_else_flex_for_masks_else_sdpa(monkeypatch, fake_flash):
-    assert choose_backend("auto", "cuda", masked=False) == "flash"
-    without_flash(monkeypatch)
-    assert choose_backend("auto", "cuda", masked=True) == "flex"
-    assert choose_backend("auto", "cuda", masked=False) == "sdpa"
+@pytest.mark.parametrize(
+    ("device", "needs", "with_flash", "without"),
+    [
+        ("cpu", Needs(documents=True), "sdpa", "sdpa"),
+        ("cuda", Needs(), "flash", "sdpa"),
+        ("cuda", Needs(documents=True), "flash", "varlen"),
+        ("cuda", Needs(documents=True, windows=True), "flash", "varlen"),
+        ("cuda", Needs(documents=True, biased=True), "flash", "flex"),
+        ("cuda", Needs(windows=True), "flash", "flex"),
+        ("cuda", Needs(half=False), "sdpa", "sdpa"),
+        ("cuda", Needs(documents=True, half=False), "flex", "flex"),
+    ],
+)
+def test_auto_suits_device_masks_and_type(monkeypatch, device, needs, with_flash, without):
+    installed(monkeypatch, flash_attn="2.8.3")
+    assert choose_backend("auto", device, needs).name == with_flash
+    installed(monkeypatch, flash_attn_4="4.0.0")
+    assert choose_backend("auto", device, needs).name == without
 
 
 def test_a_decoder_runs_on_the_backend_it_was_given(tiny_decoder):
     model, ids = tiny_decoder(windows=[8]), torch.arange(20)[None]
-    assert model.use_backend("auto", "cpu") == "sdpa"
+    assert model.use_backend("auto", "cpu") == ("sdpa", "on the CPU")
     expected = model(ids)
-    assert model.use_backend("eager", "cpu") == "eager"
+    assert model.use_backend("eager", "cpu").name == "eager"
     torch.testing.assert_close(model(ids), expected, rtol=0, atol=1e-5)
     with pytest.raises(UserError):
         model.use_backend("flex", "cpu")

@@ -40,12 +40,25 @@ def test_layer_is_torchs_layer(monkeypatch, dtype, available):
     monkeypatch.setattr(linear, "HAS_ONEDNN", available)
     torch.manual_seed(0)
     ours, reference = Linear(8, 6).to(dtype), nn.Linear(8, 6).to(dtype)
-    ours.product = product_for("cpu", dtype)
+    ours.product = product_for("cpu", dtype, dtype)
     for parameter in ours.parameters():
         nn.init.normal_(parameter)
     reference.load_state_dict(ours.state_dict())
     x = torch.randn(3, 4, 8, dtype=dtype)
     torch.testing.assert_close(ours(x), reference(x))
+
+
+def test_weights_of_another_type_are_cast_and_get_gradients_of_their_own():
+    layer = Linear(8, 6)
+    layer.product = product_for("cpu", torch.float32, torch.bfloat16)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(3, 4, 8).bfloat16()
+    out = layer(x)
+    expected = nn.functional.linear(x, layer.weight.bfloat16(), layer.bias.bfloat16())
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
 
 
 @torch.no_grad()
@@ -56,5 +69,6 @@ def test_packed_weights_have_the_same_products(dtype, rows):
     weight = torch.randn(96, 64, dtype=dtype)
     bias, x = torch.randn(96, dtype=dtype), torch.randn(rows, 1, 64, dtype=dtype)
     packed = packed_product(weight)
-    assert (packed is not product_for("cpu", dtype)) == linear.HAS_ONEDNN or dtype is torch.bfloat16
+    usual = product_for("cpu", dtype, dtype)
+    assert (packed is not usual) == linear.HAS_ONEDNN or dtype is torch.bfloat16
     torch.testing.assert_close(packed(x, weight, bias), nn.functional.linear(x, weight, bias))

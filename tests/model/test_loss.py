@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.model import loss
-from trainer.model.loss import linear_cross_entropy, token_losses
+from trainer.model.loss import Chunks, linear_cross_entropy, token_losses
 
 WIDTH, VOCAB = 6, 11
 
@@ -55,8 +55,7 @@ def test_value_and_gradients_are_the_plain_ones_for_any_chunk(
     monkeypatch, tokens, chunk, rows, seed, z_loss
 ):
     """Chunks of tokens, and of rows of the head's gradient, with remainders and without."""
-    monkeypatch.setattr(loss, "chunk_size", lambda _: chunk)
-    monkeypatch.setattr(loss, "ROWS", rows)
+    monkeypatch.setitem(loss.CHUNKS, "cpu", Chunks(logits=0, tokens=chunk, rows=rows))
     case = problem(tokens, seed)
     assert_same(ours(*case, z_loss=z_loss), plain(*case, z_loss))
 
@@ -120,17 +119,16 @@ def test_large_logits_do_not_overflow():
     )
 
 
-def test_under_autocast_the_products_are_bfloat16_and_the_sums_float32():
+def test_of_bfloat16_states_the_products_are_bfloat16_and_the_sums_float32():
     hidden, weight, targets, weights = problem(20)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = ours(hidden, weight, targets, weights)
-    assert [x.dtype for x in actual] == [torch.float32] * 3
+    actual = ours(hidden.bfloat16(), weight, targets, weights)
+    assert [x.dtype for x in actual] == [torch.float32, torch.bfloat16, torch.float32]
     assert_same(actual, plain(hidden, weight, targets, weights), 3e-2)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 24, 100])
 def test_token_losses_are_those_of_the_logits(monkeypatch, chunk):
-    monkeypatch.setattr(loss, "chunk_size", lambda _: chunk)
+    monkeypatch.setitem(loss.CHUNKS, "cpu", Chunks(logits=0, tokens=chunk, rows=99))
     hidden, weight, targets, _ = problem(24)
     losses = token_losses(hidden.view(2, 12, -1), weight, targets.view(2, 12))
     expected = F.cross_entropy(hidden @ weight.T, targets, reduction="none").view(2, 12)
@@ -151,7 +149,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_the_logits_of_all_tokens_never_exist(monkeypatch):
-    monkeypatch.setattr(loss, "chunk_size", lambda _: 16)
+    monkeypatch.setitem(loss.CHUNKS, "cpu", Chunks(logits=0, tokens=16, rows=99))
     hidden, weight, targets, weights = problem(1000, vocab=500, width=8)
     allowed = max(16 * 500, 1000 * 8)
     with LargestTensor() as chunked:
@@ -165,10 +163,17 @@ def test_the_logits_of_all_tokens_never_exist(monkeypatch):
 
 @given(st.integers(1, 10**7))
 def test_a_chunk_of_logits_is_small_however_large_the_vocabulary(vocab):
-    """At most 32 MiB, or some hundred tokens, below which matrix products are slow."""
-    size = loss.chunk_size(vocab)
-    assert size >= 16
-    assert size <= 128 or size * vocab * 4 <= 32 * 2**20
+    """At most 32 MiB, or some hundred tokens, below which matrix products are slow; on a GPU, which
+    would wait for many small chunks to be launched, 1 GiB or a thousand tokens."""
+    for device, bytes_at_once, fewest in (("cpu", 32 * 2**20, 128), ("cuda", 2**30, 1024)):
+        size = loss.chunk_size(vocab, torch.device(device))
+        assert size >= 16
+        assert size <= fewest or size * vocab * 4 <= bytes_at_once
+
+
+def test_a_gpu_takes_thousands_of_tokens_at_once():
+    for vocab in (32_000, 49_152, 128_256):
+        assert 2_000 <= loss.chunk_size(vocab, torch.device("cuda")) <= 16_384
 
 
 def test_a_second_backward_is_refused():

@@ -178,6 +178,15 @@ def test_checkpoint_of_another_shape_is_refused(run):
         run(model={"hidden_size": 64})
 
 
+def test_other_numerics_than_the_checkpoints_are_said(run, caplog):
+    run("first", trainer={"max_steps": 4}, drop={"at": 2})
+    assert not [r for r in caplog.records if "Goes on" in r.message]
+    run("first", trainer={"max_steps": 6, "precision": "bf16"}, drop={"at": 2})
+    (said,) = [r.getMessage() for r in caplog.records if "Goes on" in r.getMessage()]
+    assert said.startswith("Goes on from step 4 in bfloat16 activations")
+    assert said.endswith("until there: float32")
+
+
 def test_tensorboard_events_are_written(run):
     pytest.importorskip("tensorboard")
     config, _ = run(logger={"tensorboard": True})

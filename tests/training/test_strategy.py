@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.model.config import ModelConfig
@@ -96,6 +97,32 @@ def test_a_sharded_model_starts_with_the_weights_of_a_single_device(alone):
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor(), expected[name]), name
     assert all(isinstance(block, FSDPModule) for block in (model, *model.layers))
+
+
+def test_bf16_is_the_same_computation_under_every_strategy(alone):
+    """Weights, gradients and losses are float32; activations and products, the residual stream
+    among them, bfloat16."""
+    ids, found = torch.randint(50, (2, 16)), {}
+    for name in ("single", "fsdp2"):
+        config = tiny(strategy=StrategyConfig(name=name), trainer=TrainerConfig(precision="bf16"))
+        model = make_decoder(config, 50)
+        parallelize(model, config, alone, torch.device("cpu"))
+        seen = set()
+        for block in model.layers:
+            block.register_forward_hook(lambda _, __, out, seen=seen: seen.add(out.dtype))
+        loss = model.loss(ids, ids)
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        assert seen == {torch.bfloat16}
+        assert {x.dtype for x in (loss, *model.parameters(), *gradients)} == {torch.float32}
+        found[name] = (
+            loss.item(),
+            [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients],
+        )
+    (loss, expected), (other, gradients) = found.values()
+    assert other == loss
+    for gradient, value in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, value, rtol=1e-2, atol=1e-4)
 
 
 def test_gradients_of_a_step_are_reduced_once(alone, monkeypatch):

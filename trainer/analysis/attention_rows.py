@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trainer.analysis.capture import Heads
-from trainer.model.backends import Mask, probabilities
+from trainer.model.backends import probabilities
+from trainer.model.masks import Mask
 from trainer.positional.alibi import alibi_slopes
 
 BLOCK_ELEMENTS = 2**19

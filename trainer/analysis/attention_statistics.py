@@ -75,7 +75,7 @@ def divergence_by_position(model: Decoder, other: Decoder, ids: Tensor) -> Array
     states = [
         one.hidden_states(ids.to(one.norm.weight.device)).flatten(0, 1) for one in (model, other)
     ]
-    size = chunk_size(model.head.shape[0])
+    size = chunk_size(len(model.head), model.head.device)
     chunks = [
         _divergence(model.logits(p), other.logits(q).to(p.device))
         for p, q in zip(*(x.split(size) for x in states), strict=True)

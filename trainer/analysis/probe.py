@@ -36,9 +36,8 @@ def probe(model: Decoder, ids: Tensor) -> dict[str, list[float]]:
     measured, grams = [], []
 
     def look(heads: Heads) -> None:
-        with torch.autocast(heads.q.device.type, enabled=False):
-            measured.append(attention_measures(heads))
-            grams.append(heads.rotated_k.mT @ heads.rotated_k)
+        measured.append(attention_measures(heads))
+        grams.append(heads.rotated_k.mT @ heads.rotated_k)
 
     with observing(model, look):
         model(ids.to(model.norm.weight.device), last=1)

@@ -97,8 +97,9 @@ def as_batch(
     """Inputs, targets and weights, all ``[B, T]``, and a hash of every sample's targets ``[B]``.
 
     The inputs are the targets moved by one, behind an end-of-text token. With document masks there
-    are ``documents`` ``[B, T]``, how many end-of-text tokens came up to each input, and where they
-    restart, ``positions`` ``[B, T]``.
+    are ``documents`` ``[B, T]``, how many end-of-text tokens came up to each input, and ``bounds``,
+    where documents begin in the B T tokens, filled up with B T to a multiple of
+    :data:`BOUNDS`; where positions restart, ``positions`` ``[B, T]``.
     """
     inputs = np.concatenate([np.full_like(targets[:, :1], end), targets[:, :-1]], axis=1)
     begins = inputs == end
@@ -112,11 +113,24 @@ def as_batch(
     }
     if config is not None and config.document_mask:
         batch["documents"] = torch.from_numpy(begins.cumsum(axis=1))
+        batch["bounds"] = torch.from_numpy(_bounds(begins))
     if config is not None and config.restart_positions:
         columns = np.arange(inputs.shape[1])
         latest = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
         batch["positions"] = torch.from_numpy(columns - latest)
     return batch
+
+
+BOUNDS = 64
+"""So that their number, which compiled code would be specialised to, takes few values."""
+
+
+def _bounds(begins: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Where documents begin in all rows together; every row begins with one."""
+    starts = np.flatnonzero(begins)
+    bounds = np.full(-(-(len(starts) + 1) // BOUNDS) * BOUNDS, begins.size, dtype=np.int32)
+    bounds[: len(starts)] = starts
+    return bounds
 
 
 class CountingSampler(Sampler[list[int]]):

@@ -204,7 +204,7 @@ class _Reader:
     def _predict(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Losses ``[N]`` in nats and whether another token is likelier, after ``[N, hidden]``."""
         losses, missed = [], []
-        size = chunk_size(self.model.head.shape[0])
+        size = chunk_size(len(self.model.head), self.model.head.device)
         for x, y in zip(
             states.split(size), targets.to(states.device)[:, None].split(size), strict=True
         ):

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.backends import BACKENDS, Mask
+from trainer.model.backends import Attend, sdpa
 from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.linear import Linear
+from trainer.model.masks import Mask
 from trainer.positional.alibi import alibi_slopes
 from trainer.positional.intervening import Intervene
 from trainer.positional.layout import Layout
@@ -41,14 +42,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., size]``, in the type that autocast wants next where it is on.
-
-        Several products read the result; each would cast it anew.
-        """
+        """Normalise ``[..., size]``."""
         # Of one type with x, or torch leaves its fused kernel.
-        out = F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-        kind = x.device.type
-        return out.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -80,7 +76,7 @@ class Attention(nn.Module):
 
         self.q_norm = norm("q", q_size)
         self.k_norm = norm("k", kv_size)
-        self.attend = BACKENDS["sdpa"]
+        self.attend: Attend = sdpa
         self.intervention: Intervene | None = None
         self.observe: Observer | None = None
 

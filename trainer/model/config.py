@@ -47,7 +47,7 @@ class ModelConfig:
     qk_norm: QKNormConfig = field(default_factory=QKNormConfig)
     initializer: Literal["normal", "fan_in"] = "normal"
     initializer_range: float = 0.02
-    attention_backend: Literal["auto", "sdpa", "flash", "flex", "eager"] = "auto"
+    attention_backend: Literal["auto", "sdpa", "flash", "varlen", "flex", "eager"] = "auto"
     from_pretrained: str | None = None
 
     @property

@@ -9,64 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.attention import Attention, Encoding, RMSNorm, bias_slopes
-from trainer.model.backends import BACKENDS, Mask, choose_backend
-from trainer.model.cache import KVCache, LayerCache
+from trainer.model.attention import Encoding, RMSNorm, bias_slopes
+from trainer.model.backend_choice import Choice, Needs, choose_backend
+from trainer.model.backends import BACKENDS, prepared
+from trainer.model.block import Block
+from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.model.initialization import initial_value
 from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
+from trainer.model.masks import Mask
 from trainer.positional.intervening import Intervene
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
-
-
-class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, T, hidden_size]`` to the same."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(
-        self,
-        x: Tensor,
-        encoding: Encoding,
-        mask: Mask,
-        qk_norm: bool,
-        cache: LayerCache | None = None,
-        of_all_keys: Encoding | None = None,
-        last: int | None = None,
-    ) -> Tensor:
-        """See :meth:`Attention.forward`."""
-        mixed = self.self_attn(
-            self.input_layernorm(x), encoding, mask, qk_norm, cache, of_all_keys, last
-        )
-        x = (x if last is None else x[:, -last:]) + mixed
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
@@ -76,6 +37,8 @@ class Decoder(nn.Module):
     extension method). ``config.vocab_size`` must be set. Weights are drawn from ``seed``, unless
     the decoder is made on torch's meta device.
     """
+
+    compute_dtype: torch.dtype | None = None
 
     def __init__(self, config: ModelConfig, layout: Layout, seed: int = 0) -> None:
         super().__init__()
@@ -96,14 +59,20 @@ class Decoder(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
         """What torch calls to put a module on a device or into another type."""
         super()._apply(*args, **kwargs)
-        self.choose_products(self.norm.weight.device.type)
+        self.choose_products(self.norm.weight.device.type, self.compute_dtype)
         return self
 
-    def choose_products(self, device: str) -> None:
-        """Choose how matrices are multiplied on a device ("cpu", "cuda"), which is that of the
-        weights unless they are offloaded."""
-        self.computes_on = device
-        self._product = product_for(device, self.norm.weight.dtype)
+    def choose_products(self, device: str, compute: torch.dtype | None = None) -> None:
+        """Choose how matrices are multiplied.
+
+        Args:
+            device: "cpu" or "cuda", that of the weights unless they are offloaded.
+            compute: the type of activations and products, the residual stream among them; None:
+                that of the weights.
+        """
+        self.computes_on, self.compute_dtype = device, compute
+        weights = self.norm.weight.dtype
+        self._product = product_for(device, weights, compute or weights)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.product = self._product
@@ -118,13 +87,16 @@ class Decoder(nn.Module):
         usual = self._product
         try:
             for linear in linears:
-                linear.product = packed_product(linear.weight)
-            self._product = packed_product(self.head)
+                linear.product = packed_product(self._to_compute(linear.weight))
+            self._product = packed_product(self._to_compute(self.head))
             yield
         finally:
             for linear in linears:
                 linear.product = usual
             self._product = usual
+
+    def _to_compute(self, x: Tensor) -> Tensor:
+        return x if self.compute_dtype is None else x.to(self.compute_dtype)
 
     @property
     def layout(self) -> Layout:
@@ -176,8 +148,8 @@ class Decoder(nn.Module):
 
     def use_backend(
         self, name: str, device: str, *, documents: bool = False, half: bool = True
-    ) -> str:
-        """Choose the attention backend for a device ("cpu", "cuda"); returns its name.
+    ) -> Choice:
+        """Choose the attention backend for a device ("cpu", "cuda").
 
         ``documents``: whether batches will carry document masks; ``half``: whether attention will
         compute in 16 bits.
@@ -185,19 +157,20 @@ class Decoder(nn.Module):
         Raises:
             UserError: the backend cannot run here.
         """
-        masked = documents or any(
-            layer.window or any(s.alibi for s in layer.spectra) for layer in self.layout.layers
-        )
-        chosen = choose_backend(name, device, masked, half)
+        layers = self.layout.layers
+        windows = any(layer.window for layer in layers)
+        biased = any(spectrum.alibi for layer in layers for spectrum in layer.spectra)
+        choice = choose_backend(name, device, Needs(documents, windows, biased, half))
         for block in self.layers:
-            block.self_attn.attend = BACKENDS[chosen]
-        return chosen
+            block.self_attn.attend = BACKENDS[choice.name]
+        return choice
 
     def hidden_states(
         self,
         ids: Tensor,
         *,
         documents: Tensor | None = None,
+        bounds: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         length: int | None = None,
@@ -208,6 +181,8 @@ class Decoder(nn.Module):
         Args:
             ids: ``[B, T]`` token ids.
             documents: ``[B, T]`` integers; attention stays within equal numbers.
+            bounds: where the documents begin, see :func:`trainer.model.masks.bounds_of`; found
+                where it is needed and not given, which waits for the device.
             positions: ``[T]`` or ``[B, T]``; default 0 .. T - 1, or onwards from the cache.
             cache: earlier tokens, extended in place.
             length: tokens in the whole sequence, where this is a part of it and more will follow;
@@ -237,20 +212,37 @@ class Decoder(nn.Module):
             of_all = self._encodings(places, lengths) if past else encodings
             for index, layer in enumerate(layers):
                 of_all_keys[index] = of_all[index] if layer.frequencies_follow_length else None
-        slopes = bias_slopes(self.layout, self.config.num_attention_heads, device)
-        x = self.embed_tokens(ids)
+        common = Mask(documents=documents, begins=begins, bounds=bounds)
+        masks = self._masks(common, (ids.shape[0], ids.shape[1]), end, device)
+        x = self._to_compute(self.embed_tokens(ids))
         for index, (block, layer) in enumerate(zip(self.layers, layers, strict=True)):
-            window = layer.window if layer.window and layer.window < end else None
             x = block(
                 x,
                 encodings[index],
-                Mask(window, documents, slopes[index], begins),
+                masks[index],
                 layer.qk_norm,
                 cache.layers[index] if cache else None,
                 of_all_keys[index],
                 last if block is self.layers[-1] else None,
             )
         return self.norm(x)
+
+    def _masks(
+        self, common: Mask, shape: tuple[int, int], keys: int, device: torch.device
+    ) -> list[Mask]:
+        """Of every layer; those that have the same share what their backend makes of it."""
+        slopes = bias_slopes(self.layout, self.config.num_attention_heads, device)
+        found: dict[tuple[int | None, int], Mask] = {}
+        masks = []
+        for block, layer, slope in zip(self.layers, self.layout.layers, slopes, strict=True):
+            window = layer.window if layer.window and layer.window < keys else None
+            key = window, id(slope)
+            if key not in found:
+                own = replace(common, window=window, slopes=slope)
+                attend = block.self_attn.attend
+                found[key] = prepared(attend, own, shape, keys, device)
+            masks.append(found[key])
+        return masks
 
     def _encodings(self, positions: Tensor, lengths: int | list[int]) -> list[Encoding]:
         """Of every layer, for tokens at ``positions``."""
@@ -260,18 +252,11 @@ class Decoder(nn.Module):
     def forward(
         self,
         ids: Tensor,
-        *,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: KVCache | None = None,
-        length: int | None = None,
-        last: int | None = None,
+        **options: Any,
     ) -> Tensor:
-        """Logits ``[B, T, vocab]``, or of the ``last`` positions only."""
-        x = self.hidden_states(
-            ids, documents=documents, positions=positions, cache=cache, length=length, last=last
-        )
-        return self.logits(x)
+        """Logits ``[B, T, vocab]``, or of the ``last`` positions only; see
+        :meth:`hidden_states`."""
+        return self.logits(self.hidden_states(ids, **options))
 
     def logits(self, states: Tensor) -> Tensor:
         """``[..., vocab]`` of normalised states ``[..., hidden_size]``."""
@@ -283,13 +268,13 @@ class Decoder(nn.Module):
         targets: Tensor,
         weights: Tensor | None = None,
         *,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
         z_loss: float = 0.0,
         losses: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
-        """Weighted mean cross-entropy, nats per token; see :func:`linear_cross_entropy`."""
-        x = self.hidden_states(ids, documents=documents, positions=positions)
+        """Weighted mean cross-entropy, nats per token; see :func:`linear_cross_entropy`, and for
+        ``options`` :meth:`hidden_states`."""
+        x = self.hidden_states(ids, **options)
         return linear_cross_entropy(
             x, self.head, targets, weights, z_loss=z_loss, losses=losses, product=self._product
         )

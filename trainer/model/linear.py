@@ -27,15 +27,22 @@ SMALL = 600_000
 _PACKED_FOR_ROWS = 8
 
 
-def product_for(device: str, dtype: torch.dtype) -> Product:
-    """The product for weights of this type on a device ("cpu", "cuda")."""
-    if device == "cpu" and dtype == torch.float32 and HAS_ONEDNN:
+def product_for(device: str, weights: torch.dtype, compute: torch.dtype) -> Product:
+    """The product of inputs of type ``compute`` with ``weights`` on a device ("cpu", "cuda")."""
+    if weights != compute:
+        return casting_product
+    if device == "cpu" and weights == torch.float32 and HAS_ONEDNN:
         return onednn_product
     return F.linear
 
 
+def casting_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """In the type of ``x``; the gradients of the weights have theirs."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 def packed_product(weight: Tensor) -> Product:
-    """A product that reads a copy of ``weight`` in the order of oneDNN's kernels.
+    """A product with a copy of ``weight`` in the order of oneDNN's kernels, for inputs of its type.
 
     The usual one where oneDNN does not multiply such weights.
 
@@ -46,28 +53,24 @@ def packed_product(weight: Tensor) -> Product:
     if HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         kinds.add(torch.bfloat16)
     if not HAS_ONEDNN or weight.device.type != "cpu" or weight.dtype not in kinds:
-        return product_for(weight.device.type, weight.dtype)
+        return product_for(weight.device.type, weight.dtype, weight.dtype)
     copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
     return partial(_multiply_packed, copy)
 
 
 def _multiply_packed(copy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.dtype != weight.dtype or _is_small(x, weight):
+    if _is_small(x, weight):
         return F.linear(x, weight, bias)
+    bias = None if bias is None else bias.to(x.dtype)
     return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
 
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """In float32 through oneDNN: MKL, which torch would take, keeps to its slow kernels on
     processors that are not Intel's. Small products are MKL's all the same, since calling oneDNN
-    takes longer than they do; under autocast the product is in 16 bits, which torch gives oneDNN
-    anyway.
+    takes longer than they do.
     """
-    if (
-        _is_small(x, weight)
-        or not x.dtype == weight.dtype == torch.float32
-        or torch.is_autocast_enabled("cpu")
-    ):
+    if _is_small(x, weight):
         return F.linear(x, weight, bias)
     # Calling a custom operator costs as much as a small product; only gradients need it.
     direct = not (torch.is_grad_enabled() or torch.compiler.is_compiling())

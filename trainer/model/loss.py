@@ -6,6 +6,7 @@ so that its logits are computed once and thrown away; backward only scales what 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,24 +15,37 @@ from torch import Tensor
 
 from trainer.model.linear import Product
 
-# A C allocator hands blocks of more than 32 MiB back to the system, and the page faults of getting
-# them again cost more than the softmax.
-CHUNK_BYTES = 16 * 2**20
-# With fewer tokens a chunk, adding to the head's gradient costs more than the products.
-MIN_TOKENS = 128
-# Rows of the head's gradient that are computed and added at once.
-ROWS = 8192
+
+@dataclass(frozen=True)
+class Chunks:
+    """How much goes through the head at once: ``logits`` bytes in float32, of ``tokens`` or more,
+    and ``rows`` of its gradient."""
+
+    logits: int
+    tokens: int
+    rows: int
 
 
-def chunk_size(vocab_size: int) -> int:
-    """Tokens whose float32 logits fill about 16 MiB, and at least 128."""
-    return max(MIN_TOKENS, CHUNK_BYTES // (4 * vocab_size))
+CHUNKS = {
+    # A C allocator hands blocks of more than 32 MiB back to the system, and the page faults of
+    # getting them again cost more than the softmax. With fewer tokens, adding to the head's
+    # gradient costs more than the products.
+    "cpu": Chunks(logits=16 * 2**20, tokens=128, rows=8192),
+    # Few launches and few passes over the head's gradient; with the copies of a chunk in 16 bits,
+    # 2 GiB.
+    "cuda": Chunks(logits=2**30, tokens=1024, rows=2**31),
+}
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """The type of the head's matrix products: autocast's where it is on."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+def chunks_on(device: torch.device) -> Chunks:
+    """What suits a device."""
+    return CHUNKS.get(device.type, CHUNKS["cuda"])
+
+
+def chunk_size(vocab_size: int, device: torch.device) -> int:
+    """Tokens whose logits are there at once."""
+    chunks = chunks_on(device)
+    return max(chunks.tokens, chunks.logits // (4 * vocab_size))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -46,37 +60,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses: Tensor | None,
         product: Product,
     ) -> Tensor:
-        dtype = _compute_dtype(hidden)
+        dtype = hidden.dtype
         head = weight.to(dtype)
-        size = chunk_size(weight.shape[0])
+        size, rows_at_once = chunk_size(len(weight), hidden.device), chunks_on(hidden.device).rows
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
-        total = hidden.new_zeros((), dtype=torch.float32)
+        log_z, picked = torch.empty_like(weights), torch.empty_like(weights)
         for start in range(0, hidden.shape[0], size):
             part = slice(start, start + size)
-            x, y, w = hidden[part].to(dtype), targets[part], weights[part]
+            x, y, w = hidden[part], targets[part], weights[part]
             logits = product(x, head, None).float()
-            top = logits.amax(dim=-1, keepdim=True)
-            picked = logits.gather(-1, y[:, None])
+            top = logits.amax(dim=-1)
+            picked[part] = logits.gather(-1, y[:, None])[:, 0]
             # One pass in the logits' memory; the likeliest token's probability gives log_z back.
             grad = torch.softmax(logits, dim=-1, out=logits)
-            log_z = top - grad.amax(dim=-1, keepdim=True).log()
-            if losses is not None:
-                losses[part] = (log_z - picked)[:, 0]
-            total += (w[:, None] * (log_z - picked + z_loss * log_z.square())).sum()
+            torch.sub(top, grad.amax(dim=-1).log_(), out=log_z[part])
             if grad_hidden is None or grad_weight is None:
                 continue
             # d/dlogits = w * (softmax * (1 + 2 z log_z) - onehot)
-            grad *= w[:, None] * (1 + 2 * z_loss * log_z) if z_loss else w[:, None]
+            grad *= (w * (1 + 2 * z_loss * log_z[part]) if z_loss else w)[:, None]
             grad.scatter_add_(-1, y[:, None], -w[:, None])
             grad = grad.to(dtype)
             grad_hidden[part] = product(grad, head.T, None)
-            for rows in range(0, weight.shape[0], ROWS):
-                grad_weight[rows : rows + ROWS] += product(grad.T[rows : rows + ROWS], x.T, None)
+            for first in range(0, len(weight), rows_at_once):
+                rows = slice(first, first + rows_at_once)
+                grad_weight[rows] += product(grad.T[rows], x.T, None)
         ctx.gradients = grad_hidden, grad_weight
         ctx.weight_dtype = weight.dtype
-        return total
+        each = log_z - picked
+        if losses is not None:
+            losses.copy_(each)
+        return (weights * (each + z_loss * log_z.square() if z_loss else each)).sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,7 +120,7 @@ def linear_cross_entropy(
     """Weighted mean cross-entropy of ``softmax(hidden @ weight.T)`` in nats per token.
 
     Args:
-        hidden: ``[..., d]``.
+        hidden: ``[..., d]``; products are in its type, sums and logarithms in float32.
         weight: ``[vocab, d]``, the head.
         targets: ``[...]`` token ids.
         weights: ``[...]`` non-negative weights of the tokens, default 1; 0 leaves a token out.
@@ -128,14 +143,11 @@ def token_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, product: Product = F.linear
 ) -> Tensor:
     """Cross-entropy of every token, ``[...]`` float32, for evaluation; logits in chunks."""
-    flat, y = hidden.flatten(0, -2), targets.flatten()
-    head = weight.to(_compute_dtype(hidden))
+    size = chunk_size(len(weight), hidden.device)
+    states, of_states = hidden.flatten(0, -2).split(size), targets.flatten().split(size)
+    head = weight.to(hidden.dtype)
     losses = [
-        F.cross_entropy(product(x.to(head.dtype), head, None).float(), t, reduction="none")
-        for x, t in zip(
-            flat.split(chunk_size(weight.shape[0])),
-            y.split(chunk_size(weight.shape[0])),
-            strict=True,
-        )
+        F.cross_entropy(product(x, head, None).float(), y, reduction="none")
+        for x, y in zip(states, of_states, strict=True)
     ]
     return torch.cat(losses).view(targets.shape)

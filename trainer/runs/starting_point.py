@@ -104,6 +104,21 @@ def texts_read(run_dir: Path) -> list[str] | None:
     return None
 
 
+NUMERICS = {
+    "fp32": "float32",
+    "bf16": "bfloat16 activations and products, float32 weights, gradients and optimizer",
+}
+"""What is computed in which type, by ``trainer.precision``, under every strategy."""
+
+
+def say_other_numerics(state: dict[str, Any], config: RunConfig) -> None:
+    """Tell where a run goes on in other types than its checkpoint was trained in."""
+    now, trained = NUMERICS[config.trainer.precision], state["config"]["trainer"]["precision"]
+    before = state.get("numerics", f"{trained} as an earlier version computed it")
+    if before != now and (trained, config.trainer.precision) != ("fp32", "fp32"):
+        log.warning("Goes on from step %d in %s; until there: %s", state["step"], now, before)
+
+
 def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) -> None:
     """Refuse to resume with other text or another order; the samples of the checkpoint's last step
     are read again and compared.

@@ -91,6 +91,7 @@ class LanguageModule(L.LightningModule):
             batch["labels"],
             weights,
             documents=batch.get("documents"),
+            bounds=batch.get("bounds"),
             positions=batch.get("positions"),
             z_loss=self.config.trainer.z_loss,
             losses=losses,

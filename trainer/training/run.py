@@ -39,10 +39,12 @@ from trainer.runs.checkpoints import (
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, current_ranks, on_rank_zero
 from trainer.runs.starting_point import (
+    NUMERICS,
     Start,
     check_same_data,
     data_fingerprints,
     rewind_run,
+    say_other_numerics,
     starting_point,
 )
 from trainer.training.callbacks.checkpointing import Checkpointing
@@ -58,7 +60,7 @@ from trainer.training.lightning_internals import disable_sigterm_broadcast
 from trainer.training.loggers import close, other_loggers
 from trainer.training.metrics_logger import MetricsFile
 from trainer.training.module import LanguageModule, make_decoder
-from trainer.training.strategy import SHARDED, lightning_strategy
+from trainer.training.strategy import lightning_strategy
 from trainer.training.user_callbacks import make_callbacks, states_of
 
 log = logging.getLogger(__name__)
@@ -79,7 +81,7 @@ class TrainedRun:
 
 def device_problems(config: RunConfig) -> list[str]:
     """What this machine cannot do of what the configuration asks for, one sentence each."""
-    from trainer.model.backends import backend_problem
+    from trainer.model.backend_choice import backend_problem
 
     gpu = torch.cuda.is_available()
     found = []
@@ -157,6 +159,8 @@ def _fit(
     model = make_decoder(config, vocabulary_size(corpus.tokenizer), pretrained)
     if start.checkpoint is not None:
         check_same_model(start.state, model, start.checkpoint.name)
+        if ranks.is_rank_zero:
+            say_other_numerics(start.state, config)
         on_rank_zero(lambda: check_same_data(start.state, corpus, config))
         model.layout = Layout.from_dict(start.state["layout"])
     skips = start.state.get("skips", []) if skips is None else skips
@@ -178,6 +182,7 @@ def _fit(
             return {
                 **description(config, model, corpus.tokenizer.to_str(), trainer.global_step),
                 "data": data_fingerprints(corpus, config),
+                "numerics": NUMERICS[config.trainer.precision],
                 "skips": skips,
                 "world_size": ranks.world_size,
                 "loss": metrics.last_loss,
@@ -225,7 +230,7 @@ def _fit(
             half=config.trainer.precision == "bf16",
         )
         count = f"{sum(p.numel() for p in model.parameters()):,}"
-        log.info("%s: %s parameters, attention backend %s", title, count, backend)
+        log.info("%s: %s parameters, attention backend %s (%s)", title, count, *backend)
         if start.step < config.trainer.max_steps:
             trainer.fit(module, datamodule=TrainingData(samples, config, ranks, start.step, skips))
             certificate = module.certificate.state()["samples"]
@@ -264,8 +269,6 @@ def make_trainer(
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     run, single = config.trainer, config.strategy.name == "single"
-    # Sharded models compute in the type of their own policy.
-    half = run.precision == "bf16" and config.strategy.name not in SHARDED
     trainer = L.Trainer(
         max_steps=run.max_steps,
         accelerator=run.accelerator,
@@ -274,7 +277,7 @@ def make_trainer(
         strategy=lightning_strategy(config, ranks),
         # Named, so that Lightning does not take to what it finds in a SLURM job.
         plugins=[LightningEnvironment() if single else TorchElasticEnvironment()],
-        precision="bf16-mixed" if half else "32-true",
+        precision="32-true",  # of the weights; the decoder knows in which type it computes
         accumulate_grad_batches=run.accumulation(ranks.world_size),
         logger=loggers,
         log_every_n_steps=0,  # the Metrics callback logs, what others gave to log() too

@@ -76,7 +76,8 @@ def parallelize(
         shard(model, config, device_mesh(config.strategy, ranks, device))
         home = torch.device("cpu") if config.strategy.cpu_offload else device
     model.to_empty(device=home)
-    model.choose_products(device.type)
+    half = config.trainer.precision == "bf16"
+    model.choose_products(device.type, torch.bfloat16 if half else None)
     draw_weights(model, config.seed, pretrained)
 
 
@@ -90,8 +91,8 @@ def device_mesh(config: StrategyConfig, ranks: Ranks, device: torch.device) -> D
 
 
 def shard(model: Decoder, config: RunConfig, mesh: DeviceMesh) -> None:
-    """FSDP2 on every block and on what is left; computes in bf16 where the run does, and keeps
-    weights, reductions and optimizer in float32."""
+    """FSDP2 on every block and on what is left; gathers weights in bf16 where the run computes in
+    it, and keeps weights, reductions and optimizer in float32."""
     half = config.trainer.precision == "bf16"
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -159,7 +160,7 @@ def checkpoint_activations(block: nn.Module, kind: str) -> None:
     block.forward = MethodType(forward, block)
 
 
-EXPENSIVE = ("aten.mm", "aten.addmm", "onednn_product", "attention", "_flash_attn_forward")
+EXPENSIVE = ("aten.mm", "aten.addmm", "onednn_product", "attention", "flash_attn", "varlen_attn")
 """Parts of the names of operators whose results are not computed again."""
 
 

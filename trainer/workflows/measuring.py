@@ -34,7 +34,7 @@ from trainer.evaluation.methods import Recipe, recipe
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.ruler.tasks import ruler_tasks
 from trainer.evaluation.store import Store
-from trainer.model.backends import backend_problem
+from trainer.model.backend_choice import backend_problem
 from trainer.model.decoder import Decoder
 from trainer.report.observations import ROLES, observe
 from trainer.report.outcomes import AS_IS, Outcomes
@@ -185,10 +185,11 @@ def _subject(candidate: Candidate, config: EvaluationConfig, device: str) -> Sub
         model = candidate.load(device).to(DTYPES[config.dtype])
         # What a run trained with may need a GPU, or 16 bits, that its evaluation does not have.
         asked = model.config.attention_backend
-        if backend_problem(asked, device) or (asked == "flash" and not half):
+        if backend_problem(asked, device) or (asked in ("flash", "varlen") and not half):
             asked = "auto"
         backend = model.use_backend(asked, device, half=half)
-        log.info("%s: %s on %s, attention %s", candidate.name, config.dtype, device, backend)
+        kind = f"{config.dtype} on {device}"
+        log.info("%s: %s, attention %s (%s)", candidate.name, kind, *backend)
         return model
 
     print_of = hashlib.sha256(candidate.fingerprint.encode() + config.dtype.encode())

@@ -1,0 +1,122 @@
+"""Which backend computes attention: what is asked for, or what suits device, masks and type."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+from trainer.errors import UserError
+
+OTHER_FLASH = ("flash-attn-3", "flash_attn_3", "flash-attn-4")
+"""Packages of later generations, whose functions have other names and other arguments."""
+
+
+class Choice(NamedTuple):
+    """The ``name`` of a backend, and why it was chosen."""
+
+    name: str
+    why: str
+
+
+class Needs(NamedTuple):
+    """What attention of a model has to do.
+
+    ``documents``: batches carry document masks. ``windows``: a layer has a window. ``biased``: a
+    layer has ALiBi. ``half``: queries and keys are of 16 bits.
+    """
+
+    documents: bool = False
+    windows: bool = False
+    biased: bool = False
+    half: bool = True
+
+
+def backend_problem(name: str, accelerator: str) -> str | None:
+    """Why a backend cannot run on ``accelerator`` ("cpu", "cuda"), or None.
+
+    A backend that is asked for and missing is an error, never replaced in silence.
+    """
+    if name == "flash" and (problem := flash_problem()) is not None:
+        return (
+            f"model.attention_backend: 'flash' needs the flash-attn package, {problem}; "
+            "pip install 'unrope[flash]', or choose 'auto' or 'sdpa'."
+        )
+    if name == "varlen" and not has_varlen():
+        return (
+            "model.attention_backend: 'varlen' needs a newer torch, whose varlen_attn knows "
+            "windows and shared keys; choose 'auto' or 'flex'."
+        )
+    if name in ("flash", "varlen", "flex") and accelerator != "cuda":
+        return (
+            f"model.attention_backend: {name!r} needs a GPU, but this run is on the CPU; "
+            "choose 'auto' or 'sdpa'."
+        )
+    return None
+
+
+def flash_problem() -> str | None:
+    """Why the package flash-attn, generation 2, is not to be had, or None."""
+    try:
+        found = version("flash-attn")
+    except PackageNotFoundError:
+        others = [name for name in OTHER_FLASH if _is_installed(name)]
+        if others:
+            return f"and {others[0]}, which is installed, has another interface"
+        return "which is not installed"
+    return None if found.startswith("2.") else f"of version 2, and {found} is installed"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def has_varlen() -> bool:
+    """Whether torch's variable-length attention takes what ``varlen`` gives it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
+def choose_backend(name: str, accelerator: str, needs: Needs) -> Choice:
+    """The backend that was asked for, or the one that ``auto`` stands for.
+
+    Args:
+        name: as configured.
+        accelerator: "cpu" or "cuda".
+        needs: what it has to do.
+
+    Raises:
+        UserError: the backend asked for cannot run here, or not what is needed.
+    """
+    if name != "auto":
+        if problem := backend_problem(name, accelerator):
+            raise UserError(problem)
+        if name == "varlen" and (needs.biased or not needs.half):
+            raise UserError(
+                "model.attention_backend: 'varlen' computes in 16 bits and without ALiBi; choose "
+                "'auto' or 'flex'."
+            )
+        return Choice(name, "as configured")
+    return _suitable(needs) if accelerator == "cuda" else Choice("sdpa", "on the CPU")
+
+
+def _suitable(needs: Needs) -> Choice:
+    """What a GPU does best."""
+    masked = needs.documents or needs.windows or needs.biased
+    flash = flash_problem()
+    if needs.half and flash is None:
+        return Choice("flash", "flash-attn is installed, in 16 bits")
+    why = f"{'masks' if masked else 'no masks'} in {'16 bits' if needs.half else 'float32'}"
+    if needs.half:
+        why += f"; without flash-attn, {flash}"
+    if not masked:
+        return Choice("sdpa", why)
+    packs = needs.half and needs.documents and not needs.biased and has_varlen()
+    return Choice("varlen" if packs else "flex", why)

@@ -1,0 +1,71 @@
+"""What a query may not see beyond causality, as booleans, biases, bounds or blocks of scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Restrictions beyond causality.
+
+    ``window``: keys a query sees, itself included. ``documents``: ``[B, Tk]`` integers, a query
+    sees keys of its own document. ``slopes``: ``[Hq]`` float32 of ALiBi. ``begins``: ``[B]``
+    integers, the first key of each row. ``bounds``, ``blocks``: the same documents and windows as a
+    kernel wants them, see :func:`trainer.model.backends.prepared`.
+    """
+
+    window: int | None = None
+    documents: Tensor | None = None
+    slopes: Tensor | None = None
+    begins: Tensor | None = None
+    bounds: Tensor | None = None
+    blocks: Any = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but causality."""
+        return all(x is None for x in (self.window, self.documents, self.slopes, self.begins))
+
+
+def allowed(mask: Mask, queries: range, keys: range, device: torch.device) -> Tensor:
+    """``[Tq, Tk]`` or ``[B, 1, Tq, Tk]`` booleans for absolute positions."""
+    i = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    j = torch.arange(keys.start, keys.stop, device=device)
+    seen = j <= i
+    if mask.window is not None:
+        seen &= j > i - mask.window
+    if mask.documents is not None:
+        of_queries = mask.documents[:, None, queries.start : queries.stop, None]
+        seen = seen & (of_queries == mask.documents[:, None, None, keys.start : keys.stop])
+    if mask.begins is not None:
+        seen = seen & (j >= mask.begins[:, None, None, None])
+    return seen
+
+
+def bias(mask: Mask, queries: range, keys: range, q: Tensor) -> Tensor:
+    """What SDPA takes as ``attn_mask``: booleans, or with ALiBi a bias ``[.., Hq, Tq, Tk]``."""
+    seen = allowed(mask, queries, keys, q.device)
+    if mask.slopes is None:
+        return seen
+    i = torch.arange(queries.start, queries.stop, device=q.device)[:, None]
+    j = torch.arange(keys.start, keys.stop, device=q.device)
+    slope = mask.slopes[:, None, None] * (j - i)
+    return slope.masked_fill(~seen, -math.inf).to(q.dtype)
+
+
+def bounds_of(documents: Tensor) -> Tensor:
+    """Where the documents ``[B, T]`` of a whole batch begin in its B T tokens, and B T; int32.
+
+    A document begins where its number changes and with every row. Waits for the device: the loader
+    of a run counts them itself.
+    """
+    begins = F.pad(documents.diff(dim=1).ne(0), (1, 0), value=True)
+    starts = begins.flatten().nonzero().flatten()
+    return F.pad(starts, (0, 1), value=documents.numel()).to(torch.int32)
