@@ -13,12 +13,15 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import PreemptedError
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.runs.ranks import init_distributed, shutdown_distributed
+from trainer.training.optimizers import newton_schulz, orthogonal, ranks_of
 from trainer.training.run import train
 
 
@@ -29,6 +32,21 @@ class TellRank1(L.Callback):
     def on_train_batch_start(self, trainer, *_):
         if self.rank == 1 and trainer.global_step == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def orthogonal_alike(sharded):
+    """Whether the ranks, each with a part of the work, get what one alone does, bitwise."""
+    matrices = [torch.randn(6 + i, 4 + 3 * i) for i in range(3)]
+    own = matrices
+    if sharded:
+        mesh = init_device_mesh("cpu", (ranks.world_size,))
+        own = [distribute_tensor(x, mesh, [Shard(0)]) for x in matrices]
+    done, size = [], ranks.world_size
+    for first in range(0, len(own), size):
+        done += orthogonal(own[first : first + size], ranks_of(own[0]))
+    whole = [x.full_tensor() if sharded else x for x in done]
+    expected = [newton_schulz(x.bfloat16()) for x in matrices]
+    return all(map(torch.equal, whole, expected))
 
 
 torch.set_num_threads(1)
@@ -48,4 +66,7 @@ for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
         except PreemptedError as error:
             Path(config.run_dir, f"stopped-{ranks.rank}").write_text(str(error))
     train(config, corpus)
+torch.manual_seed(0)
+alike = [orthogonal_alike(sharded) for sharded in (True, False)]
+Path(f"orthogonal-{ranks.rank}").write_text(str(alike))
 shutdown_distributed()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.runs.config import OptimizerConfig
 
@@ -15,25 +17,25 @@ from trainer.runs.config import OptimizerConfig
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) and AdamW that look like one optimizer.
 
-    Both share this object's parameter groups and state, so that saving, loading, resetting and
+    AdamW works on this object's parameter groups and state, so that saving, loading, resetting and
     setting learning rates need to know of one optimizer only. ``grad_scale`` and ``found_inf`` are
     those of torch's fused optimizers, see :func:`scale_or_skip_next_step`.
+
+    torch's own Muon would redistribute a sharded matrix in every product of its iteration, and
+    have every rank do all of it.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
-        self._parts = (muon, adamw)
-        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+    def __init__(self, matrices: dict[str, Any], adamw: torch.optim.AdamW) -> None:
+        self._adamw = adamw
+        super().__init__([matrices, *adamw.param_groups], {})
         self._share()
 
     def _share(self) -> None:
-        split = len(self._parts[0].param_groups)
-        groups = self.param_groups
-        for part, mine in zip(self._parts, (groups[:split], groups[split:]), strict=True):
-            part.param_groups = mine
-            part.state = self.state
+        self._adamw.param_groups = self.param_groups[1:]
+        self._adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -42,31 +44,82 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        muon, adamw = self._parts
-        if self.grad_scale is None or self.found_inf is None:
-            muon.step()
-        else:
-            self._guarded_step(muon, 1 / self.grad_scale, self.found_inf > 0)
-        adamw.grad_scale, adamw.found_inf = self.grad_scale, self.found_inf
-        adamw.step()
+        self._step_matrices(self.param_groups[0])
+        self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf
+        self._adamw.step()
         return loss
 
-    def _guarded_step(self, muon: torch.optim.Optimizer, factor: Tensor, skip: Tensor) -> None:
-        """Muon has no fused kernel that skips; so the momentum is fed to itself, which leaves it as
-        it is, and the matrices are put back."""
-        matrices = [p for g in muon.param_groups for p in g["params"] if p.grad is not None]
-        for p in matrices:
-            momentum = self.state[p].get("momentum_buffer", torch.zeros_like(p.grad))
-            p.grad.copy_(torch.where(skip, momentum, p.grad * factor))
-        before = [p.clone() for p in matrices]
-        muon.step()
-        for p, old in zip(matrices, before, strict=True):
-            p.copy_(torch.where(skip, old, p))
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        matrices = [p for p in group["params"] if p.grad is not None]
+        ranks = ranks_of(matrices[0]) if matrices else None
+        size = dist.get_world_size(ranks) if ranks else 1
+        for first in range(0, len(matrices), size):
+            some = matrices[first : first + size]
+            updates = orthogonal([self._moving(p, group["momentum"]) for p in some], ranks)
+            for p, update in zip(some, updates, strict=True):
+                # Of tall matrices more (Jordan et al. 2024).
+                lr = group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1]))
+                new = torch.add(p * (1 - group["lr"] * group["weight_decay"]), update, alpha=-lr)
+                p.copy_(self._unless_skipped(new, p))
+
+    def _moving(self, p: Tensor, momentum: float) -> Tensor:
+        """The gradient's moving average with Nesterov's look ahead; keeps the average."""
+        grad = p.grad if self.grad_scale is None else p.grad / self.grad_scale
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        average = state["momentum_buffer"].lerp(grad, 1 - momentum)
+        state["momentum_buffer"].copy_(self._unless_skipped(average, state["momentum_buffer"]))
+        return grad.lerp(average, momentum)
+
+    def _unless_skipped(self, new: Tensor, old: Tensor) -> Tensor:
+        return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore groups and state."""
         super().load_state_dict(state_dict)
         self._share()
+
+
+def ranks_of(matrix: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that hold shards of a matrix, or copies of it; None: this one alone."""
+    if isinstance(matrix, DTensor):
+        return matrix.device_mesh.get_group(matrix.device_mesh.ndim - 1)
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def orthogonal(updates: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> Iterator[Tensor]:
+    """Each matrix with all its singular values near 1, bfloat16, laid out as it came.
+
+    Of as many matrices as there are ranks, or fewer, each rank does one, whole, and sends it round.
+    """
+    rank, mine = dist.get_rank(ranks) if ranks else 0, None
+    for owner, update in enumerate(updates):
+        whole = update.bfloat16()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        mine = newton_schulz(whole) if owner == rank else mine
+    for owner, update in enumerate(updates):
+        done = mine if owner == rank and mine is not None else None
+        if done is None:
+            done = torch.empty(update.shape, dtype=torch.bfloat16, device=update.device)
+        if ranks:
+            dist.broadcast(done, group=ranks, group_src=owner)
+        if isinstance(update, DTensor):
+            mesh, placements = update.device_mesh, update.placements
+            done = distribute_tensor(done, mesh, placements, src_data_rank=None)
+        yield done
+
+
+def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
+    """The iteration of Jordan et al. 2024, with their coefficients, on a bfloat16 matrix."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=1e-7)  # singular values of at most 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if tall else x).contiguous()
 
 
 def global_norm(
@@ -83,11 +136,13 @@ def global_norm(
 def scale_or_skip_next_step(optimizer: torch.optim.Optimizer, factor: Tensor, skip: Tensor) -> None:
     """Let the next step multiply gradients by ``factor``, and change nothing where ``skip`` is 1.
 
-    Both are scalars on the gradients' device and stay there: torch's fused kernels read them as
-    they do for gradient scaling, so that neither clipping nor skipping waits for the device.
+    Both are scalars on the device: torch's fused kernels read them as they do for gradient scaling,
+    so that neither clipping nor skipping waits for it.
     """
-    optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
-    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    # That of offloaded parameters is the CPU, which must not read before the copy has come.
+    device = optimizer.param_groups[0]["params"][0].device
+    optimizer.grad_scale = factor.reciprocal().to(device)  # type: ignore[attr-defined]
+    optimizer.found_inf = skip.float().to(device)  # type: ignore[attr-defined]
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -115,9 +170,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **options)
     else:
         optimizer = MuonWithAdamW(
-            torch.optim.Muon(
-                matrices, lr=config.muon_lr, weight_decay=decay, momentum=config.muon_momentum
-            ),
+            {
+                "params": matrices,
+                "lr": config.muon_lr,
+                "weight_decay": decay,
+                "momentum": config.muon_momentum,
+            },
             torch.optim.AdamW(groups, **options),
         )
     for group in optimizer.param_groups:
