@@ -148,7 +148,7 @@ def test_matched_gain_is_the_rms_of_queries_and_keys(run):
     ids = effect_batch(config, corpus)["input_ids"]
     model = decoder_of(trained)
     first = model.layers[0]
-    match_gains(model, ids)
+    match_gains(model, [ids])
     inputs = first.input_layernorm(model.embed_tokens(ids))
     for projection, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm")):
         raw = getattr(first.self_attn, projection)(inputs).double()

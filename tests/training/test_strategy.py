@@ -125,6 +125,16 @@ def test_bf16_is_the_same_computation_under_every_strategy(alone):
         torch.testing.assert_close(gradient, value, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "gigabytes", "once"),
+    [("auto", 80, True), ("auto", 0, False), ("step", 0, True), ("micro_batch", 80, False)],
+)
+def test_whole_gradients_are_kept_where_they_fit(tiny_decoder, kind, gigabytes, once):
+    model = tiny_decoder()
+    assert strategy.reduces_once_a_step(model, kind, gigabytes * 10**9) == once
+    assert strategy.reduces_once_a_step(model, "auto", None)
+
+
 def test_gradients_of_a_step_are_reduced_once(alone, monkeypatch):
     """Three micro-batches, one reduction a sharded module."""
     config = tiny(strategy=StrategyConfig(name="fsdp2"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +12,18 @@ from trainer.model.decoder import Decoder
 
 
 @torch.no_grad()
-def match_gains(model: Decoder, ids: Tensor) -> None:
-    """Set every query and key norm's gain to the RMS that its input has on ``ids`` ``[B, T]``.
+def match_gains(model: Decoder, batches: Sequence[Tensor]) -> None:
+    """Set every query and key norm's gain to the RMS that its input has on ``batches``, each
+    ``[B, T]`` token ids, of one size.
 
     The norm then rescales each vector to the average size its layer worked with, instead of 1.
     """
-    sizes: dict[nn.Module, Tensor] = {}
+    squares: dict[nn.Module, Tensor | float] = defaultdict(float)
     hooks = []
 
     def measure(norm: nn.Module) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
-            sizes[norm] = output.float().square().mean().sqrt()
+            squares[norm] = squares[norm] + output.float().square().mean()
 
         return hook
 
@@ -34,10 +36,13 @@ def match_gains(model: Decoder, ids: Tensor) -> None:
             if norm is not None:
                 hooks.append(projection.register_forward_hook(measure(norm)))
     try:
-        model.token_losses(ids, ids)
+        for ids in batches:
+            model.token_losses(ids, ids)
     finally:
         for hook in hooks:
             hook.remove()
-    # Only now: in the forward pass of a sharded model the gains are passing copies.
-    for norm, size in sizes.items():
-        norm.weight.fill_(size.item())
+    # All in one transfer from the device, and only now: in the forward pass of a sharded model the
+    # gains are passing copies.
+    sizes = (torch.stack([torch.as_tensor(x) for x in squares.values()]) / len(batches)).sqrt()
+    for norm, size in zip(squares, sizes.tolist(), strict=True):
+        norm.weight.fill_(size)

@@ -144,13 +144,17 @@ class StrategyConfig:
     ``name``: one device; a copy on every rank (``ddp``); parameters, gradients and optimizer
     sharded over all ranks (``fsdp2``), or over ``shard_size`` of them (null: those of a node) and
     copied between such groups (``hsdp``). ``cpu_offload``: sharded parameters and optimizer live on
-    the CPU. ``activation_checkpointing``: recompute in backward nothing, everything but matrix
-    products and attention (``selective``), or whole blocks (``full``).
+    the CPU. ``reduce_gradients``: of sharded parameters after every ``micro_batch``, or once a
+    ``step``, for which every rank keeps whole gradients, 4 bytes a parameter; ``auto``: once a step
+    where these fit into a tenth of a GPU. ``activation_checkpointing``: recompute in backward
+    nothing, everything but matrix products and attention (``selective``), or whole blocks
+    (``full``).
     """
 
     name: Literal["single", "ddp", "fsdp2", "hsdp"] = "single"
     shard_size: int | None = None
     cpu_offload: bool = False
+    reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
 
     def problems(self) -> list[str]:

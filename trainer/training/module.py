@@ -18,7 +18,11 @@ from trainer.runs.ranks import Ranks
 from trainer.training.certificate import Certificate
 from trainer.training.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
 from trainer.training.phases import phase_at, phases_of
-from trainer.training.strategy import parallelize, synchronize_gradients
+from trainer.training.strategy import (
+    parallelize,
+    reduces_once_a_step,
+    synchronize_gradients,
+)
 from trainer.training.tally import Tally
 from trainer.training.timers import StepTimer
 
@@ -66,6 +70,7 @@ class LanguageModule(L.LightningModule):
         self.tally = Tally()
         self.timer = StepTimer()
         self.certificate = Certificate()
+        self.reduces_once = True
 
     def configure_model(self) -> None:
         """Distribute the model over devices and initialize its weights; Lightning may call it more
@@ -73,6 +78,11 @@ class LanguageModule(L.LightningModule):
         if self.model.norm.weight.is_meta:
             device = self.trainer.strategy.root_device
             parallelize(self.model, self.config, self.ranks, device, self.pretrained)
+            memory = None
+            if device.type == "cuda":
+                memory = torch.cuda.get_device_properties(device).total_memory
+            kind = self.config.strategy.reduce_gradients
+            self.reduces_once = reduces_once_a_step(self.model, kind, memory)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """The loss of a micro-batch ``[B, T]``, summed over its tokens and divided by B T.
@@ -83,7 +93,7 @@ class LanguageModule(L.LightningModule):
         parts = self.trainer.accumulate_grad_batches
         last = (index + 1) % parts == 0
         self.certificate.add(batch["hashes"], begins_step=index % parts == 0)
-        synchronize_gradients(self.model, last)
+        synchronize_gradients(self.model, last or not self.reduces_once)
         weights = batch["weights"]
         losses = torch.empty_like(weights)
         loss = weights.mean() * self.model.loss(
@@ -115,8 +125,9 @@ class LanguageModule(L.LightningModule):
     ) -> None:
         """Clip by global norm, and skip the step where that is not finite; nothing is read here."""
         self.timer.enter("optimizer")
-        loss, weight = self.tally.end_step(self.trainer.strategy.reduce)
-        norm = global_norm(self.model.parameters()) / weight
+        loss, weight = self.tally.end_step()
+        # Gradients of offloaded parameters are on the CPU.
+        norm = global_norm(self.model.parameters()).to(loss.device) / weight
         limit = self.config.trainer.gradient_clip or float("inf")
         factor = (limit / (norm + 1e-6)).clamp(max=1.0) / weight
         skip = ~(norm.isfinite() & loss.isfinite())

@@ -132,8 +132,21 @@ def draw_weights(model: Decoder, seed: int, pretrained: Pretrained | None = None
         parameter.copy_(value)
 
 
+def reduces_once_a_step(model: nn.Module, kind: str, memory: int | None) -> bool:
+    """Whether whole gradients of a sharded model, float32, stay on every rank until a step ends.
+
+    Args:
+        model: its parameters.
+        kind: ``strategy.reduce_gradients``.
+        memory: bytes of the device; None: of a CPU, which has enough.
+    """
+    if kind != "auto":
+        return kind == "step"
+    return memory is None or 4 * sum(p.numel() for p in model.parameters()) <= memory / 10
+
+
 def synchronize_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward of a sharded model reduces gradients: only the last of a step."""
+    """Whether the next backward of a sharded model reduces gradients."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
+import torch
+from torch import Tensor
 
 from trainer.data.dataset import Batch
 from trainer.model.attention import RMSNorm
@@ -19,7 +21,6 @@ from trainer.runs.config import RunConfig
 from trainer.training.callbacks.evaluating import evaluating
 from trainer.training.callbacks.steps import ends_step
 from trainer.training.module import LanguageModule
-from trainer.training.strategy import reshard
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ class Drop(L.Callback):
         matched = settings.qk_norm_gain == "matched"
         norms_on = model.config.qk_norm.when == "after_drop"
         if norms_on and matched:
-            match_gains(model, self.effect_batch["input_ids"].to(module.device))
-            reshard(model)
+            with evaluating(module):
+                match_gains(model, [ids for ids, _ in self._micro_batches(module)])
         model.layout = self.dropped_layout(module)
         self.effect = {
             "step": trainer.global_step,
@@ -119,6 +120,15 @@ class Drop(L.Callback):
                     optimizer.state.pop(submodule.weight, None)
 
     def _loss(self, module: LanguageModule) -> float:
-        ids, labels = (self.effect_batch[k].to(module.device) for k in ("input_ids", "labels"))
         with evaluating(module) as model:
-            return model.token_losses(ids, labels).mean().item()
+            losses = [model.token_losses(*part).mean() for part in self._micro_batches(module)]
+            return torch.stack(losses).mean().item()
+
+    def _micro_batches(self, module: LanguageModule) -> list[tuple[Tensor, Tensor]]:
+        """The fixed batch, inputs and targets, in parts of one size, no larger than those that the
+        run trains on."""
+        ids, labels = (self.effect_batch[k].to(module.device) for k in ("input_ids", "labels"))
+        run, ranks = self.config.trainer, module.ranks.world_size
+        largest = run.batch_size // (run.accumulation(ranks) * ranks)
+        parts = next(n for n in range(-(-len(ids) // largest), len(ids) + 1) if len(ids) % n == 0)
+        return list(zip(ids.chunk(parts), labels.chunk(parts), strict=True))
