@@ -105,7 +105,8 @@ def shard(model: Decoder, config: RunConfig, mesh: DeviceMesh) -> None:
         else OffloadPolicy(),
     }
     for block in model.layers:
-        fully_shard(block, **options)
+        # Backward begins with the last one: given back, it would be gathered again at once.
+        fully_shard(block, reshard_after_forward=block is not model.layers[-1], **options)
     fully_shard(model, **options)
     for method in ("loss", "token_losses"):
         register_fsdp_forward_method(model, method)
@@ -153,8 +154,9 @@ def synchronize_gradients(model: nn.Module, enabled: bool) -> None:
 
 def reshard(model: nn.Module) -> None:
     """Give the whole parameters of a sharded model back after a forward pass without backward."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def checkpoint_activations(block: nn.Module, kind: str) -> None:
