@@ -30,6 +30,7 @@ FREE_TO_CHANGE = (
     "trainer.threads",
     "trainer.log_every",
     "trainer.checkpoint_every",
+    "trainer.checkpoint_minutes",
     "trainer.keep_checkpoints",
     "trainer.keep_every",
     "trainer.keep_best",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
 
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import (
@@ -37,7 +37,7 @@ from trainer.runs.checkpoints import (
     step_name,
 )
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, current_ranks, on_rank_zero
+from trainer.runs.ranks import Ranks, current_ranks, device_of, on_rank_zero, share_of_cores
 from trainer.runs.starting_point import (
     Start,
     check_same_data,
@@ -97,9 +97,9 @@ def device_problems(config: RunConfig) -> list[str]:
 
 
 def set_threads(config: RunConfig) -> None:
-    """Use ``trainer.threads`` CPU threads, or one a core, shared among the ranks of a machine."""
-    share = max((os.cpu_count() or 1) // current_ranks().local_size, 1)
-    torch.set_num_threads(config.trainer.threads or share)
+    """Use ``trainer.threads`` CPU threads, or one for every core of this process's share of the
+    machine; all ranks call it together."""
+    torch.set_num_threads(config.trainer.threads or share_of_cores())
 
 
 def train(
@@ -266,12 +266,17 @@ def make_trainer(
     run, single = config.trainer, config.strategy.name == "single"
     # Sharded models compute in the type of their own policy.
     half = run.precision == "bf16" and config.strategy.name not in SHARDED
+    strategy = lightning_strategy(config, ranks)
+    if isinstance(strategy, ParallelStrategy):
+        # Of this list Lightning takes what stands at the local rank. Left to itself it expects to
+        # see the GPUs of all processes of a machine.
+        strategy.parallel_devices = [device_of(config, ranks)] * ranks.local_size
     trainer = L.Trainer(
         max_steps=run.max_steps,
         accelerator=run.accelerator,
-        devices=ranks.local_size,
+        devices=1,
         num_nodes=ranks.nodes,
-        strategy=lightning_strategy(config, ranks),
+        strategy=strategy,
         # Named, so that Lightning does not take to what it finds in a SLURM job.
         plugins=[LightningEnvironment() if single else TorchElasticEnvironment()],
         precision="bf16-mixed" if half else "32-true",
