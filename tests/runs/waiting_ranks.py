@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trainer.runs.config import LoggerConfig, RunConfig, StrategyConfig
 from trainer.runs.ranks import init_distributed, limit_collectives, on_rank_zero
 from trainer.training import loggers
-from trainer.training.run import set_threads
+from trainer.training.devices import set_threads
 
 config = RunConfig(
     strategy=StrategyConfig("ddp"), logger=LoggerConfig(wandb=True, offline=True), run_dir="."

@@ -37,7 +37,7 @@ from trainer.runs.checkpoints import (
     step_name,
 )
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, current_ranks, device_of, on_rank_zero, share_of_cores
+from trainer.runs.ranks import Ranks, current_ranks, device_of, on_rank_zero
 from trainer.runs.starting_point import (
     Start,
     check_same_data,
@@ -48,11 +48,13 @@ from trainer.runs.starting_point import (
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.drop import Drop
 from trainer.training.callbacks.lengths import Lengths
+from trainer.training.callbacks.limits import Limits
 from trainer.training.callbacks.metrics import Metrics
-from trainer.training.callbacks.preemption import Preemption, ask_for_requeue
+from trainer.training.callbacks.preemption import Preemption
 from trainer.training.callbacks.probe import Probe
 from trainer.training.callbacks.resume import Resume
 from trainer.training.callbacks.stability import Rewind, Watchdog
+from trainer.training.callbacks.timed_checkpoints import TimedCheckpoints
 from trainer.training.data_module import TrainingData
 from trainer.training.lightning_internals import disable_sigterm_broadcast
 from trainer.training.loggers import close, other_loggers
@@ -75,31 +77,6 @@ class TrainedRun:
     checkpoint: Path
     effect: dict[str, Any]
     seconds: float
-
-
-def device_problems(config: RunConfig) -> list[str]:
-    """What this machine cannot do of what the configuration asks for, one sentence each."""
-    from trainer.model.backends import backend_problem
-
-    gpu = torch.cuda.is_available()
-    found = []
-    if config.trainer.accelerator == "gpu" and not gpu:
-        found.append("trainer.accelerator: 'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
-    uses_gpu = gpu and config.trainer.accelerator != "cpu"
-    if uses_gpu and config.trainer.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
-        found.append(
-            "trainer.precision: 'bf16' is not supported by this GPU "
-            f"({torch.cuda.get_device_name()}); use 'fp32'."
-        )
-    if problem := backend_problem(config.model.attention_backend, "cuda" if uses_gpu else "cpu"):
-        found.append(problem)
-    return found
-
-
-def set_threads(config: RunConfig) -> None:
-    """Use ``trainer.threads`` CPU threads, or one for every core of this process's share of the
-    machine; all ranks call it together."""
-    torch.set_num_threads(config.trainer.threads or share_of_cores())
 
 
 def train(
@@ -212,9 +189,11 @@ def _fit(
                 *monitors,
                 metrics,
                 checkpointing,
+                TimedCheckpoints(config, ranks, checkpointing),
                 rewind,
                 preemption,
                 watchdog,
+                Limits(config),
                 *callbacks,
             ],
         )
@@ -232,9 +211,8 @@ def _fit(
             log.info("%s: what was read has the certificate %s", title, certificate)
         else:
             drop.load_state_dict(start.state["callbacks"]["Drop"])
-        close(loggers)
+        on_rank_zero(partial(close, loggers))  # no other rank ends before, which may end the first
         if preemption.reason is not None:
-            on_rank_zero(ask_for_requeue)  # before any rank ends, which may end the others
             raise PreemptedError(
                 f"Stopped after step {trainer.global_step} ({preemption.reason}), checkpoint saved."
             )

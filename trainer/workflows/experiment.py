@@ -39,8 +39,9 @@ from trainer.runs.ranks import (
 )
 from trainer.runs.spread import spread_problems
 from trainer.training.callbacks.preemption import stopping_between_files
+from trainer.training.devices import device_problems, set_threads
 from trainer.training.loggers import log_table
-from trainer.training.run import TrainedRun, device_problems, set_threads, train
+from trainer.training.run import TrainedRun, train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
 from trainer.workflows.training_text import open_corpus
