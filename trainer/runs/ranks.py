@@ -164,10 +164,10 @@ def shutdown_distributed() -> None:
         dist.destroy_process_group()
 
 
-def on_rank_zero(function: Callable[[], T]) -> T:
+def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call ``function`` on rank 0 alone and broadcast its result, or its error, to all: what a disk
     does to one rank is said by all, instead of a lost connection by the others. These wait up to
-    ``strategy.timeouts.one_rank`` seconds.
+    ``strategy.timeouts.one_rank`` seconds. ``group``: of all ranks; of another thread its own.
 
     Raises:
         UserError: on all ranks, where it or OSError was raised on rank 0.
@@ -183,7 +183,7 @@ def on_rank_zero(function: Callable[[], T]) -> T:
         except OSError as error:
             where = error.filename or "the first process"
             outcome = [(None, (f"{where}: {error.strerror or error}.",))]
-    dist.broadcast_object_list(outcome, group=waiting_group())
+    dist.broadcast_object_list(outcome, group=group or waiting_group())
     result, problems = outcome[0]
     if problems:
         raise UserError(*problems)

@@ -1,4 +1,4 @@
-"""Checkpoints by time: when, and decided by one clock."""
+"""When checkpoints are saved by time, and when they are complete, on several ranks."""
 
 from __future__ import annotations
 
@@ -56,8 +56,23 @@ def test_a_checkpoint_is_saved_so_long_after_the_last_one(minutes, every, expect
     assert steps_saved(minutes, every) == expected
 
 
-def test_ranks_save_after_the_same_step_by_the_clock_of_the_first(tmp_path):
+@pytest.fixture(scope="module")
+def said_by_two(tmp_path_factory):
+    """What each of two ranks says in ``checkpoint_ranks.py``, by its subject."""
+    script = Path(__file__).with_name("checkpoint_ranks.py")
+    done = run_ranks(2, script, cwd=tmp_path_factory.mktemp("run"))
+    assert [rank.returncode for rank in done] == [0, 0], done
+    return [dict(line.split(": ", 1) for line in rank.stdout.splitlines()) for rank in done]
+
+
+def test_ranks_save_after_the_same_step_by_the_clock_of_the_first(said_by_two):
     """It votes after its fifth minute, and all know of it one step later; the second rank's clock
     is nine times as fast."""
-    for rank in run_ranks(2, Path(__file__).with_name("timed_ranks.py"), cwd=tmp_path):
-        assert rank.stdout == "[6, 12]\n", rank.stderr
+    assert [said["timed"] for said in said_by_two] == ["[6, 12]"] * 2
+
+
+def test_a_checkpoint_is_complete_for_no_rank_before_it_is_for_the_first(said_by_two):
+    """Its last files are written by that one, here to a disk that is slow, and then full."""
+    for said in said_by_two:
+        assert "step 7 could not be written" in said["written"]
+        assert "No space left on device" in said["written"]
