@@ -160,7 +160,8 @@ def test_failures_are_noted_and_retried_so_often_without_progress(cluster):
     case $n in
       0) echo 'NCCL error in: ncclNet.cc, remote process exited' ;;
       1) checkpoint step-000400; echo 'Timeout (0:30:00)!'; echo '  in step' ;;
-      2) echo 'torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered' ;;
+      2) echo 'torch.distributed.elastic.multiprocessing.errors.ChildFailedError: '
+         echo '  traceback : Signal 9 (SIGKILL) received by PID 4711' ;;
     esac
     exit 1
     """
@@ -172,8 +173,7 @@ def test_failures_are_noted_and_retried_so_often_without_progress(cluster):
     assert [line.partition(f" job {number}, after ")[2] for line in lines] == [
         "the start: NCCL error in: ncclNet.cc, remote process exited",
         "checkpoints/step-000400: Timeout (0:30:00)!",
-        "checkpoints/step-000400: torch.AcceleratorError: CUDA error: uncorrectable ECC error "
-        "encountered",
+        "checkpoints/step-000400: Signal 9 (SIGKILL) received by PID 4711",
         f"checkpoints/step-000400: exit code 1, see {log}",
     ]
 
