@@ -112,6 +112,10 @@ def test_ranks_wait_longer_for_the_work_of_one_than_in_a_collective(said_by_two)
     assert [said["collective"] for said in said_by_two] == ["late", "gave up"]
 
 
+def test_what_a_disk_does_to_the_first_is_said_by_all(said_by_two):
+    assert [said["disk"] for said in said_by_two] == ["nowhere: No such file or directory."] * 2
+
+
 def test_one_rank_draws_the_id_of_the_dashboard(said_by_two):
     first, second = (said["dashboard"] for said in said_by_two)
     assert first == second == Path(said_by_two[0]["file"]).read_text()

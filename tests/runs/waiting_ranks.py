@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainer.errors import TransientError
 from trainer.runs.config import LoggerConfig, RunConfig, StrategyConfig
 from trainer.runs.ranks import init_distributed, limit_collectives, on_rank_zero
 from trainer.training import loggers
@@ -20,6 +21,11 @@ set_threads(config)
 print("threads:", torch.get_num_threads())
 limit_collectives(0.2)
 print("alone:", on_rank_zero(lambda: time.sleep(1) or "done"))
+
+try:
+    on_rank_zero(Path("nowhere").stat)
+except TransientError as error:
+    print("disk:", error)
 
 if not ranks.is_rank_zero:
     loggers.wandb_id = None  # nobody else may call it

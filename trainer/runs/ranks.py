@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from trainer.data.cores import core_numbers
-from trainer.errors import UserError
+from trainer.errors import TransientError, UserError
 from trainer.runs.config import RunConfig
 
 T = TypeVar("T")
@@ -170,23 +170,23 @@ def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = No
     ``strategy.timeouts.one_rank`` seconds. ``group``: of all ranks; of another thread its own.
 
     Raises:
-        UserError: on all ranks, where it or OSError was raised on rank 0.
+        UserError: on all ranks, where it was raised on rank 0; TransientError, where OSError was.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
-    outcome: list[tuple[T | None, tuple[str, ...]]] = [(None, ())]
+    outcome: list[tuple[T | None, type[UserError], tuple[str, ...]]] = [(None, UserError, ())]
     if dist.get_rank() == 0:
         try:
-            outcome = [(function(), ())]
+            outcome = [(function(), UserError, ())]
         except UserError as error:
-            outcome = [(None, tuple(error.problems))]
+            outcome = [(None, type(error), tuple(error.problems))]
         except OSError as error:
             where = error.filename or "the first process"
-            outcome = [(None, (f"{where}: {error.strerror or error}.",))]
+            outcome = [(None, TransientError, (f"{where}: {error.strerror or error}.",))]
     dist.broadcast_object_list(outcome, group=group or waiting_group())
-    result, problems = outcome[0]
+    result, kind, problems = outcome[0]
     if problems:
-        raise UserError(*problems)
+        raise kind(*problems)
     return result  # type: ignore[return-value]
 
 

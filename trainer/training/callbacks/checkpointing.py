@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from trainer.errors import UserError
+from trainer.errors import TransientError, UserError
 from trainer.runs.checkpoint_files import digests, publish, write_durably
 from trainer.runs.checkpoints import (
     BEFORE_DROP,
@@ -81,13 +81,13 @@ class Checkpointing(L.Callback):
         """Save this step and wait for it.
 
         Raises:
-            UserError: it could not be written.
+            TransientError: it could not be written.
         """
         step = trainer.global_step
         if self.last_saved != step:
             self.save(trainer, step_name(step))
         if (problem := self.finish()) is not None:
-            raise UserError(
+            raise TransientError(
                 f"checkpoint: step {step} could not be written ({problem}); the same command goes "
                 "on from the newest checkpoint that could."
             )
