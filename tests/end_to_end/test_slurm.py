@@ -208,6 +208,19 @@ def test_a_job_is_requeued_before_its_time_is_up_though_an_upload_goes_on(cluste
     assert (cluster / "requeued").read_text().split() == [str(os.getpid())]
 
 
+def test_a_job_that_hangs_until_its_time_is_up_is_requeued_just_before(cluster):
+    program = """
+    ((n)) && exit 0
+    until [[ -e $CLUSTER/requeued ]]; do sleep 0.1; done
+    exit 1
+    """
+    end = str(int(time.time()) + 22)
+    assert codes_by_hand(cluster, program, SLURM_JOB_END_TIME=end) == [1, 0]
+    assert (cluster / "requeued").read_text().split() == [str(os.getpid())]
+    (line,) = (cluster / f"logs/unrope-{os.getpid()}.failures").read_text().splitlines()
+    assert line.endswith(": the time was up before a checkpoint was written")
+
+
 @pytest.mark.parametrize(
     ("words", "task", "expected"),
     [
