@@ -10,7 +10,6 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.lock import locked
-from trainer.runs.directory import RunLock
 
 
 def test_the_holder_is_named(tmp_path):
@@ -33,9 +32,8 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, cap
         raise OSError(answer, os.strerror(answer))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    lock = RunLock()
-    lock.acquire(tmp_path)
-    lock.release()
+    with locked(tmp_path / "lock", ""):
+        pass
     assert "cannot be locked on this file system" in caplog.text
 
 
@@ -46,14 +44,3 @@ def test_any_other_failure_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(OSError, match="Input/output"), locked(tmp_path / "lock", ""):
         pass
-
-
-def test_a_run_directory_is_locked_once_however_often_it_is_asked_for(tmp_path):
-    lock, other = RunLock(), RunLock()
-    lock.acquire(tmp_path)
-    lock.acquire(tmp_path)
-    with pytest.raises(UserError, match=r"run_dir: process \d+ of .* is training in"):
-        other.acquire(tmp_path)
-    lock.release()
-    other.acquire(tmp_path)
-    other.release()

@@ -14,6 +14,10 @@ class UserError(Exception):
         super().__init__("\n".join(problems))
 
 
+class TransientError(UserError):
+    """What a disk or a lost process did: said as briefly, but it may not happen another time."""
+
+
 REQUEUE_EXIT_CODE = 85
 """Of a run that stopped to be continued: SLURM's ``RequeueExit`` can name it."""
 

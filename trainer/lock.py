@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from trainer.errors import UserError
 
@@ -16,6 +17,20 @@ log = logging.getLogger(__name__)
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 """What file systems answer that know no locks, such as Lustre mounted without them."""
+
+
+def try_lock(file: IO[str]) -> bool | None:
+    """Lock an open file for this process: True; another has it: False; the file system knows no
+    locks: None."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        return None
+    return True
 
 
 @contextmanager
@@ -31,19 +46,16 @@ def locked(path: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
         UserError: another process holds the lock, and there is no waiting.
     """
     with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        held = try_lock(file)
+        if held is None:
+            log.warning("%s cannot be locked on this file system; start nothing twice", path)
+        elif not held:
             file.seek(0)
             said = busy.replace("{holder}", file.read().strip() or "another process")
             if not wait:
-                raise UserError(said) from None
+                raise UserError(said)
             log.info("Waiting: %s", said)
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in WITHOUT_LOCKS:
-                raise
-            log.warning("%s cannot be locked on this file system; start nothing twice", path)
         file.truncate(0)
         file.write(f"process {os.getpid()} of {os.uname().nodename}")
         file.flush()

@@ -76,6 +76,17 @@ def test_without_gpus_none_are_asked_for():
     assert not [o for o in options(script("slurm.gpus_per_node=0")) if o.startswith("--gpu")]
 
 
+@pytest.mark.parametrize(("gpus", "cores"), [(0, 8), (1, 8), (8, 64)])
+def test_cores_are_asked_for_by_the_worker_unless_they_are_given(gpus, cores):
+    job = "strategy=ddp", f"slurm.gpus_per_node={gpus}"
+    assert f"--cpus-per-task={cores}" in options(script(*job))
+    assert "--cpus-per-task=24" in options(script(*job, "slurm.cpus_per_task=24"))
+
+
+def test_a_job_knows_how_often_it_may_fail():
+    assert " UNROPE_MAX_RETRIES=5\n" in script("slurm.max_retries=5")
+
+
 def test_body_is_that_of_the_script_by_hand():
     by_hand = (SLURM / "train.sbatch").read_text()
     assert script().endswith(by_hand[by_hand.index("# How a run stops") :])
@@ -158,6 +169,7 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
             ["trainer.batch_size: 9 sequences do not divide into micro-batches of 1 on 2 ranks"],
         ),
         (["slurm.nodes=0"], ["slurm.nodes: expected 1 or more, got 0."]),
+        (["slurm.max_retries=-1"], ["slurm.max_retries: expected 0 or more, got -1."]),
         (["slurm.time=soon"], ["slurm.time: expected minutes"]),
         (["slurm.signal_seconds=0"], ["slurm.signal_seconds: expected 1 to 65535"]),
         (["slurm.extra=[debug]"], ["slurm.extra: expected options"]),

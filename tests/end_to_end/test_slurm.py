@@ -21,6 +21,7 @@ script=$1
 export SLURM_JOB_NAME=$(setting job-name) SLURM_NNODES=$(setting nodes) SLURM_JOB_NODELIST=some
 {
   while
+    export SLURM_RESTART_COUNT=$((${SLURM_RESTART_COUNT:--1} + 1))
     rm -f "$CLUSTER/again"
     bash "$@"
     echo $? >> "$CLUSTER/codes"
@@ -61,8 +62,6 @@ from pathlib import Path
 
 signalled = []
 signal.signal(signal.SIGUSR1, lambda *_: signalled.append(True))
-if "label=fail" in sys.argv:
-    sys.exit(3)
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank, checkpoint = dist.get_rank(), Path("checkpoint")
@@ -135,11 +134,91 @@ def test_two_nodes_stop_at_the_signal_and_go_on_after_the_requeue(cluster):
     assert not (cluster / f"{name}.requeue").exists()
 
 
-def test_failure_ends_the_job_and_is_not_requeued(cluster):
-    submit("label=fail")
+def codes_by_hand(cluster, program, **environment):
+    """The exit codes of a job by hand, until it is not requeued, whose node runs a shell program
+    that knows in ``$n`` its how-manieth attempt this is, from 0."""
+    (cluster / "slurm").symlink_to(ROOT / "slurm")
+    (cluster / "logs").mkdir()
+    path = cluster / "program"
+    path.write_text(f"#!/usr/bin/env bash\nn=$SLURM_RESTART_COUNT\n{program}")
+    path.chmod(0o755)
+    environment |= {"UNROPE_PYTHON": str(path)}
+    subprocess.run(["sbatch", "slurm/train.sbatch"], env=os.environ | environment, check=True)
     wait_for((cluster / "ended").exists, cluster)
-    assert (cluster / "codes").read_text().split() == ["1"]
+    return [int(code) for code in (cluster / "codes").read_text().split()]
+
+
+RUN = """
+mkdir -p run; echo "$PWD/run" > "$UNROPE_RUN_FILE"
+checkpoint() { mkdir -p "run/checkpoints/$1"; touch "run/checkpoints/$1/manifest.json"; }
+"""
+
+
+def test_failures_are_noted_and_retried_so_often_without_progress(cluster):
+    """The second attempt writes a checkpoint, and the count begins anew."""
+    program = f"""{RUN}
+    case $n in
+      0) echo 'NCCL error in: ncclNet.cc, remote process exited' ;;
+      1) checkpoint step-000400; echo 'Timeout (0:30:00)!'; echo '  in step' ;;
+      2) echo 'torch.distributed.elastic.multiprocessing.errors.ChildFailedError: '
+         echo '  traceback : Signal 9 (SIGKILL) received by PID 4711' ;;
+    esac
+    exit 1
+    """
+    assert codes_by_hand(cluster, program, UNROPE_MAX_RETRIES="2") == [1, 1, 1, 1]
+    number = str(os.getpid())
+    assert (cluster / "requeued").read_text().split() == [number] * 3
+    lines = (cluster / "run/failures.txt").read_text().splitlines()
+    log = f"logs/unrope-{number}-node*.log"
+    assert [line.partition(f" job {number}, after ")[2] for line in lines] == [
+        "the start: NCCL error in: ncclNet.cc, remote process exited",
+        "checkpoints/step-000400: Timeout (0:30:00)!",
+        "checkpoints/step-000400: Signal 9 (SIGKILL) received by PID 4711",
+        f"checkpoints/step-000400: exit code 1, see {log}",
+    ]
+
+
+def test_a_failure_that_is_got_over_leaves_the_job_to_end_well(cluster):
+    program = f"{RUN} checkpoint step-000400; exit $((n == 0))"
+    assert codes_by_hand(cluster, program) == [1, 0]
+
+
+def test_failures_before_the_run_is_known_are_counted_too(cluster):
+    assert codes_by_hand(cluster, "exit 1", UNROPE_MAX_RETRIES="1") == [1, 1]
+    noted = cluster / f"logs/unrope-{os.getpid()}.failures"
+    assert noted.read_text().count(", after the start: ") == 2
+
+
+def test_a_mistake_of_the_users_is_not_tried_again(cluster):
+    """As the program itself says it, from a word that it does not know."""
+    words = f"{sys.executable} -m trainer trainer.max_step=3"
+    assert codes_by_hand(cluster, f"{words}; exit 1") == [2]
     assert not (cluster / "requeued").exists()
+    assert not (cluster / f"logs/unrope-{os.getpid()}.failures").exists()
+
+
+def test_a_job_is_requeued_before_its_time_is_up_though_an_upload_goes_on(cluster):
+    program = """
+    touch "$UNROPE_REQUEUE_FILE"
+    until [[ -e $CLUSTER/requeued ]]; do sleep 0.1; done
+    ((n)) && rm "$UNROPE_REQUEUE_FILE"
+    exit $((n == 0))
+    """
+    assert codes_by_hand(cluster, program, UNROPE_CLOSING_SECONDS="0") == [85, 0]
+    assert (cluster / "requeued").read_text().split() == [str(os.getpid())]
+
+
+def test_a_job_that_hangs_until_its_time_is_up_is_requeued_just_before(cluster):
+    program = """
+    ((n)) && exit 0
+    until [[ -e $CLUSTER/requeued ]]; do sleep 0.1; done
+    exit 1
+    """
+    end = str(int(time.time()) + 22)
+    assert codes_by_hand(cluster, program, SLURM_JOB_END_TIME=end) == [1, 0]
+    assert (cluster / "requeued").read_text().split() == [str(os.getpid())]
+    (line,) = (cluster / f"logs/unrope-{os.getpid()}.failures").read_text().splitlines()
+    assert line.endswith(": the time was up before a checkpoint was written")
 
 
 @pytest.mark.parametrize(

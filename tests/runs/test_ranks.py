@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
+from tests.program import run_ranks
 from trainer.errors import UserError
-from trainer.runs.ranks import Ranks, current_ranks, on_rank_zero
+from trainer.runs.ranks import Ranks, current_ranks, device_index, fair_share, on_rank_zero
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -61,3 +63,65 @@ def test_alone_the_first_does_everything():
     assert on_rank_zero(lambda: 3) == 3
     with pytest.raises(UserError, match="no"):
         on_rank_zero(lambda: (_ for _ in ()).throw(UserError("no")))
+
+
+@pytest.mark.parametrize(
+    ("visible", "index"),
+    [
+        (4, 3),  # torchrun shows every process all GPUs of its machine
+        (8, 3),
+        (1, 0),  # srun --gpus-per-task=1 shows each its own
+    ],
+)
+def test_a_process_takes_the_gpu_that_is_its_own_among_those_it_sees(visible, index):
+    assert device_index(Ranks(7, 8, 3, 4), visible) == index
+
+
+def test_more_processes_than_gpus_are_refused_by_each():
+    for local_rank in range(4):
+        with pytest.raises(UserError, match=r"4 processes .* sees 2 GPUs"):
+            device_index(Ranks(local_rank, 4, local_rank, 4), 2)
+
+
+@pytest.mark.parametrize(
+    ("of_all", "share"),
+    [
+        (["01234567"], 8),
+        (["01234567", "01234567"], 4),  # torchrun: both may use all
+        (["0123", "4567"], 4),  # srun: each has its own
+        (["012345", "012345", "012345"], 2),
+        (["0", "0", "0"], 1),
+    ],
+)
+def test_a_core_that_several_processes_may_use_is_divided_among_them(of_all, share):
+    sets = [frozenset(map(int, cores)) for cores in of_all]
+    assert [fair_share(mine, sets) for mine in sets] == [share] * len(sets)
+
+
+@pytest.fixture(scope="module")
+def said_by_two(tmp_path_factory):
+    """What each of two ranks says in ``waiting_ranks.py``, by its subject."""
+    script = Path(__file__).with_name("waiting_ranks.py")
+    done = run_ranks(2, script, cwd=tmp_path_factory.mktemp("run"))
+    assert [rank.returncode for rank in done] == [0, 0], done
+    return [dict(line.split(": ", 1) for line in rank.stdout.splitlines()) for rank in done]
+
+
+def test_ranks_wait_longer_for_the_work_of_one_than_in_a_collective(said_by_two):
+    assert [said["alone"] for said in said_by_two] == ["done", "done"]
+    assert [said["collective"] for said in said_by_two] == ["late", "gave up"]
+
+
+def test_what_a_disk_does_to_the_first_is_said_by_all(said_by_two):
+    assert [said["disk"] for said in said_by_two] == ["nowhere: No such file or directory."] * 2
+
+
+def test_one_rank_draws_the_id_of_the_dashboard(said_by_two):
+    first, second = (said["dashboard"] for said in said_by_two)
+    assert first == second == Path(said_by_two[0]["file"]).read_text()
+
+
+def test_ranks_of_a_machine_share_its_cores(said_by_two):
+    assert [int(said["threads"]) for said in said_by_two] == [
+        max(len(os.sched_getaffinity(0)) // 2, 1)
+    ] * 2

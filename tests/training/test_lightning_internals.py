@@ -9,7 +9,10 @@ import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
+from trainer.runs.config import RunConfig, StrategyConfig
+from trainer.runs.ranks import current_ranks
 from trainer.training.lightning_internals import disable_sigterm_broadcast, set_steps_done
+from trainer.training.run import make_trainer
 
 
 class Line(L.LightningModule):
@@ -80,3 +83,19 @@ class Counts(L.Callback):
 
     def on_train_batch_start(self, trainer, *_):
         self.seen.append(trainer.global_step)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("visible", "index"), [(2, 1), (1, 0)])
+def test_lightning_takes_the_gpu_of_the_process(monkeypatch, name, visible, index):
+    """The second of two on a machine, started by torchrun or by srun --gpus-per-task=1."""
+    group = {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 1}
+    for key, value in group.items():
+        monkeypatch.setenv(key, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    config = RunConfig(strategy=StrategyConfig(name))
+    trainer = make_trainer(config, current_ranks(), [], [])
+    assert trainer.strategy.root_device == torch.device("cuda", index)
+    assert (trainer.world_size, trainer.local_rank, trainer.num_devices) == (4, 1, 2)
+    trainer.strategy.cluster_environment.validate_settings(trainer.num_devices, trainer.num_nodes)

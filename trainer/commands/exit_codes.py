@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
+from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError, TransientError, UserError
+from trainer.runs.job_files import say_mistake
 
 
 @contextmanager
@@ -18,6 +19,8 @@ def exit_codes() -> Iterator[None]:
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
+        if not isinstance(error, TransientError):
+            say_mistake()
         sys.exit(2)
     except PreemptedError as stop:
         print(f"{stop} The same command goes on from there.", file=sys.stderr)

@@ -12,16 +12,21 @@ from pathlib import Path
 
 from trainer.commands.snapshot import slurm_directory
 
+CORES_A_WORKER = 8
+"""Of a node with a worker for each GPU, by default: one computes, the others read and write."""
+
 
 @dataclass(frozen=True)
 class SlurmConfig:
     """What a job asks the cluster for; null leaves a choice to the cluster.
 
     ``gpus_per_node``: workers too, one a GPU; 0: one worker on the CPU. ``cpus_per_task``: cores a
-    node. ``time``: minutes, or as sbatch writes it. ``mem``: a node's memory, in MB or with a unit.
-    ``job_name``: null: the run's name. ``signal_seconds``: how long before its end a job is told to
-    write a checkpoint. ``setup``: shell lines to run first, which then choose the ``python``;
-    without them the job runs the Python of this command. ``extra``: further options of sbatch.
+    node; null: 8 for each worker. ``time``: minutes, or as sbatch writes it. ``mem``: a node's
+    memory, in MB or with a unit. ``job_name``: null: the run's name. ``signal_seconds``: how long
+    before its end a job is told to write a checkpoint. ``max_retries``: how often in a row a job is
+    started again after failures without a newer checkpoint between; never after a mistake of the
+    user's. ``setup``: shell lines to run first, which then choose the ``python``; without them the
+    job runs the Python of this command. ``extra``: further options of sbatch.
     ``directory``: where the job's files go; null: ``slurm_jobs/<name>``. ``prepare``: jobs of an
     array that prepares the text before; 0: it is prepared already. ``prepare_options``: options of
     sbatch for these jobs, instead of ``extra`` and what the run's nodes are chosen by.
@@ -39,6 +44,7 @@ class SlurmConfig:
     mem: int | str | None = None
     job_name: str | None = None
     signal_seconds: int = 120
+    max_retries: int = 3
     setup: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     directory: str | None = None
@@ -51,7 +57,7 @@ class SlurmConfig:
             f"{key}: expected {least} or more, got {value}."
             for key, least in (
                 *(("nodes", 1), ("gpus_per_node", 0)),
-                *(("cpus_per_task", 1), ("prepare", 0)),
+                *(("cpus_per_task", 1), ("prepare", 0), ("max_retries", 0)),
             )
             if (value := getattr(self, key)) is not None and value < least
         ]
@@ -75,7 +81,7 @@ class SlurmConfig:
             "nodes": self.nodes,
             "ntasks-per-node": 1,
             "gpus-per-node": self.gpus_per_node or None,
-            "cpus-per-task": self.cpus_per_task,
+            "cpus-per-task": self.cpus_per_task or CORES_A_WORKER * max(self.gpus_per_node, 1),
             "mem": self.mem,
             "time": self.time,
             "partition": self.partition,
@@ -161,7 +167,7 @@ def job_script(config: SlurmConfig, name: str, words: Sequence[str], code: Path,
         *config.header(name, logs / "%x-%j.log"),
         "",
         *_environment(config, code),
-        f"export UNROPE_LOGS={shlex.quote(str(logs))}",
+        f"export UNROPE_LOGS={shlex.quote(str(logs))} UNROPE_MAX_RETRIES={config.max_retries}",
         shlex.join(["set", "--", *words]),
     ]
     return "\n".join([*lines, body])

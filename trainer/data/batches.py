@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -78,11 +77,6 @@ def _check_bad(batch: Batch, config: SourceConfig, rows: Iterator[str | BadRow])
         f"data.bad_rows: {batch.bad} of the first {batch.rows:,} rows are malformed, and a share "
         f"of {allowed:g} may be.",
     )
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 
-from trainer.data.batches import cores
+from trainer.cores import cores
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.packing import BestFitBlocks, is_packed, pack
 from trainer.data.plan import Plan, digest, make_plan, plan_for, request_of

@@ -15,7 +15,9 @@ from trainer.positional.encodings import ENCODINGS
 from trainer.recalibration.config import DropConfig
 from trainer.recalibration.schedule import ScheduleConfig
 from trainer.report.results import STATEMENTS
+from trainer.runs.logger_config import LoggerConfig
 from trainer.runs.monitoring import MonitorConfig
+from trainer.runs.timeouts import TimeoutConfig
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,15 @@ class TrainerConfig:
     ``max_tokens``: length in tokens instead of steps. ``batch_size``: sequences an optimizer step,
     on all ranks; ``micro_batch_size``: sequences a forward pass of one rank (null: all it has).
     ``precision``: ``bf16`` computes in bfloat16 and keeps float32 weights. ``threads``: CPU threads
-    (null: all cores). ``log_every``, ``checkpoint_every``: steps. ``keep_checkpoints``: how many of
-    the regular ones stay, the last ones; of ``keep_every`` steps all stay, and the ``keep_best`` of
-    least training loss; the one before the drop always does. ``async_checkpoint``: train on while
-    one is written. ``max_time``: hours:minutes:seconds after which the run stops with a checkpoint;
-    the end of a SLURM job is known without it. ``step_timeout``: seconds after which a step counts
-    as stuck, and the process ends with its stacks (null: never). ``rewind_after``: so many updates
-    in a row without a finite gradient, and the run goes back to its last checkpoint and leaves out
-    the samples since (null: never).
+    (null: one for each core it may use). ``log_every``, ``checkpoint_every``: steps;
+    ``checkpoint_minutes``: so long after a checkpoint there is another (null: by steps only).
+    ``keep_checkpoints``: how many of the regular ones stay, the last ones; of ``keep_every`` steps
+    all stay, and the ``keep_best`` of least training loss; the one before the drop always does.
+    ``async_checkpoint``: train on while one is written. ``max_time``: hours:minutes:seconds after
+    which the run stops with a checkpoint; the end of a SLURM job is known without it.
+    ``step_timeout``: seconds after which a step counts as stuck, and the process ends with its
+    stacks (null: never). ``rewind_after``: so many updates in a row without a finite gradient, and
+    the run goes back to its last checkpoint and leaves out the samples since (null: never).
     """
 
     max_steps: int = 1000
@@ -79,6 +82,7 @@ class TrainerConfig:
     compile: bool = False
     log_every: int = 10
     checkpoint_every: int = 100
+    checkpoint_minutes: float | None = None
     keep_checkpoints: int = 2
     keep_every: int | None = None
     keep_best: int = 0
@@ -109,8 +113,11 @@ class TrainerConfig:
             found.append("trainer.gradient_clip, trainer.z_loss: expected 0 or more.")
         if self.keep_best < 0:
             found.append(f"trainer.keep_best: expected 0 or more, got {self.keep_best}.")
-        if self.step_timeout is not None and not self.step_timeout > 0:
-            found.append(f"trainer.step_timeout: expected seconds, got {self.step_timeout}.")
+        found += [
+            f"trainer.{key}: expected {unit}, got {value}."
+            for key, unit in (("step_timeout", "seconds"), ("checkpoint_minutes", "minutes"))
+            if (value := getattr(self, key)) is not None and not value > 0
+        ]
         if self.max_time is not None and not TIME.fullmatch(self.max_time):
             found.append(
                 "trainer.max_time: expected hours:minutes:seconds such as 23:50:00, got "
@@ -148,7 +155,7 @@ class StrategyConfig:
     ``step``, for which every rank keeps whole gradients, 4 bytes a parameter; ``auto``: once a step
     where these fit into a tenth of a GPU. ``activation_checkpointing``: recompute in backward
     nothing, everything but matrix products and attention (``selective``), or whole blocks
-    (``full``).
+    (``full``). ``timeouts``: how long ranks wait for each other.
     """
 
     name: Literal["single", "ddp", "fsdp2", "hsdp"] = "single"
@@ -156,10 +163,11 @@ class StrategyConfig:
     cpu_offload: bool = False
     reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
-        found = []
+        found = self.timeouts.problems()
         if self.shard_size is not None and (self.name != "hsdp" or self.shard_size < 1):
             found.append("strategy.shard_size: a number of ranks, for strategy=hsdp only.")
         if self.cpu_offload and self.name not in ("fsdp2", "hsdp"):
@@ -167,21 +175,6 @@ class StrategyConfig:
                 f"strategy.cpu_offload: strategy={self.name} does not shard; choose fsdp2 or hsdp."
             )
         return found
-
-
-@dataclass(frozen=True)
-class LoggerConfig:
-    """Where metrics go besides ``metrics.csv``.
-
-    ``wandb``: Weights & Biases, under ``project``; offline without a key or with ``offline``.
-    ``tensorboard``: event files in the run directory.
-    """
-
-    wandb: bool = False
-    project: str = "unrope"
-    entity: str | None = None
-    offline: bool = False
-    tensorboard: bool = False
 
 
 @dataclass(frozen=True)

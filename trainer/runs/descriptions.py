@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 import trainer
+from trainer.cores import cores
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NAMES, WORDS
 from trainer.runs.config import RunConfig
@@ -102,7 +102,7 @@ def environment(corpus: Corpus) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "corpus": corpus.fingerprint,
         "training_text_tokens": len(corpus.train),
         "held_out_text_tokens": len(corpus.validation) + len(corpus.test),

@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 import tempfile
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import yaml
 
 from trainer.errors import UserError
-from trainer.lock import locked
 from trainer.report.atomic import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.runs.mark import check_mark, write_mark
@@ -30,6 +28,7 @@ FREE_TO_CHANGE = (
     "trainer.threads",
     "trainer.log_every",
     "trainer.checkpoint_every",
+    "trainer.checkpoint_minutes",
     "trainer.keep_checkpoints",
     "trainer.keep_every",
     "trainer.keep_best",
@@ -119,33 +118,6 @@ def differences(
         else:
             found.append((where, a, b))
     return found
-
-
-class RunLock:
-    """Lets one process at a time train in a run directory."""
-
-    def __init__(self) -> None:
-        self._held = ExitStack()
-        self._directory: Path | None = None
-
-    def acquire(self, directory: Path) -> None:
-        """Lock the directory, where it exists and this process has not locked it already.
-
-        Raises:
-            UserError: another process has locked it.
-        """
-        path = directory / ".lock"
-        if not directory.is_dir() or (self._directory == directory and path.exists()):
-            return
-        self.release()
-        busy = f"run_dir: {{holder}} is training in {str(directory)!r}; wait for it, stop it, or "
-        self._held.enter_context(locked(path, f"{busy}choose another name."))
-        self._directory = directory
-
-    def release(self) -> None:
-        """Release the lock."""
-        self._held.close()
-        self._directory = None
 
 
 def writable_problem(directory: str, key: str = "run_dir") -> str | None:

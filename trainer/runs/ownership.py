@@ -16,7 +16,8 @@ _PICTURE = r"[\w.,+ -]+\.(svg|png|csv|json)"
 _EVALUATION = rf"({_TABLE}|cells/[a-z]+-[0-9a-f]{{20}}\.json|figures/{_PICTURE})"
 _OWN = re.compile(
     rf"""
-    config\.yaml | {re.escape(MARK)} | metrics\.csv | log\.txt | heartbeat\.json | wandb_id | \.lock
+    config\.yaml | {re.escape(MARK)} | metrics\.csv | log\.txt | heartbeat\.json | failures\.txt
+    | wandb_id | \.lock
     | (config\.yaml|metrics\.csv)\.partial
     | (.*/)?\.[^/]+\.\d+\.tmp
     | {_TABLE} | figures/{_PICTURE}

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from fractions import Fraction
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from trainer.errors import UserError
+from trainer.cores import core_numbers
+from trainer.errors import TransientError, UserError
 from trainer.runs.config import RunConfig
 
 T = TypeVar("T")
@@ -71,11 +75,41 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
+def device_of(config: RunConfig, ranks: Ranks) -> torch.device:
+    """Where this process computes.
+
+    Raises:
+        UserError: there are fewer GPUs than processes.
+    """
+    if not torch.cuda.is_available() or config.trainer.accelerator == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
+
+
+def device_index(ranks: Ranks, visible: int) -> int:
+    """The GPU of this process among those it sees: by its local rank, or, where the launcher shows
+    every process its own alone (``srun --gpus-per-task=1``), the only one.
+
+    Raises:
+        UserError: there are fewer than processes.
+    """
+    if visible == 1:
+        return 0
+    if visible < ranks.local_size:
+        raise UserError(
+            f"strategy: {ranks.local_size} processes were started on a machine where each sees "
+            f"{visible} GPUs; start {visible}, or show every process its own (srun "
+            "--gpus-per-task=1)."
+        )
+    return ranks.local_rank
+
+
 def init_distributed(config: RunConfig) -> Ranks:
     """Initialize the process group of a run, where its strategy needs one.
 
     Raises:
-        UserError: several processes were started for a run on a single device.
+        UserError: several processes were started for a run on a single device, or more than there
+            are GPUs.
     """
     ranks = current_ranks()
     if config.strategy.name == "single":
@@ -86,46 +120,73 @@ def init_distributed(config: RunConfig) -> Ranks:
             )
         return ranks
     if not dist.is_initialized():
-        gpu = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
-        if gpu:
-            torch.cuda.set_device(ranks.local_rank)
-        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        device = device_of(config, ranks)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if ranks.world_size > 1:
-            dist.init_process_group(backend)
+            start = timedelta(seconds=config.strategy.timeouts.start)
+            dist.init_process_group(backend, timeout=start)
+            wait = timedelta(seconds=config.strategy.timeouts.one_rank)
+            _waiting.append(dist.new_group(backend="gloo", timeout=wait))
         else:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return ranks
 
 
+_waiting: list[dist.ProcessGroup] = []
+"""The group in which ranks wait for what one of them does alone, where there are several ranks."""
+
+
+def waiting_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks with the limit ``strategy.timeouts.one_rank``, for whatever waits
+    for a rank rather than for a device; None: the default group, of one rank."""
+    return _waiting[0] if _waiting else None
+
+
+def limit_collectives(seconds: float) -> None:
+    """Let a rank wait at most so long for the others in a collective, from now on; all ranks call
+    this together, and none goes on before all have come."""
+    if not _waiting:
+        return
+    dist.barrier(group=waiting_group())  # what the slowest of them still does has the old limit
+    on_devices = [g for g, backend in _world.pg_backend_config.items() if "nccl" in backend]
+    # As in torchtitan; torch has no public way for groups that exist. None: the default group.
+    for group in (None, *on_devices):
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def shutdown_distributed() -> None:
     """Destroy the process group, where there is one."""
+    _waiting.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def on_rank_zero(function: Callable[[], T]) -> T:
+def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call ``function`` on rank 0 alone and broadcast its result, or its error, to all: what a disk
-    does to one rank is said by all, instead of a lost connection by the others.
+    does to one rank is said by all, instead of a lost connection by the others. These wait up to
+    ``strategy.timeouts.one_rank`` seconds. ``group``: of all ranks; of another thread its own.
 
     Raises:
-        UserError: on all ranks, where it or OSError was raised on rank 0.
+        UserError: on all ranks, where it was raised on rank 0; TransientError, where OSError was.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
-    outcome: list[tuple[T | None, tuple[str, ...]]] = [(None, ())]
+    outcome: list[tuple[T | None, type[UserError], tuple[str, ...]]] = [(None, UserError, ())]
     if dist.get_rank() == 0:
         try:
-            outcome = [(function(), ())]
+            outcome = [(function(), UserError, ())]
         except UserError as error:
-            outcome = [(None, tuple(error.problems))]
+            outcome = [(None, type(error), tuple(error.problems))]
         except OSError as error:
             where = error.filename or "the first process"
-            outcome = [(None, (f"{where}: {error.strerror or error}.",))]
-    dist.broadcast_object_list(outcome)
-    result, problems = outcome[0]
+            outcome = [(None, TransientError, (f"{where}: {error.strerror or error}.",))]
+    dist.broadcast_object_list(outcome, group=group or waiting_group())
+    result, kind, problems = outcome[0]
     if problems:
-        raise UserError(*problems)
+        raise kind(*problems)
     return result  # type: ignore[return-value]
 
 
@@ -134,5 +195,19 @@ def all_gather(value: T) -> list[T]:
     if not dist.is_initialized():
         return [value]
     found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group=waiting_group())
     return found  # type: ignore[return-value]
+
+
+def share_of_cores() -> int:
+    """Cores for this process: one that several processes of its machine may use is divided among
+    these. So a process that srun gave cores of its own has all of them, and those of a torchrun,
+    which may use the same ones, a part each. All ranks call it together."""
+    mine, machine = core_numbers(), os.uname().nodename
+    found = all_gather((machine, mine))
+    return fair_share(mine, [cores for where, cores in found if where == machine])
+
+
+def fair_share(mine: frozenset[int], of_all: Sequence[frozenset[int]]) -> int:
+    """At least one: the cores ``mine``, each divided by how many of the sets ``of_all`` hold it."""
+    return max(int(sum(Fraction(1, sum(core in cores for cores in of_all)) for core in mine)), 1)

@@ -12,13 +12,16 @@ from urllib.parse import urlparse
 from lightning.pytorch.loggers.logger import Logger
 
 from trainer.errors import UserError
+from trainer.report.atomic import write_atomically
 from trainer.report.outcomes import Result
 from trainer.report.reach import HEAD, Reaches, by_length
 from trainer.runs.config import RunConfig
+from trainer.runs.ranks import on_rank_zero
 
 
 def other_loggers(config: RunConfig) -> list[Logger]:
-    """The configured loggers; wandb is offline where no key is configured.
+    """The configured loggers, made by all ranks together; wandb is offline where no key is
+    configured.
 
     Raises:
         UserError: TensorBoard is asked for and not installed.
@@ -34,7 +37,7 @@ def other_loggers(config: RunConfig) -> list[Logger]:
                 group=config.name,
                 project=settings.project,
                 entity=settings.entity,
-                id=wandb_id(Path(config.run_dir)),
+                id=on_rank_zero(lambda: wandb_id(Path(config.run_dir))),
                 resume="allow",
                 save_dir=config.run_dir,
                 offline=settings.offline or not has_wandb_key(),
@@ -102,10 +105,11 @@ def log_table(
 
 
 def wandb_id(run_dir: Path) -> str:
-    """The id of this run on the dashboard: drawn once, then the same at every resume."""
+    """The id of this run on the dashboard: drawn once, by one process, then the same at every
+    resume."""
     path = run_dir / "wandb_id"
     if not path.exists():
-        path.write_text(secrets.token_hex(4))
+        write_atomically(path, secrets.token_hex(4))
     return path.read_text()
 
 

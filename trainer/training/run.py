@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
 
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import (
@@ -37,7 +37,7 @@ from trainer.runs.checkpoints import (
     step_name,
 )
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, current_ranks, on_rank_zero
+from trainer.runs.ranks import Ranks, current_ranks, device_of, on_rank_zero
 from trainer.runs.starting_point import (
     NUMERICS,
     Start,
@@ -50,11 +50,13 @@ from trainer.runs.starting_point import (
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.drop import Drop
 from trainer.training.callbacks.lengths import Lengths
+from trainer.training.callbacks.limits import Limits
 from trainer.training.callbacks.metrics import Metrics
-from trainer.training.callbacks.preemption import Preemption, ask_for_requeue
+from trainer.training.callbacks.preemption import Preemption
 from trainer.training.callbacks.probe import Probe
 from trainer.training.callbacks.resume import Resume
 from trainer.training.callbacks.stability import Rewind, Watchdog
+from trainer.training.callbacks.timed_checkpoints import TimedCheckpoints
 from trainer.training.data_module import TrainingData
 from trainer.training.lightning_internals import disable_sigterm_broadcast
 from trainer.training.loggers import close, other_loggers
@@ -77,31 +79,6 @@ class TrainedRun:
     checkpoint: Path
     effect: dict[str, Any]
     seconds: float
-
-
-def device_problems(config: RunConfig) -> list[str]:
-    """What this machine cannot do of what the configuration asks for, one sentence each."""
-    from trainer.model.backend_choice import backend_problem
-
-    gpu = torch.cuda.is_available()
-    found = []
-    if config.trainer.accelerator == "gpu" and not gpu:
-        found.append("trainer.accelerator: 'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
-    uses_gpu = gpu and config.trainer.accelerator != "cpu"
-    if uses_gpu and config.trainer.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
-        found.append(
-            "trainer.precision: 'bf16' is not supported by this GPU "
-            f"({torch.cuda.get_device_name()}); use 'fp32'."
-        )
-    if problem := backend_problem(config.model.attention_backend, "cuda" if uses_gpu else "cpu"):
-        found.append(problem)
-    return found
-
-
-def set_threads(config: RunConfig) -> None:
-    """Use ``trainer.threads`` CPU threads, or one a core, shared among the ranks of a machine."""
-    share = max((os.cpu_count() or 1) // current_ranks().local_size, 1)
-    torch.set_num_threads(config.trainer.threads or share)
 
 
 def train(
@@ -217,9 +194,11 @@ def _fit(
                 *monitors,
                 metrics,
                 checkpointing,
+                TimedCheckpoints(config, ranks, checkpointing),
                 rewind,
                 preemption,
                 watchdog,
+                Limits(config),
                 *callbacks,
             ],
         )
@@ -237,9 +216,8 @@ def _fit(
             log.info("%s: what was read has the certificate %s", title, certificate)
         else:
             drop.load_state_dict(start.state["callbacks"]["Drop"])
-        close(loggers)
+        on_rank_zero(partial(close, loggers))  # no other rank ends before, which may end the first
         if preemption.reason is not None:
-            on_rank_zero(ask_for_requeue)  # before any rank ends, which may end the others
             raise PreemptedError(
                 f"Stopped after step {trainer.global_step} ({preemption.reason}), checkpoint saved."
             )
@@ -269,12 +247,17 @@ def make_trainer(
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     run, single = config.trainer, config.strategy.name == "single"
+    strategy = lightning_strategy(config, ranks)
+    if isinstance(strategy, ParallelStrategy):
+        # Of this list Lightning takes what stands at the local rank. Left to itself it expects to
+        # see the GPUs of all processes of a machine.
+        strategy.parallel_devices = [device_of(config, ranks)] * ranks.local_size
     trainer = L.Trainer(
         max_steps=run.max_steps,
         accelerator=run.accelerator,
-        devices=ranks.local_size,
+        devices=1,
         num_nodes=ranks.nodes,
-        strategy=lightning_strategy(config, ranks),
+        strategy=strategy,
         # Named, so that Lightning does not take to what it finds in a SLURM job.
         plugins=[LightningEnvironment() if single else TorchElasticEnvironment()],
         precision="32-true",  # of the weights; the decoder knows in which type it computes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from trainer.analysis.names import ALL, DROP
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.drop import DropStudy
 from trainer.analysis.studies.study import Study, Target, run
+from trainer.cores import cores
 from trainer.data.corpus import Corpus
 from trainer.errors import UserError
 from trainer.model.config import ModelConfig
@@ -52,7 +52,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         UserError: a checkpoint or text cannot be read, the text is too short, memory does not
             suffice, or the analysis cannot be made of this model.
     """
-    torch.set_num_threads(request.threads or os.cpu_count() or 1)
+    torch.set_num_threads(request.threads or cores())
     config, kind = request.analysis, request.analysis.kind
     candidate = find_candidate(str(request.checkpoint))
     output = Path(request.output or candidate.home / "analysis" / (name or kind))

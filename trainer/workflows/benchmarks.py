@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from trainer.cores import cores
 from trainer.errors import UserError
 from trainer.evaluation.benchmarks import (
     BenchmarkConfig,
@@ -35,7 +35,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[dict[str, list
     config = request.evaluation
     if isinstance(config, MultipleChoiceConfig) and (problems := missing_tasks(config)):
         raise UserError(*problems)
-    torch.set_num_threads(request.threads or os.cpu_count() or 1)
+    torch.set_num_threads(request.threads or cores())
     candidates = [
         find_candidate(str(request.checkpoint)),
         *(find_candidate(given, "compare") for given in request.compare),

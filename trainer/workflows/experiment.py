@@ -21,12 +21,12 @@ from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label, reference_first, without_home
 from trainer.runs.directory import (
-    RunLock,
     log_to_file,
     open_run_directory,
     plain,
     writable_problem,
 )
+from trainer.runs.job_files import say_run_directory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate
 from trainer.runs.parsing import control_config
@@ -37,10 +37,12 @@ from trainer.runs.ranks import (
     on_rank_zero,
     shutdown_distributed,
 )
+from trainer.runs.run_lock import RunLock
 from trainer.runs.spread import spread_problems
 from trainer.training.callbacks.preemption import stopping_between_files
+from trainer.training.devices import device_problems, set_threads
 from trainer.training.loggers import log_table
-from trainer.training.run import TrainedRun, device_problems, set_threads, train
+from trainer.training.run import TrainedRun, train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
 from trainer.workflows.training_text import open_corpus
@@ -61,10 +63,18 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
         UserError: something given is wrong; found before anything heavy starts where possible.
         PreemptedError: the run was asked to stop.
     """
+    lock = RunLock()
+    try:
+        return _run_experiment(config, lock)
+    finally:
+        lock.release()
+
+
+def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | None:
     configs = {"main": config} | {
         name: control_config(plain(config), name) for name in config.controls
     }
-    ranks, lock = init_distributed(config), RunLock()
+    ranks = init_distributed(config)
     try:
         set_threads(config)
         callbacks = make_all_callbacks(configs)
@@ -149,6 +159,7 @@ def _open(
     for arm in configs.values():
         open_run_directory(arm)
     lock.acquire(directory)  # new, or made anew by overwrite=true
+    say_run_directory(directory)
     log_to_file(Path(config.run_dir))
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
+from trainer.cores import cores
 from trainer.data.tokenizer import end_of_text
 from trainer.generation.generate import generate
 from trainer.generation.text_stream import TextStream
@@ -53,7 +53,7 @@ def continue_prompts(
     Raises:
         UserError: the checkpoint cannot be read.
     """
-    torch.set_num_threads(request.threads or os.cpu_count() or 1)
+    torch.set_num_threads(request.threads or cores())
     found = find_candidate(str(request.checkpoint))
     model = found.load()
     model.layout, said = with_fitted_temperature(model.layout, found.path)

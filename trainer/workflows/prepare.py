@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from trainer.data.batches import cores
+from trainer.cores import cores
 from trainer.data.packing import packing_problems
 from trainer.data.plan import Plan
 from trainer.data.prepared import open_prepared, verify

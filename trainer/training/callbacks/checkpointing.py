@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from trainer.errors import UserError
+from trainer.errors import TransientError, UserError
 from trainer.runs.checkpoint_files import digests, publish, write_durably
 from trainer.runs.checkpoints import (
     BEFORE_DROP,
@@ -26,6 +26,7 @@ from trainer.runs.checkpoints import (
     step_name,
 )
 from trainer.runs.config import RunConfig
+from trainer.runs.ranks import on_rank_zero
 from trainer.runs.state import Tensors, save, tensors_of
 from trainer.training.callbacks.steps import ends_step
 
@@ -51,7 +52,9 @@ class Checkpointing(L.Callback):
         self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
         # The thread's collectives must not mix with those of training.
         self._group = (
-            dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+            dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=config.strategy.timeouts.one_rank)
+            )
             if dist.is_initialized()
             else None
         )
@@ -78,13 +81,13 @@ class Checkpointing(L.Callback):
         """Save this step and wait for it.
 
         Raises:
-            UserError: it could not be written.
+            TransientError: it could not be written.
         """
         step = trainer.global_step
         if self.last_saved != step:
             self.save(trainer, step_name(step))
         if (problem := self.finish()) is not None:
-            raise UserError(
+            raise TransientError(
                 f"checkpoint: step {step} could not be written ({problem}); the same command goes "
                 "on from the newest checkpoint that could."
             )
@@ -110,8 +113,8 @@ class Checkpointing(L.Callback):
         self._in_flight = None
         try:
             work.result()
-        except (OSError, RuntimeError, CheckpointException) as error:
-            problem = reason(error)
+        except (OSError, RuntimeError, CheckpointException, UserError) as error:
+            problem = reason(error).removesuffix(".")
             log.warning(
                 "Checkpoint %s could not be written (%s); the run goes on, older checkpoints are "
                 "untouched",
@@ -145,12 +148,16 @@ class Checkpointing(L.Callback):
             if self._group is not None:
                 parts = [None] * dist.get_world_size()
                 dist.all_gather_object(parts, digests(partial, f"__{rank}_*"), group=self._group)
-            if rank == 0:
+
+            def complete() -> None:
                 write_durably(partial / STATE, json.dumps(state))
                 files = {k: v for part in parts for k, v in part.items()}
                 files |= digests(partial, STATE) | digests(partial, ".metadata")
                 publish(partial, self.directory / name, files)
                 rotate(self.directory, self.config)
+
+            # Here all wait for a slow disk, and not in a collective of the next step.
+            on_rank_zero(complete, self._group)
         except BaseException:
             if rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)

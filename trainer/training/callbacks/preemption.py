@@ -13,19 +13,18 @@ import os
 import signal
 import time
 from contextlib import AbstractContextManager
-from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning as L
-import torch
-import torch.distributed as dist
 
 from trainer.runs.config import RunConfig, seconds_of
+from trainer.runs.job_files import ask_for_requeue
+from trainer.runs.ranks import on_rank_zero
 from trainer.stopping import stopping_at_once
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.steps import ends_step
+from trainer.training.callbacks.votes import Vote
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +44,7 @@ class Preemption(L.Callback):
         self.reason: str | None = None
         self._asked: str | None = None
         self._asked_at = 0.0
-        self._vote: tuple[torch.Tensor, Any] | None = None
-        self._group = (
-            dist.new_group(backend="gloo", timeout=timedelta(hours=2))
-            if dist.is_initialized() and dist.get_world_size() > 1
-            else None
-        )
+        self._vote = Vote()
         self._handlers: dict[int, Any] = {}
 
     def on_train_start(self, *_: Any) -> None:
@@ -81,26 +75,15 @@ class Preemption(L.Callback):
             return
         if self._asked is None and time.time() > self.deadline:
             self._asked = self.limit
-        if not self._agreed():
+        if not self._vote.agreed(self._asked is not None):
             return
         self.reason = self._asked or "another rank"
         log.warning("Stopping after step %d (%s)", trainer.global_step, self.reason)
         self.checkpointing.save_now(trainer)
+        # At once: what comes next, such as an upload, may take longer than the job has left. And on
+        # all ranks, since the first one to end may end the others.
+        on_rank_zero(ask_for_requeue)
         trainer.should_stop = True
-
-    def _agreed(self) -> bool:
-        """Whether any rank was asked to stop: known one step later on all, so that the vote has
-        travelled while the step was computed."""
-        if self._group is None:
-            return self._asked is not None
-        agreed = False
-        if self._vote is not None:
-            votes, work = self._vote
-            work.wait()
-            agreed = bool(votes.item())
-        votes = torch.tensor([float(self._asked is not None)])
-        self._vote = votes, dist.all_reduce(votes, group=self._group, async_op=True)
-        return agreed
 
 
 def deadline(config: RunConfig, began: float) -> tuple[float, str]:
@@ -111,12 +94,6 @@ def deadline(config: RunConfig, began: float) -> tuple[float, str]:
     if end := os.environ.get("SLURM_JOB_END_TIME"):
         limits.append((float(end) - MARGIN, "the end of the SLURM job"))
     return min(limits)
-
-
-def ask_for_requeue() -> None:
-    """Ask the batch script to requeue the job: an empty file at ``UNROPE_REQUEUE_FILE``."""
-    if path := os.environ.get("UNROPE_REQUEUE_FILE"):
-        Path(path).touch()
 
 
 def stopping_between_files() -> AbstractContextManager[None]:

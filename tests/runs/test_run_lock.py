@@ -1,0 +1,135 @@
+"""One job trains in a run directory, whatever the file system knows of locks on other nodes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.runs import run_lock
+from trainer.runs.run_lock import LEASE, RunLock
+
+
+@pytest.fixture(params=["on the node alone", "nowhere"])
+def kept(request, monkeypatch):
+    """Where the file system keeps locks: another node's process is not known to either."""
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if request.param == "nowhere":
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.fixture
+def locks(monkeypatch):
+    """Makes the lock of a process on some node, of some job; all are released."""
+    made = []
+
+    def lock(host, job=None):
+        about = os.uname()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "uname", lambda: type(about)((about[0], host, *about[2:])))
+            if job:
+                patch.setenv("SLURM_JOB_ID", job)
+            made.append(RunLock())
+        return made[-1]
+
+    yield lock
+    for lock in made:
+        lock.release()
+
+
+def ended(lock, directory):
+    """What a process leaves whose node was cut off: the lock, for which nobody cares any more."""
+    left = (directory / ".lock").read_text()
+    lock.release()
+    (directory / ".lock").write_text(left)
+
+
+def silent_for(directory, seconds):
+    then = time.time() - seconds
+    os.utime(directory / ".lock", (then, then))
+
+
+def test_a_run_directory_is_locked_once_however_often_it_is_asked_for(tmp_path, locks):
+    lock, other = locks("gpu07"), locks("gpu07")
+    lock.acquire(tmp_path)
+    lock.acquire(tmp_path)
+    with pytest.raises(UserError, match=r"run_dir: process \d+ of gpu07 is training in"):
+        other.acquire(tmp_path)
+    lock.release()
+    other.acquire(tmp_path)
+
+
+def test_another_node_is_refused_while_the_first_lives_and_is_told_who_that_is(
+    tmp_path, locks, kept
+):
+    first = locks("gpu07", job="17")
+    first.acquire(tmp_path)
+    ended(first, tmp_path)  # of which only the file is seen from there
+    silent_for(tmp_path, LEASE - 10)
+    said = r"process \d+ of gpu07 \(SLURM job 17\) is training in .* sign of life came 1\d\d s ago"
+    with pytest.raises(UserError, match=said):
+        locks("gpu08", job="18").acquire(tmp_path)
+
+
+def test_a_lock_of_a_dead_node_blocks_no_longer_than_the_lease(tmp_path, locks, kept):
+    first = locks("gpu07", job="17")
+    first.acquire(tmp_path)
+    ended(first, tmp_path)
+    silent_for(tmp_path, LEASE + 1)
+    locks("gpu08", job="18").acquire(tmp_path)
+    assert json.loads((tmp_path / ".lock").read_text())["host"] == "gpu08"
+
+
+def test_a_job_that_was_started_again_never_waits_for_itself(tmp_path, locks, kept):
+    first = locks("gpu07", job="17")
+    first.acquire(tmp_path)
+    ended(first, tmp_path)
+    locks("gpu08", job="17").acquire(tmp_path)
+
+
+def test_nor_where_the_file_system_still_keeps_the_lock_for_the_dead_node(tmp_path, locks):
+    locks("gpu07", job="17").acquire(tmp_path)
+    with pytest.raises(UserError, match="gpu07"):
+        locks("gpu08", job="18").acquire(tmp_path)
+    locks("gpu08", job="17").acquire(tmp_path)
+
+
+def test_a_process_that_was_killed_here_blocks_nobody_here(tmp_path, locks):
+    first = locks("gpu07")
+    first.acquire(tmp_path)
+    ended(first, tmp_path)
+    locks("gpu07").acquire(tmp_path)
+
+
+def test_whoever_trains_gives_signs_of_life_and_ends_when_another_took_over(
+    tmp_path, locks, monkeypatch
+):
+    monkeypatch.setattr(run_lock, "BEAT", 0.01)
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    first = locks("gpu07")
+    first.acquire(tmp_path)
+    silent_for(tmp_path, 1000)
+    wait_until(lambda: time.time() - (tmp_path / ".lock").stat().st_mtime < 500)
+    other = {"process": 1, "host": "gpu08", "job": None}
+    (tmp_path / ".lock").write_text(json.dumps(other))
+    wait_until(lambda: codes)
+    assert set(codes) == {1}
+    first.release()
+    assert json.loads((tmp_path / ".lock").read_text()) == other
+
+
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,0 +1,20 @@
+"""A job has the cores that it was given, and not all there are."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from trainer.cores import cores
+
+
+@pytest.mark.parametrize(("given", "expected"), [({3, 5}, 2), (None, 64)])
+def test_cores_are_those_that_the_process_may_use(monkeypatch, given, expected):
+    """Where the system does not tell (macOS), they are those of the machine."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    if given is None:
+        monkeypatch.delattr(os, "sched_getaffinity")
+    else:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: given)
+    assert cores() == expected

@@ -1,0 +1,39 @@
+"""Two ranks that save: ``torchrun --nproc-per-node=2 checkpoint_ranks.py``."""
+
+import errno
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from tests.training.test_checkpoint_callbacks import steps_saved
+from trainer.errors import UserError
+from trainer.runs.config import RunConfig, StrategyConfig
+from trainer.runs.ranks import init_distributed, shutdown_distributed
+from trainer.training.callbacks import checkpointing
+
+config = RunConfig(strategy=StrategyConfig("ddp"))
+ranks = init_distributed(config)
+print("timed:", steps_saved(5, 12, ranks, clock=1.0 if ranks.is_rank_zero else 9.0))
+
+
+def publish(partial, *_):
+    time.sleep(0.5)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
+
+
+names = {"tensors_of": lambda *_: {}, "save": lambda *_: None, "digests": lambda *_: {}}
+names |= {"write_durably": lambda *_: None, "publish": publish}
+model = SimpleNamespace(timer=SimpleNamespace(enter=lambda _: None), model=None)
+trainer = SimpleNamespace(global_step=7, lightning_module=model, optimizers=[None])
+with mock.patch.multiple(checkpointing, **names):
+    callback = checkpointing.Checkpointing(config, Path.cwd(), lambda _: {})
+    try:
+        callback.save_now(trainer)
+    except UserError as error:
+        print("written:", error)
+    else:
+        print("written: yes")
+    callback.teardown(trainer, model, "fit")
+shutdown_distributed()

@@ -1,0 +1,130 @@
+"""One job at a time trains in a run directory, on whatever node."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from trainer.errors import UserError
+from trainer.lock import try_lock
+
+log = logging.getLogger(__name__)
+
+BEAT = 20.0
+"""Seconds between signs of life of the process that trains: the time stamp of its lock."""
+
+LEASE = 180.0
+"""Seconds without one after which a process on another node counts as dead."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that trains, as it stands in the lock; ``job``: its number in SLURM."""
+
+    process: int
+    host: str
+    job: str | None
+
+    def __str__(self) -> str:
+        job = f" (SLURM job {self.job})" if self.job else ""
+        return f"process {self.process} of {self.host}{job}"
+
+
+class RunLock:
+    """Lets one process at a time train in a run directory.
+
+    On one machine the system knows whether the holder is alive. What it says of another node is not
+    to be relied on: file systems keep locks on the node, or nowhere, or of nodes that are gone. So
+    the holder renews the lock's time stamp, and whoever finds an old one takes over. A job that
+    SLURM started again never waits for itself.
+    """
+
+    def __init__(self) -> None:
+        self._me = Holder(os.getpid(), os.uname().nodename, os.environ.get("SLURM_JOB_ID"))
+        self._path: Path | None = None
+        self._file: IO[str] | None = None
+        self._released = threading.Event()
+
+    def acquire(self, directory: Path) -> None:
+        """Lock the directory, where it exists and this process has not locked it already.
+
+        Raises:
+            UserError: another process has locked it.
+        """
+        path = directory / ".lock"
+        if not directory.is_dir() or (self._path == path and path.exists()):
+            return
+        self.release()
+        file = path.open("a+", encoding="utf-8")
+        try:
+            if problem := self._problem(file, path):
+                raise UserError(problem)
+            file.truncate(0)
+            file.write(json.dumps(asdict(self._me)))
+            file.flush()
+            os.fsync(file.fileno())  # other nodes read it
+        except BaseException:
+            file.close()
+            raise
+        self._file, self._path, self._released = file, path, threading.Event()
+        threading.Thread(target=self._beat, args=(path, self._released), daemon=True).start()
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._released.set()
+        if self._file is not None and self._path is not None:
+            if _read(self._path) == self._me:
+                self._file.truncate(0)
+            self._file.close()
+        self._file = self._path = None
+
+    def _problem(self, file: IO[str], path: Path) -> str | None:
+        """Why this process may not have the lock, or None."""
+        mine, other = try_lock(file), _read(path)
+        here = other is not None and other.host == self._me.host
+        restarted = other is not None and other.job is not None and other.job == self._me.job
+        age = _now(path) - os.fstat(file.fileno()).st_mtime
+        if mine is False:
+            free = restarted and not here  # held for a node that is gone
+        else:
+            free = other is None or restarted or (here and mine) or age >= LEASE
+        if free:
+            return None
+        sign = "" if mine is False else f" (its last sign of life came {max(age, 0):.0f} s ago)"
+        return (
+            f"run_dir: {other or 'another process'} is training in {str(path.parent)!r}{sign}; "
+            "wait for it, stop it, or choose another name."
+        )
+
+    def _beat(self, path: Path, released: threading.Event) -> None:
+        while not released.wait(BEAT):
+            try:
+                if (other := _read(path)) not in (None, self._me):
+                    log.error("run_dir: %s has taken over %s; ending", other, path.parent)
+                    os._exit(1)  # without another checkpoint
+                os.utime(path)
+            except OSError as error:
+                log.warning("%s cannot be renewed (%s)", path, error.strerror)
+
+
+def _read(path: Path) -> Holder | None:
+    """Who stands in a lock; None: nobody, or somebody who is about to write it."""
+    try:
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _now(path: Path) -> float:
+    """The time of the file system, whose stamps are compared: clocks of nodes differ."""
+    probe = path.with_name(f".lock.{os.getpid()}.tmp")
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
