@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +127,13 @@ def train(
     began, skips = time.perf_counter(), None
     own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
     for _ in range(MAX_REWINDS):
-        start = on_rank_zero(lambda: starting_point(config, branch))
+        start = starting_point(config, branch)
         effect, broken = _fit(config, corpus, start, skips, own, callbacks)
         if broken is None:
             name = step_name(config.trainer.max_steps)
             path = Path(config.run_dir) / "checkpoints" / name
             return TrainedRun(path, effect, time.perf_counter() - began)
-        skips = on_rank_zero(partial(rewind_run, config, *broken))
+        skips = rewind_run(config, *broken)
         own = make_callbacks(config.callbacks)
     raise UserError(
         f"trainer.rewind_after: the run went back {MAX_REWINDS} times and diverges again; lower "
@@ -161,7 +160,7 @@ def _fit(
         model.layout = Layout.from_dict(start.state["layout"])
     skips = start.state.get("skips", []) if skips is None else skips
     samples = TrainingSamples(corpus, config.data, config.seed)
-    module = LanguageModule(config, model, ranks, pretrained)
+    module = LanguageModule(config, model, ranks, pretrained, start.checkpoint is not None)
     title = f"Training {config.label or config.name}"
     with Progress(
         title, config.trainer.max_steps, config.tokens_per_step, silent=not ranks.is_rank_zero

@@ -64,9 +64,10 @@ def parallelize(
     ranks: Ranks,
     device: torch.device,
     pretrained: Pretrained | None = None,
+    draw: bool = True,
 ) -> None:
     """Prepare a decoder made on the meta device, and put its weights where they belong: those of
-    ``pretrained``, or freshly drawn ones."""
+    ``pretrained``, or freshly drawn ones; without ``draw`` none yet, but the place for them."""
     for block in model.layers:
         checkpoint_activations(block, config.strategy.activation_checkpointing)
         if config.trainer.compile:
@@ -77,7 +78,8 @@ def parallelize(
         home = torch.device("cpu") if config.strategy.cpu_offload else device
     model.to_empty(device=home)
     model.choose_products(device.type)
-    draw_weights(model, config.seed, pretrained)
+    if draw:
+        draw_weights(model, config.seed, pretrained)
 
 
 def device_mesh(config: StrategyConfig, ranks: Ranks, device: torch.device) -> DeviceMesh:
