@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -46,13 +45,16 @@ from trainer.runs.starting_point import (
 )
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.drop import Drop
+from trainer.training.callbacks.garbage import GarbageCollection
 from trainer.training.callbacks.lengths import Lengths
 from trainer.training.callbacks.metrics import Metrics
 from trainer.training.callbacks.preemption import Preemption, ask_for_requeue
 from trainer.training.callbacks.probe import Probe
+from trainer.training.callbacks.profiling import Profiling
 from trainer.training.callbacks.resume import Resume
 from trainer.training.callbacks.stability import Rewind, Watchdog
 from trainer.training.data_module import TrainingData
+from trainer.training.devices import device_type, numerics
 from trainer.training.lightning_internals import disable_sigterm_broadcast
 from trainer.training.loggers import close, other_loggers
 from trainer.training.metrics_logger import MetricsFile
@@ -74,31 +76,6 @@ class TrainedRun:
     checkpoint: Path
     effect: dict[str, Any]
     seconds: float
-
-
-def device_problems(config: RunConfig) -> list[str]:
-    """What this machine cannot do of what the configuration asks for, one sentence each."""
-    from trainer.model.backends import backend_problem
-
-    gpu = torch.cuda.is_available()
-    found = []
-    if config.trainer.accelerator == "gpu" and not gpu:
-        found.append("trainer.accelerator: 'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
-    uses_gpu = gpu and config.trainer.accelerator != "cpu"
-    if uses_gpu and config.trainer.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
-        found.append(
-            "trainer.precision: 'bf16' is not supported by this GPU "
-            f"({torch.cuda.get_device_name()}); use 'fp32'."
-        )
-    if problem := backend_problem(config.model.attention_backend, "cuda" if uses_gpu else "cpu"):
-        found.append(problem)
-    return found
-
-
-def set_threads(config: RunConfig) -> None:
-    """Use ``trainer.threads`` CPU threads, or one a core, shared among the ranks of a machine."""
-    share = max((os.cpu_count() or 1) // current_ranks().local_size, 1)
-    torch.set_num_threads(config.trainer.threads or share)
 
 
 def train(
@@ -128,7 +105,8 @@ def train(
     own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
     for _ in range(MAX_REWINDS):
         start = starting_point(config, branch)
-        effect, broken = _fit(config, corpus, start, skips, own, callbacks)
+        with numerics(config):
+            effect, broken = _fit(config, corpus, start, skips, own, callbacks)
         if broken is None:
             name = step_name(config.trainer.max_steps)
             path = Path(config.run_dir) / "checkpoints" / name
@@ -199,6 +177,10 @@ def _fit(
         preemption = Preemption(config, checkpointing, began=time.time())
         rewind = Rewind(config)
         watchdog = Watchdog(config, run_dir, ranks.is_rank_zero)
+        about: list[L.Callback] = [GarbageCollection(config.trainer.gc_every)]
+        if config.trainer.profile_steps:
+            first, last = config.trainer.profile_steps
+            about.append(Profiling(first, last, run_dir / "profile", ranks.rank))
         trainer = make_trainer(
             config,
             ranks,
@@ -214,6 +196,7 @@ def _fit(
                 rewind,
                 preemption,
                 watchdog,
+                *about,
                 *callbacks,
             ],
         )
@@ -267,7 +250,7 @@ def make_trainer(
     half = run.precision == "bf16" and config.strategy.name not in SHARDED
     trainer = L.Trainer(
         max_steps=run.max_steps,
-        accelerator=run.accelerator,
+        accelerator=device_type(config),
         devices=ranks.local_size,
         num_nodes=ranks.nodes,
         strategy=lightning_strategy(config, ranks),
