@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from trainer.data.dataset import Batch, CountingSampler, TrainingSamples
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
-from trainer.training.devices import device_type
+from trainer.training.gpus import device_type
 
 
 class TrainingData(L.LightningDataModule):

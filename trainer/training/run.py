@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ from trainer.training.callbacks.profiling import Profiling
 from trainer.training.callbacks.resume import Resume
 from trainer.training.callbacks.stability import Rewind, Watchdog
 from trainer.training.data_module import TrainingData
-from trainer.training.devices import device_type, numerics
+from trainer.training.gpus import device_type, numerics
 from trainer.training.lightning_internals import disable_sigterm_broadcast
 from trainer.training.loggers import close, other_loggers
 from trainer.training.metrics_logger import MetricsFile
@@ -76,6 +77,31 @@ class TrainedRun:
     checkpoint: Path
     effect: dict[str, Any]
     seconds: float
+
+
+def device_problems(config: RunConfig) -> list[str]:
+    """What this machine cannot do of what the configuration asks for, one sentence each."""
+    from trainer.model.backends import backend_problem
+
+    gpu = torch.cuda.is_available()
+    found = []
+    if config.trainer.accelerator == "gpu" and not gpu:
+        found.append("trainer.accelerator: 'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
+    uses_gpu = gpu and config.trainer.accelerator != "cpu"
+    if uses_gpu and config.trainer.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
+        found.append(
+            "trainer.precision: 'bf16' is not supported by this GPU "
+            f"({torch.cuda.get_device_name()}); use 'fp32'."
+        )
+    if problem := backend_problem(config.model.attention_backend, "cuda" if uses_gpu else "cpu"):
+        found.append(problem)
+    return found
+
+
+def set_threads(config: RunConfig) -> None:
+    """Use ``trainer.threads`` CPU threads, or one a core, shared among the ranks of a machine."""
+    share = max((os.cpu_count() or 1) // current_ranks().local_size, 1)
+    torch.set_num_threads(config.trainer.threads or share)
 
 
 def train(

@@ -39,14 +39,9 @@ from trainer.runs.ranks import (
 )
 from trainer.runs.spread import spread_problems
 from trainer.training.callbacks.preemption import stopping_between_files
-from trainer.training.devices import (
-    device_problems,
-    open_device,
-    set_environment,
-    set_threads,
-)
+from trainer.training.gpus import open_gpus, set_environment
 from trainer.training.loggers import log_table
-from trainer.training.run import TrainedRun, train
+from trainer.training.run import TrainedRun, device_problems, set_threads, train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
 from trainer.workflows.training_text import open_corpus
@@ -82,7 +77,7 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
         places = on_rank_zero(lambda: open_corpus(config, ranks.world_size == 1).directories)
         corpus = open_everywhere(config, places)
         if ranks.is_rank_zero:
-            open_device(config, ranks)
+            open_gpus(config, ranks)
             say_epochs(config, corpus)
         runs = {
             name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])

@@ -1,4 +1,4 @@
-"""The device of a run: which one it is, and what is set for it before and while it trains."""
+"""Whether a run is on GPUs, and what is set for them before and while it trains."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Literal
 
 import torch
 
-from trainer.model.backends import backend_problem
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, current_ranks
+from trainer.runs.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -29,29 +28,6 @@ def device_type(config: RunConfig) -> Literal["cuda", "cpu"]:
     """
     gpu = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
     return "cuda" if gpu else "cpu"
-
-
-def device_problems(config: RunConfig) -> list[str]:
-    """What this machine cannot do of what the configuration asks for, one sentence each."""
-    device = device_type(config)
-    found = []
-    if config.trainer.accelerator == "gpu" and device == "cpu":
-        found.append("trainer.accelerator: 'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
-    half = config.trainer.precision == "bf16"
-    if device == "cuda" and half and not torch.cuda.is_bf16_supported(False):
-        found.append(
-            "trainer.precision: 'bf16' is not supported by this GPU "
-            f"({torch.cuda.get_device_name()}); use 'fp32'."
-        )
-    if problem := backend_problem(config.model.attention_backend, device):
-        found.append(problem)
-    return found
-
-
-def set_threads(config: RunConfig) -> None:
-    """Use ``trainer.threads`` CPU threads, or one a core, shared among the ranks of a machine."""
-    share = max((os.cpu_count() or 1) // current_ranks().local_size, 1)
-    torch.set_num_threads(config.trainer.threads or share)
 
 
 def set_environment(config: RunConfig) -> None:
@@ -80,7 +56,7 @@ def _value(names: tuple[str, ...]) -> str | None:
     return next((os.environ[name] for name in names if name in os.environ), None)
 
 
-def open_device(config: RunConfig, ranks: Ranks) -> None:
+def open_gpus(config: RunConfig, ranks: Ranks) -> None:
     """Say in the log what is set for the GPUs; make the directory of NCCL's flight recorder, which
     makes none."""
     if device_type(config) == "cpu":
@@ -111,4 +87,5 @@ def numerics(config: RunConfig) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic)
+        if config.trainer.deterministic:
+            torch.use_deterministic_algorithms(deterministic)

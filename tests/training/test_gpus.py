@@ -14,10 +14,10 @@ import torch
 
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
-from trainer.training.devices import (
+from trainer.training.gpus import (
     device_type,
     numerics,
-    open_device,
+    open_gpus,
     set_environment,
 )
 from trainer.training.run import make_trainer
@@ -73,7 +73,7 @@ def test_a_gpu_run_sets_the_allocator_and_records_its_collectives(gpu, tmp_path,
         "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight_recorder/rank_",
     }
     with caplog.at_level(logging.INFO):
-        open_device(config, Ranks(0, 32, 0, 8))
+        open_gpus(config, Ranks(0, 32, 0, 8))
     (said,) = caplog.messages
     for part in ("32 x NVIDIA A100", "TF32 on", "expandable_segments:True", "flight_recorder"):
         assert part in said
