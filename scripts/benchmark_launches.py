@@ -53,20 +53,29 @@ def launch_while(busy: Callable[[], bool], least: float) -> tuple[float, float, 
     """Launches until nothing is ``busy`` any more, and for ``least`` seconds.
 
     Returns:
-        Launches a second, the longest pause, and the share of the time that went in pauses of more
-        than a millisecond; pauses in seconds.
+        Launches a second; the share of the time in which this thread was blocked, neither computing
+        nor waiting for a core that others have; the longest pause in seconds.
     """
-    x, count, longest, lost = torch.zeros(1), 0, 0.0, 0.0
+    x, count, longest = torch.zeros(1), 0, 0.0
     began = last = time.perf_counter()
+    before = scheduled()
     while last - began < least or busy():
         for _ in range(20):
             x.add_(1)
         count += 20
         now = time.perf_counter()
         longest = max(longest, now - last)
-        lost += now - last if now - last > 1e-3 else 0.0
         last = now
-    return count / (last - began), longest, lost / (last - began)
+    took = last - began
+    return count / took, max(1 - (scheduled() - before) / took, 0.0), longest
+
+
+def scheduled() -> float:
+    """Seconds in which this thread has run, or would have if it had been given a core (Linux)."""
+    ran, waited, _ = (
+        Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+    )
+    return (int(ran) + int(waited)) / 1e9
 
 
 def measure(way: str, tensors: Tensors, seconds: float) -> tuple[float, float, float, float]:
@@ -102,20 +111,20 @@ def main() -> None:
         "beside it",
         "launches a second",
         "x nothing",
-        "pauses > 1 ms",
-        "longest",
+        "blocked",
+        "longest pause",
         "written in",
     )
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
     usual = median(rate for rate, *_ in found["nothing"])
     for way in WAYS:
-        rate, longest, lost, took = (median(values) for values in zip(*found[way], strict=True))
+        rate, blocked, longest, took = (median(values) for values in zip(*found[way], strict=True))
         table.add_row(
             way,
             f"{rate:,.0f}",
             f"{rate / usual:.2f}",
-            f"{lost:.1%}",
+            f"{blocked:.1%}",
             f"{longest * 1000:.0f} ms",
             f"{took:.1f} s" if took else "",
         )

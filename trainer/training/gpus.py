@@ -77,6 +77,7 @@ def numerics(config: RunConfig) -> Iterator[None]:
     """Within it, ``trainer.tf32`` and ``trainer.deterministic`` hold."""
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     try:
         # torch recommends torch.backends.cuda.matmul.fp32_precision, but Lightning reads this
         # older setting, and torch refuses to answer where the two are mixed.
@@ -84,8 +85,11 @@ def numerics(config: RunConfig) -> Iterator[None]:
             torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
         if config.trainer.deterministic:
             torch.use_deterministic_algorithms(True)
+            # All memory is written before it is read; to fill it first is an eighth of a step.
+            torch.utils.deterministic.fill_uninitialized_memory = False
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
         if config.trainer.deterministic:
             torch.use_deterministic_algorithms(deterministic)
+            torch.utils.deterministic.fill_uninitialized_memory = filled
