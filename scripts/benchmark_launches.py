@@ -112,6 +112,7 @@ def main() -> None:
         "launches a second",
         "x nothing",
         "blocked",
+        "a checkpoint",
         "longest pause",
         "written in",
     )
@@ -125,6 +126,7 @@ def main() -> None:
             f"{rate:,.0f}",
             f"{rate / usual:.2f}",
             f"{blocked:.1%}",
+            f"{blocked * took:.2f} s" if took else "",
             f"{longest * 1000:.0f} ms",
             f"{took:.1f} s" if took else "",
         )

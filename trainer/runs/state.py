@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.utils.serialization import config as serialization
 
 from trainer.errors import UserError
 from trainer.model.decoder import Decoder
@@ -124,12 +123,7 @@ def save(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> 
     Raises:
         CheckpointException, OSError: on every rank, where one of them cannot write.
     """
-    with (
-        warnings.catch_warnings(),
-        # torch computes a CRC-32 under the interpreter's lock, and the launches of kernels wait;
-        # the manifest's SHA-256 does more, and is computed without it.
-        serialization.patch("save.compute_crc32", False),
-    ):
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # known: alone
         dcp.save(
             tensors,
