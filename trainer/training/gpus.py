@@ -57,8 +57,7 @@ def _value(names: tuple[str, ...]) -> str | None:
 
 
 def open_gpus(config: RunConfig, ranks: Ranks) -> None:
-    """Say in the log what is set for the GPUs; make the directory of NCCL's flight recorder, which
-    makes none."""
+    """Say in the log what is set for the GPUs, and make the directory of NCCL's flight recorder."""
     if device_type(config) == "cpu":
         return
     said = [

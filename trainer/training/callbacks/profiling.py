@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainer.report.atomic import write_atomically
 from trainer.training.callbacks.steps import begins_step, ends_step
+
+log = logging.getLogger(__name__)
 
 ROWS = 40
 """Operators in the table."""
@@ -70,9 +73,11 @@ class Profiling(L.Callback):
     on_exception = on_train_end
 
     def _write(self, name: str, profiler: profile) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self.directory / f"{name}.json.gz"))
         gpu = ProfilerActivity.CUDA in profiler.activities
         by = "self_device_time_total" if gpu else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=by, row_limit=ROWS)
-        write_atomically(self.directory / f"{name}.txt", table)
+        try:
+            write_atomically(self.directory / f"{name}.txt", table)
+            profiler.export_chrome_trace(str(self.directory / f"{name}.json.gz"))
+        except OSError as error:  # a full disk, which stops no run
+            log.warning("The profile %s could not be written (%s)", name, error)
