@@ -50,8 +50,8 @@ def tiny_decoder():
             for parameter in decoder.parameters():
                 if parameter.dim() == 1:  # norms and biases: not 1 and 0, so that they matter
                     parameter.add_(0.3 * torch.randn_like(parameter))
-            scale = config.hidden_size**-0.5 if config.tie_word_embeddings else 10
-            decoder.head.mul_(scale)
+            if not config.tie_word_embeddings:
+                decoder.head.mul_(10)  # drawn with a tenth
         return decoder
 
     return build

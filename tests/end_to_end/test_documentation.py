@@ -46,6 +46,7 @@ SCRIPTS = {
     "scripts/benchmark_training.py": BENCHMARK,
     "scripts/benchmark_checkpoint.py": ["--model=nano", "--length=64", "--repeats=1"],
     "scripts/benchmark_generation.py": ["--quick"],
+    "scripts/benchmark_launches.py": ["--gigabytes=0.01", "--repeats=1"],
     "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
     "scripts/benchmark_perplexity.py": ["--lengths", "512"],
     "scripts/kill_runs.py": ["--kills=3", "--steps=60"],

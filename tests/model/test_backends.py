@@ -153,14 +153,27 @@ def fake_flash(monkeypatch):
     """
     calls = []
 
-    def flash_attn_func(q, k, v, *, causal=False, window_size=(-1, -1), alibi_slopes=None):
+    def flash_attn_func(q, k, v, *, causal, window_size, alibi_slopes, deterministic):
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         calls.append("dense")
         rows = zip(q, k, v, strict=True)
         return torch.stack([one(*row, causal, window_size, alibi_slopes) for row in rows])
 
     def flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, longest_q, longest_k, *, causal, window_size, alibi_slopes
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        longest_q,
+        longest_k,
+        *,
+        causal,
+        window_size,
+        alibi_slopes,
+        deterministic,
     ):
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         calls.append("packed")
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert cu_q[0] == 0

@@ -53,8 +53,18 @@ def test_fan_in_keeps_the_size_of_activations():
 def test_a_tied_head_is_the_embedding():
     model = decoder(initializer="fan_in")
     assert model.head is model.embed_tokens.weight
-    assert std(model, "embed_tokens") == pytest.approx(1, rel=0.03)
+    assert std(model, "embed_tokens") == pytest.approx(1 / math.sqrt(128), rel=0.03)
     assert decoder(tie_word_embeddings=False).head.shape == model.head.shape
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("initializer", ["normal", "fan_in"])
+def test_the_first_loss_is_that_of_guessing(initializer, tied):
+    model = decoder(initializer=initializer, tie_word_embeddings=tied)
+    ids = torch.randint(200, (4, 65), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = model.loss(ids[:, :-1], ids[:, 1:]).mean().item()
+    assert loss == pytest.approx(math.log(200), abs=0.6)
 
 
 @pytest.mark.parametrize("initializer", ["normal", "fan_in"])

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.program import run_ranks
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.errors import UserError
+from trainer.runs import checkpoint_files
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish
 from trainer.runs.checkpoints import (
     find_checkpoint,
@@ -24,6 +26,7 @@ from trainer.runs.checkpoints import (
     regular_checkpoints,
     step_name,
 )
+from trainer.runs.models import find_candidate
 from trainer.runs.state import SafeReader
 from trainer.training.callbacks import checkpointing
 
@@ -60,6 +63,70 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     assert said in caplog.text
     assert_same_state(checkpoint_of(hurt), checkpoint_of(whole))
     assert rows_of(hurt) == rows_of(whole)
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The files that were hashed; those that this process knows already count as unknown."""
+    found, original = [], checkpoint_files.checksum
+    monkeypatch.setattr(checkpoint_files, "_known", {})
+    monkeypatch.setattr(
+        checkpoint_files, "checksum", lambda path: found.append(path) or original(path)
+    )
+    return found
+
+
+def files_of(checkpoint):
+    return sorted(path for path in checkpoint.iterdir() if path.name != MANIFEST)
+
+
+def test_a_resume_hashes_each_file_of_the_newest_checkpoint_once(run, hashed):
+    config, _ = run()
+    checkpoint_files._known.clear()
+    hashed.clear()
+    run()
+    read_state(checkpoint_of(config))
+    assert sorted(hashed) == files_of(checkpoint_of(config))
+
+
+def test_what_this_process_wrote_is_read_without_hashing_it_again(run, hashed):
+    config, _ = run()
+    hashed.clear()
+    find_candidate(config.run_dir)
+    assert not hashed
+    flip(checkpoint_of(config) / ".metadata")
+    with pytest.raises(UserError, match=r"\.metadata has changed"):
+        find_candidate(config.run_dir)
+
+
+def test_a_file_that_cannot_be_read_is_damage(run, monkeypatch):
+    config, _ = run()
+
+    def broken(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(checkpoint_files, "_known", {})
+    monkeypatch.setattr(checkpoint_files, "checksum", broken)
+    assert "cannot be read (Input/output error)" in damage(checkpoint_of(config))
+
+
+def test_two_processes_share_the_files_and_agree_on_the_newest_sound_checkpoint(tmp_path):
+    """The second process alone reads the file that is damaged; both take the one before."""
+    for step in (3, 6):
+        partial = tmp_path / "checkpoints" / f".{step}.partial"
+        partial.mkdir(parents=True)
+        for size in range(1, 7):
+            (partial / f"__{size}_0.distcp").write_bytes(bytes(size))
+        publish(partial, partial.with_name(step_name(step)), digests(partial))
+    flip(tmp_path / "checkpoints" / step_name(6) / "__1_0.distcp")
+    script = Path(__file__).with_name("newest_of_two.py")
+    said = [rank.stdout.split("\n") for rank in run_ranks(2, script, tmp_path, cwd=tmp_path)]
+    # Largest first, one after the other.
+    assert said[0][:3] == [f"{step_name(6)}/__{i}_0.distcp" for i in (6, 4, 2)]
+    assert sorted(said[1][:3]) == [f"{step_name(6)}/__{i}_0.distcp" for i in (1, 3, 5)]
+    for rank in said:
+        assert len(rank) == 3 + 3 + 2
+        assert rank[-2] == step_name(3)
 
 
 def test_when_all_are_damaged_the_run_does_not_start_again_in_silence(run):

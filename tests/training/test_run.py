@@ -12,11 +12,13 @@ from tests.small_runs import decoder_of
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
 from trainer.recalibration.gain import match_gains
+from trainer.runs import state
 from trainer.runs.checkpoints import BEFORE_DROP, read_state, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import TIMES, read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.state import load, read_metadata
+from trainer.training import strategy
 from trainer.training.module import LanguageModule
 from trainer.training.run import effect_batch, train
 
@@ -85,6 +87,27 @@ def test_resumed_run_is_bitwise_the_uninterrupted_run(run, tmp_path, variant):
             ]
             assert_same_state(*before)
             assert read_state(before[0])["certificate"] == read_state(before[1])["certificate"]
+
+
+def test_a_resume_draws_no_weights(run, tmp_path, monkeypatch):
+    """They come from the checkpoint, and one that lacks a parameter is refused."""
+    whole, _ = run("whole")
+    target = tmp_path / "at9" / "checkpoints" / step_name(9)
+    shutil.copytree(checkpoint_of(whole, 9), target)
+    shutil.copy(Path(whole.run_dir) / "metrics.csv", tmp_path / "at9")
+    monkeypatch.setattr(strategy, "initial_value", pytest.fail)
+    resumed, _ = run("at9")
+    assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
+    monkeypatch.setattr(state, "read_metadata", without_norm)
+    shutil.rmtree(checkpoint_of(resumed))
+    with pytest.raises(UserError, match=r"'step-000009' has no parameter 'norm\.weight'"):
+        run("at9")
+
+
+def without_norm(path):
+    return {
+        name: about for name, about in read_metadata(path).items() if name != "model.norm.weight"
+    }
 
 
 def test_drop_is_recorded_everywhere(run):

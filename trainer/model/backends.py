@@ -113,7 +113,12 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     window = (-1, -1) if mask.window is None else (mask.window - 1, 0)
-    options = {"causal": True, "window_size": window, "alibi_slopes": mask.slopes}
+    options = {
+        "causal": True,
+        "window_size": window,
+        "alibi_slopes": mask.slopes,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),  # of its backward
+    }
     if mask.documents is None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return flash_attn_func(q, k, v, **options).transpose(1, 2)

@@ -27,8 +27,9 @@ class ModelConfig:
     ``vocab_size``: null takes the tokenizer's. ``head_dim``: null takes hidden_size /
     num_attention_heads. ``qkv_bias``: bias on the query, key and value projections (Qwen2).
     ``initializer``: ``normal`` draws every matrix with std ``initializer_range``; ``fan_in`` with
-    std 1 / sqrt(fan-in), embeddings with 1 and an untied head with a tenth of its fan-in value.
-    Both divide the matrices that write to the residual stream by sqrt(2 * num_hidden_layers).
+    std 1 / sqrt(fan-in), untied embeddings with 1 and their head with a tenth of its fan-in value,
+    tied ones as the head that they are, with 1 / sqrt(hidden_size). Both divide the matrices that
+    write to the residual stream by sqrt(2 * num_hidden_layers).
     ``from_pretrained``: a directory, hub id or .gguf file whose weights the run begins with; shape,
     positions and tokenizer are then theirs, and of this group only ``attention_backend`` and a
     ``qk_norm`` that comes on at the drop count.

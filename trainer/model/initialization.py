@@ -28,9 +28,12 @@ def _std(config: ModelConfig, name: str, shape: torch.Size) -> float:
     module = name.removesuffix(".weight")
     if config.initializer == "normal":
         std = config.initializer_range
-    elif module == "embed_tokens":
+    elif module == "embed_tokens" and not config.tie_word_embeddings:
         std = 1.0
     else:
+        # Tied embeddings too, as the head needs them: PaLM (Chowdhery et al. 2022, section 5) draws
+        # them with 1 and divides the logits by sqrt(hidden_size), which Llama's shape has no place
+        # for. What they are as inputs matters less, since every block normalises what it reads.
         std = shape[1] ** -0.5
         if module == "lm_head":
             std *= 0.1

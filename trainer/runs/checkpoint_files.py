@@ -10,16 +10,31 @@ import hashlib
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from trainer.runs.ranks import all_gather, on_rank_zero
+
 MANIFEST = "manifest.json"
+MOST_THREADS = 8
+"""Files that one process hashes at once; hashing releases the interpreter's lock."""
+_known: dict[tuple[str | int, ...], str] = {}
+"""Checksums of files by :func:`_identity`: what this process has hashed, or written, once."""
 
 
 def checksum(path: Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _identity(path: Path) -> tuple[str | int, ...]:
+    """What a file keeps when its directory is renamed, and loses when its content changes."""
+    about = path.stat()
+    return path.name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def digests(directory: Path, pattern: str = "*") -> dict[str, list[int | str]]:
@@ -41,6 +56,8 @@ def publish(partial: Path, final: Path, files: dict[str, list[int | str]]) -> No
         shutil.rmtree(replaced)
     partial.rename(final)
     synchronise(final.parent)
+    # All ranks hashed what they had just written: the report need not read it again.
+    _remember(final, [(name, str(digest)) for name, (_, digest) in files.items()])
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -61,17 +78,65 @@ def synchronise(directory: Path) -> None:
 
 
 def damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None."""
+    """What is wrong with a checkpoint's files, or None; no file is hashed twice in a process."""
+    wrong, files = _to_hash(directory)
+    return wrong or _difference(directory, files)
+
+
+def damage_together(directory: Path) -> str | None:
+    """As :func:`damage`, by all ranks together: each hashes its share, and all know the outcome."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    wrong, files = on_rank_zero(lambda: _to_hash(directory))
+    if wrong is not None or not files:
+        return wrong
+    found = _difference(directory, files[rank::ranks])
+    if found is not None and ranks > 1:
+        found += f", on {os.uname().nodename}"
+    wrong = next(filter(None, all_gather(found)), None)
+    if wrong is None and rank == 0:
+        _remember(directory, files)
+    return wrong
+
+
+def _to_hash(directory: Path) -> tuple[str | None, list[tuple[str, str]]]:
+    """What is seen to be wrong without reading the files, or None; and those that must be read,
+    with the checksums they should have: the largest first, so that ranks get equal shares."""
     try:
         expected = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return f"{MANIFEST} is missing"
+        return f"{MANIFEST} is missing", []
     except (ValueError, RecursionError):
-        return f"{MANIFEST} is not JSON"
+        return f"{MANIFEST} is not JSON", []
     if not _is_manifest(expected):
-        return f"{MANIFEST} is no list of files with sizes and checksums"
-    wrong = (_difference(directory, name, *about) for name, about in expected.items())
-    return next(filter(None, wrong), None)
+        return f"{MANIFEST} is no list of files with sizes and checksums", []
+    for name, (size, _) in expected.items():
+        if (wrong := _visible_difference(directory, name, size)) is not None:
+            return wrong, []
+    by_size = sorted(expected, key=lambda name: expected[name][0], reverse=True)
+    files = [(name, expected[name][1]) for name in by_size]
+    return None, [(n, d) for n, d in files if _known.get(_identity(directory / n)) != d]
+
+
+def _difference(directory: Path, files: list[tuple[str, str]]) -> str | None:
+    """The first of ``files`` whose content is not what its checksum says, or None."""
+
+    def look(file: tuple[str, str]) -> str | None:
+        name, digest = file
+        try:
+            before = _identity(directory / name)
+            if checksum(directory / name) != digest:
+                return f"{name} has changed (its checksum differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror or error})"
+        _known[before] = digest
+        return None
+
+    with ThreadPoolExecutor(MOST_THREADS) as pool:
+        return next(filter(None, pool.map(look, files)), None)
+
+
+def _remember(directory: Path, files: list[tuple[str, str]]) -> None:
+    _known.update({_identity(directory / name): digest for name, digest in files})
 
 
 def _is_manifest(value: Any) -> bool:
@@ -84,8 +149,8 @@ def _is_manifest(value: Any) -> bool:
     )
 
 
-def _difference(directory: Path, name: str, size: int, digest: str) -> str | None:
-    """How a file differs from its entry in the manifest, or None."""
+def _visible_difference(directory: Path, name: str, size: int) -> str | None:
+    """How a file differs from its entry in the manifest without being read, or None."""
     path = directory / name
     if name != path.name or name in ("", ".."):
         return f"{MANIFEST} names a file elsewhere ({name})"
@@ -93,4 +158,4 @@ def _difference(directory: Path, name: str, size: int, digest: str) -> str | Non
         return f"{name} is missing"
     if path.stat().st_size != size:
         return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    return None if checksum(path) == digest else f"{name} has changed (its checksum differs)"
+    return None

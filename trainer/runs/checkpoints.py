@@ -28,9 +28,10 @@ from trainer.formats import FIRST, check_format
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.runs.checkpoint_files import MANIFEST, damage
+from trainer.runs.checkpoint_files import MANIFEST, damage, damage_together
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.mark import check_mark
+from trainer.runs.ranks import on_rank_zero
 from trainer.runs.state import check_shapes, load, read_metadata
 
 log = logging.getLogger(__name__)
@@ -86,12 +87,14 @@ def regular_checkpoints(directory: Path) -> list[Path]:
 def newest_sound_checkpoint(run_dir: Path) -> Path | None:
     """The last regular checkpoint of a run whose files match its manifest, or None.
 
+    All ranks look together, and find the same.
+
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
-    found = regular_checkpoints(run_dir / "checkpoints")
+    found = on_rank_zero(lambda: regular_checkpoints(run_dir / "checkpoints"))
     for path in reversed(found):
-        if (wrong := damage(path)) is None:
+        if (wrong := damage_together(path)) is None:
             return path
         log.warning("Checkpoint %s is damaged (%s); trying the one before it", path.name, wrong)
     if found:

@@ -52,13 +52,21 @@ class OptimizerConfig:
         return found
 
 
+COUNTS = (
+    "max_steps", "max_tokens", "batch_size", "micro_batch_size", "threads", "log_every",
+    "checkpoint_every", "keep_checkpoints", "keep_every", "rewind_after", "gc_every",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TrainerConfig:
     """Length, batch, precision and rhythm of a run.
 
     ``max_tokens``: length in tokens instead of steps. ``batch_size``: sequences an optimizer step,
     on all ranks; ``micro_batch_size``: sequences a forward pass of one rank (null: all it has).
-    ``precision``: ``bf16`` computes in bfloat16 and keeps float32 weights. ``threads``: CPU threads
+    ``precision``: ``bf16`` computes in bfloat16 and keeps float32 weights. ``tf32``: GPUs multiply
+    float32 matrices in TF32. ``deterministic``: the same bits every time, by slower GPU kernels.
+    ``accelerator``: ``auto`` is GPUs where torch sees them, else the CPU. ``threads``: CPU threads
     (null: one for each core it may use). ``log_every``, ``checkpoint_every``: steps;
     ``checkpoint_minutes``: so long after a checkpoint there is another (null: by steps only).
     ``keep_checkpoints``: how many of the regular ones stay, the last ones; of ``keep_every`` steps
@@ -68,6 +76,8 @@ class TrainerConfig:
     ``step_timeout``: seconds after which a step counts as stuck, and the process ends with its
     stacks (null: never). ``rewind_after``: so many updates in a row without a finite gradient, and
     the run goes back to its last checkpoint and leaves out the samples since (null: never).
+    ``gc_every``: steps between collections of Python's garbage, the same on all ranks (null:
+    Python's own). ``profile_steps``: the first and last to profile.
     """
 
     max_steps: int = 1000
@@ -75,6 +85,8 @@ class TrainerConfig:
     batch_size: int = 32
     micro_batch_size: int | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
+    tf32: bool = True
+    deterministic: bool = False
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     threads: int | None = None
     gradient_clip: float = 1.0
@@ -90,23 +102,14 @@ class TrainerConfig:
     max_time: str | None = None
     step_timeout: float | None = 1800.0
     rewind_after: int | None = None
+    gc_every: int | None = 1000
+    profile_steps: list[int] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
         found = [
             f"trainer.{key}: expected 1 or more, got {value}."
-            for key in (
-                "max_steps",
-                "max_tokens",
-                "batch_size",
-                "micro_batch_size",
-                "threads",
-                "log_every",
-                "checkpoint_every",
-                "keep_checkpoints",
-                "keep_every",
-                "rewind_after",
-            )
+            for key in COUNTS
             if (value := getattr(self, key)) is not None and value < 1
         ]
         if self.gradient_clip < 0 or self.z_loss < 0:
@@ -122,6 +125,12 @@ class TrainerConfig:
             found.append(
                 "trainer.max_time: expected hours:minutes:seconds such as 23:50:00, got "
                 f"{self.max_time!r}."
+            )
+        steps = self.profile_steps
+        if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= self.max_steps):
+            found.append(
+                f"trainer.profile_steps: expected the first and the last of steps 1 to "
+                f"{self.max_steps}, such as [10, 13], got {steps}."
             )
         if not found and self.batch_size % (self.micro_batch_size or self.batch_size):
             found.append(

@@ -21,6 +21,7 @@ _OWN = re.compile(
     | (config\.yaml|metrics\.csv)\.partial
     | (.*/)?\.[^/]+\.\d+\.tmp
     | {_TABLE} | figures/{_PICTURE}
+    | profile/steps-\d+-\d+-rank-\d+\.(json\.gz|txt) | flight_recorder/rank_\d+
     | checkpoints/({_CHECKPOINT})/{_SAVED}
     | (evaluation|lengths/[^/]+)/{_EVALUATION}
     | analysis/[^/]+/(report\.html|{_PICTURE}|figures/{_PICTURE})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -75,13 +75,22 @@ def _first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
+def device_type(config: RunConfig) -> Literal["cuda", "cpu"]:
+    """Where the run computes: on GPUs where torch sees them, unless it may not, else on the CPU.
+
+    Never on Apple's, which have no float64.
+    """
+    gpu = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
+    return "cuda" if gpu else "cpu"
+
+
 def device_of(config: RunConfig, ranks: Ranks) -> torch.device:
     """Where this process computes.
 
     Raises:
         UserError: there are fewer GPUs than processes.
     """
-    if not torch.cuda.is_available() or config.trainer.accelerator == "cpu":
+    if device_type(config) == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
 

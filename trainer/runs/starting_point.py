@@ -13,6 +13,7 @@ from trainer.data.certificate import as_text
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples, first_sample
 from trainer.errors import UserError
+from trainer.runs.checkpoint_files import damage_together
 from trainer.runs.checkpoints import (
     newest_sound_checkpoint,
     read_state,
@@ -23,6 +24,7 @@ from trainer.runs.checkpoints import (
 )
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import continue_metrics
+from trainer.runs.ranks import on_rank_zero
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +45,28 @@ class Start:
 def starting_point(config: RunConfig, branch: Path | None) -> Start:
     """The newest sound checkpoint, the branch, or nothing; the metrics file is cut to fit.
 
+    All ranks call it: each reads a share of the files, and all begin at the same place.
+
     Raises:
         UserError: all checkpoints are damaged, or the branch's.
     """
     run_dir = Path(config.run_dir)
-    directory = run_dir / "checkpoints"
+    on_rank_zero(lambda: _tidy(run_dir / "checkpoints"))
+    found = newest_sound_checkpoint(run_dir)
+    if found is None and branch is not None:
+        damage_together(branch)  # what is sound is remembered, and not read again
+    return on_rank_zero(lambda: _begin(run_dir, found, branch))
+
+
+def _tidy(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(directory)
-    found = newest_sound_checkpoint(run_dir)
+
+
+def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
     if found is not None:
-        set_aside([p for p in regular_checkpoints(directory) if step_of(p) > step_of(found)])
+        later = regular_checkpoints(run_dir / "checkpoints")
+        set_aside([p for p in later if step_of(p) > step_of(found)])
     elif branch is not None and not branch.is_dir():
         raise UserError(f"controls: {str(branch)!r}, where this run branches off, was not written.")
     start = found or branch
@@ -70,13 +84,17 @@ def starting_point(config: RunConfig, branch: Path | None) -> Start:
 def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[int]]:
     """Set aside the checkpoints since a run diverged; returns the samples to skip on resuming.
 
+    All ranks call it.
+
     Returns:
         Pairs (step, number of samples) for the steps from there on.
     """
     directory = Path(config.run_dir) / "checkpoints"
-    set_aside([p for p in regular_checkpoints(directory) if step_of(p) > first_bad])
+    on_rank_zero(
+        lambda: set_aside([p for p in regular_checkpoints(directory) if step_of(p) > first_bad])
+    )
     found = newest_sound_checkpoint(Path(config.run_dir))
-    state = read_state(found) if found is not None else {}
+    state = on_rank_zero(lambda: read_state(found)) if found is not None else {}
     step = state.get("step", 0)
     lost = (broken_at - step) * config.trainer.batch_size
     log.warning("Going back to step %d; %d samples are left out", step, lost)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from trainer.data.dataset import Batch, CountingSampler, TrainingSamples
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks
+from trainer.runs.ranks import Ranks, device_type
 
 
 class TrainingData(L.LightningDataModule):
@@ -46,7 +46,7 @@ class TrainingData(L.LightningDataModule):
             batch_sampler=sampler,
             collate_fn=_as_is,
             num_workers=workers,
-            pin_memory=torch.cuda.is_available() and run.accelerator != "cpu",
+            pin_memory=device_type(self.config) == "cuda",
             persistent_workers=workers > 0,
             worker_init_fn=_ignore_signals,
             # Its own, or making it would draw from the generator whose state a resume restores.

@@ -1,28 +1,38 @@
-"""What a run computes on."""
+"""What a run computes on, and what is set for it before and while it trains."""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
 
+from trainer.model.backend_choice import backend_problem
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import share_of_cores
+from trainer.runs.ranks import Ranks, device_type, share_of_cores
+
+log = logging.getLogger(__name__)
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+"""Variables that torch reads, by its present and its older names."""
 
 
 def device_problems(config: RunConfig) -> list[str]:
     """What this machine cannot do of what the configuration asks for, one sentence each."""
-    from trainer.model.backend_choice import backend_problem
-
-    gpu = torch.cuda.is_available()
-    found = []
-    if config.trainer.accelerator == "gpu" and not gpu:
+    device, found = device_type(config), []
+    if config.trainer.accelerator == "gpu" and device == "cpu":
         found.append("trainer.accelerator: 'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
-    uses_gpu = gpu and config.trainer.accelerator != "cpu"
-    if uses_gpu and config.trainer.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
+    half = config.trainer.precision == "bf16"
+    if device == "cuda" and half and not torch.cuda.is_bf16_supported(False):
         found.append(
             "trainer.precision: 'bf16' is not supported by this GPU "
             f"({torch.cuda.get_device_name()}); use 'fp32'."
         )
-    if problem := backend_problem(config.model.attention_backend, "cuda" if uses_gpu else "cpu"):
+    if problem := backend_problem(config.model.attention_backend, device):
         found.append(problem)
     return found
 
@@ -31,3 +41,67 @@ def set_threads(config: RunConfig) -> None:
     """Use ``trainer.threads`` CPU threads, or one for every core of this process's share of the
     machine; all ranks call it together."""
     torch.set_num_threads(config.trainer.threads or share_of_cores())
+
+
+def set_environment(config: RunConfig) -> None:
+    """Set what torch, cuBLAS and NCCL read once, when a GPU or a process group is first used.
+
+    What the user has set stays.
+    """
+    if device_type(config) == "cpu":
+        return
+    _set("expandable_segments:True", *ALLOCATOR)
+    if config.trainer.deterministic:
+        _set(":4096:8", "CUBLAS_WORKSPACE_CONFIG")
+    if config.strategy.name != "single":
+        _set("2000", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+        _set("1", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+        _set(f"{Path(config.run_dir).absolute()}/flight_recorder/rank_", *RECORD_FILE)
+
+
+def _set(value: str, *names: str) -> None:
+    """Set the first of an environment variable's names, unless any of them is set."""
+    if not any(name in os.environ for name in names):
+        os.environ[names[0]] = value
+
+
+def _value(names: tuple[str, ...]) -> str | None:
+    return next((os.environ[name] for name in names if name in os.environ), None)
+
+
+def open_gpus(config: RunConfig, ranks: Ranks) -> None:
+    """Say in the log what is set for the GPUs, and make the directory of NCCL's flight recorder."""
+    if device_type(config) == "cpu":
+        return
+    said = [
+        f"{ranks.world_size} x {torch.cuda.get_device_name()}",
+        f"TF32 {'on' if config.trainer.tf32 else 'off'}",
+        f"{ALLOCATOR[0]}={_value(ALLOCATOR)}",
+    ]
+    if config.strategy.name != "single" and (files := _value(RECORD_FILE)):
+        Path(files).parent.mkdir(parents=True, exist_ok=True)
+        said.append(f"NCCL's flight recorder writes to {files}*")
+    log.info("%s", ", ".join(said))
+
+
+@contextmanager
+def numerics(config: RunConfig) -> Iterator[None]:
+    """Within it, ``trainer.tf32`` and ``trainer.deterministic`` hold."""
+    precision = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        # torch recommends torch.backends.cuda.matmul.fp32_precision, but Lightning reads this
+        # older setting, and torch refuses to answer where the two are mixed.
+        if device_type(config) == "cuda":
+            torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
+        if config.trainer.deterministic:
+            torch.use_deterministic_algorithms(True)
+            # All memory is written before it is read; to fill it first is an eighth of a step.
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        if config.trainer.deterministic:
+            torch.use_deterministic_algorithms(deterministic)
+            torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -52,7 +52,10 @@ def make_decoder(
 
 
 class LanguageModule(L.LightningModule):
-    """Trains a :class:`Decoder`; knows schedules and phases, and nothing of data or drops."""
+    """Trains a :class:`Decoder`; knows schedules and phases, and nothing of data or drops.
+
+    ``resumes``: its weights will be those of a checkpoint, so that none are drawn.
+    """
 
     def __init__(
         self,
@@ -60,10 +63,11 @@ class LanguageModule(L.LightningModule):
         model: Decoder,
         ranks: Ranks,
         pretrained: Pretrained | None = None,
+        resumes: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
-        self.pretrained = pretrained
+        self.pretrained, self.resumes = pretrained, resumes
         self.model = model
         self.ranks = ranks
         self.phases = phases_of(config)
@@ -77,7 +81,8 @@ class LanguageModule(L.LightningModule):
         than once."""
         if self.model.norm.weight.is_meta:
             device = self.trainer.strategy.root_device
-            parallelize(self.model, self.config, self.ranks, device, self.pretrained)
+            drawn = not self.resumes
+            parallelize(self.model, self.config, self.ranks, device, self.pretrained, drawn)
             memory = None
             if device.type == "cuda":
                 memory = torch.cuda.get_device_properties(device).total_memory

@@ -37,7 +37,7 @@ from trainer.runs.checkpoints import (
     step_name,
 )
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import Ranks, current_ranks, device_of, on_rank_zero
+from trainer.runs.ranks import Ranks, current_ranks, device_of, device_type, on_rank_zero
 from trainer.runs.starting_point import (
     NUMERICS,
     Start,
@@ -49,15 +49,18 @@ from trainer.runs.starting_point import (
 )
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.drop import Drop
+from trainer.training.callbacks.garbage import GarbageCollection
 from trainer.training.callbacks.lengths import Lengths
 from trainer.training.callbacks.limits import Limits
 from trainer.training.callbacks.metrics import Metrics
 from trainer.training.callbacks.preemption import Preemption
 from trainer.training.callbacks.probe import Probe
+from trainer.training.callbacks.profiling import Profiling
 from trainer.training.callbacks.resume import Resume
 from trainer.training.callbacks.stability import Rewind, Watchdog
 from trainer.training.callbacks.timed_checkpoints import TimedCheckpoints
 from trainer.training.data_module import TrainingData
+from trainer.training.devices import numerics
 from trainer.training.lightning_internals import disable_sigterm_broadcast
 from trainer.training.loggers import close, other_loggers
 from trainer.training.metrics_logger import MetricsFile
@@ -107,13 +110,14 @@ def train(
     began, skips = time.perf_counter(), None
     own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
     for _ in range(MAX_REWINDS):
-        start = on_rank_zero(lambda: starting_point(config, branch))
-        effect, broken = _fit(config, corpus, start, skips, own, callbacks)
+        start = starting_point(config, branch)
+        with numerics(config):
+            effect, broken = _fit(config, corpus, start, skips, own, callbacks)
         if broken is None:
             name = step_name(config.trainer.max_steps)
             path = Path(config.run_dir) / "checkpoints" / name
             return TrainedRun(path, effect, time.perf_counter() - began)
-        skips = on_rank_zero(partial(rewind_run, config, *broken))
+        skips = rewind_run(config, *broken)
         own = make_callbacks(config.callbacks)
     raise UserError(
         f"trainer.rewind_after: the run went back {MAX_REWINDS} times and diverges again; lower "
@@ -142,7 +146,7 @@ def _fit(
         model.layout = Layout.from_dict(start.state["layout"])
     skips = start.state.get("skips", []) if skips is None else skips
     samples = TrainingSamples(corpus, config.data, config.seed)
-    module = LanguageModule(config, model, ranks, pretrained)
+    module = LanguageModule(config, model, ranks, pretrained, start.checkpoint is not None)
     title = f"Training {config.label or config.name}"
     with Progress(
         title, config.trainer.max_steps, config.tokens_per_step, silent=not ranks.is_rank_zero
@@ -172,16 +176,11 @@ def _fit(
 
         checkpointing = Checkpointing(config, run_dir / "checkpoints", run_state)
         drop = Drop(config, effect_batch(config, corpus), checkpointing.before_drop, metrics.add)
-        monitors: list[L.Callback] = []
-        if config.monitor.lengths_every is not None:
-            monitors.append(Lengths(config, corpus, ranks, drop, metrics.add))
-        if config.monitor.probe_every is not None:
-            monitors.append(Probe(config, corpus, drop, metrics.add))
+        monitors = _monitors(config, corpus, ranks, drop, metrics)
         with_state = metrics, drop, *monitors
         resume = Resume(start.checkpoint, start.state, with_state, own)
         preemption = Preemption(config, checkpointing, began=time.time())
         rewind = Rewind(config)
-        watchdog = Watchdog(config, run_dir, ranks.is_rank_zero)
         trainer = make_trainer(
             config,
             ranks,
@@ -197,8 +196,7 @@ def _fit(
                 TimedCheckpoints(config, ranks, checkpointing),
                 rewind,
                 preemption,
-                watchdog,
-                Limits(config),
+                *_around(config, ranks),
                 *callbacks,
             ],
         )
@@ -208,9 +206,10 @@ def _fit(
             documents=config.data.document_mask,
             half=config.trainer.precision == "bf16",
         )
-        count = f"{sum(p.numel() for p in model.parameters()):,}"
-        log.info("%s: %s parameters, attention backend %s (%s)", title, count, *backend)
-        if start.step < config.trainer.max_steps:
+        count = sum(p.numel() for p in model.parameters())
+        log.info("%s: %s parameters, attention backend %s (%s)", title, f"{count:,}", *backend)
+        to_train = start.step < config.trainer.max_steps
+        if to_train:
             trainer.fit(module, datamodule=TrainingData(samples, config, ranks, start.step, skips))
             certificate = module.certificate.state()["samples"]
             log.info("%s: what was read has the certificate %s", title, certificate)
@@ -221,7 +220,6 @@ def _fit(
             raise PreemptedError(
                 f"Stopped after step {trainer.global_step} ({preemption.reason}), checkpoint saved."
             )
-        to_train = start.step < config.trainer.max_steps
         if to_train and trainer.global_step < config.trainer.max_steps and not rewind.broken:
             raise UserError(
                 f"callbacks: one of them stopped the run after step {trainer.global_step} of "
@@ -229,6 +227,31 @@ def _fit(
                 "newest checkpoint."
             )
     return drop.effect, rewind.broken
+
+
+def _monitors(
+    config: RunConfig, corpus: Corpus, ranks: Ranks, drop: Drop, metrics: Metrics
+) -> list[L.Callback]:
+    """What measures the model while it trains."""
+    found: list[L.Callback] = []
+    if config.monitor.lengths_every is not None:
+        found.append(Lengths(config, corpus, ranks, drop, metrics.add))
+    if config.monitor.probe_every is not None:
+        found.append(Probe(config, corpus, drop, metrics.add))
+    return found
+
+
+def _around(config: RunConfig, ranks: Ranks) -> list[L.Callback]:
+    """What looks after the process."""
+    found: list[L.Callback] = [
+        Watchdog(config, Path(config.run_dir), ranks.is_rank_zero),
+        Limits(config),
+        GarbageCollection(config.trainer.gc_every),
+    ]
+    if config.trainer.profile_steps:
+        first, last = config.trainer.profile_steps
+        found.append(Profiling(first, last, Path(config.run_dir) / "profile", ranks.rank))
+    return found
 
 
 def effect_batch(config: RunConfig, corpus: Corpus) -> Batch:
@@ -254,7 +277,7 @@ def make_trainer(
         strategy.parallel_devices = [device_of(config, ranks)] * ranks.local_size
     trainer = L.Trainer(
         max_steps=run.max_steps,
-        accelerator=run.accelerator,
+        accelerator=device_type(config),
         devices=1,
         num_nodes=ranks.nodes,
         strategy=strategy,

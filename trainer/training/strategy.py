@@ -64,9 +64,10 @@ def parallelize(
     ranks: Ranks,
     device: torch.device,
     pretrained: Pretrained | None = None,
+    draw: bool = True,
 ) -> None:
     """Prepare a decoder made on the meta device, and put its weights where they belong: those of
-    ``pretrained``, or freshly drawn ones."""
+    ``pretrained``, or freshly drawn ones; without ``draw`` none yet, but the place for them."""
     for block in model.layers:
         checkpoint_activations(block, config.strategy.activation_checkpointing)
         if config.trainer.compile:
@@ -78,7 +79,8 @@ def parallelize(
     model.to_empty(device=home)
     half = config.trainer.precision == "bf16"
     model.choose_products(device.type, torch.bfloat16 if half else None)
-    draw_weights(model, config.seed, pretrained)
+    if draw:
+        draw_weights(model, config.seed, pretrained)
 
 
 def device_mesh(config: StrategyConfig, ranks: Ranks, device: torch.device) -> DeviceMesh:

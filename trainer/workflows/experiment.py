@@ -40,7 +40,12 @@ from trainer.runs.ranks import (
 from trainer.runs.run_lock import RunLock
 from trainer.runs.spread import spread_problems
 from trainer.training.callbacks.preemption import stopping_between_files
-from trainer.training.devices import device_problems, set_threads
+from trainer.training.devices import (
+    device_problems,
+    open_gpus,
+    set_environment,
+    set_threads,
+)
 from trainer.training.loggers import log_table
 from trainer.training.run import TrainedRun, train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
@@ -74,6 +79,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
     configs = {"main": config} | {
         name: control_config(plain(config), name) for name in config.controls
     }
+    set_environment(config)
     ranks = init_distributed(config)
     try:
         set_threads(config)
@@ -85,6 +91,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         places = on_rank_zero(lambda: open_corpus(config, ranks.world_size == 1).directories)
         corpus = open_everywhere(config, places)
         if ranks.is_rank_zero:
+            open_gpus(config, ranks)
             say_epochs(config, corpus)
         runs = {
             name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])

@@ -1,0 +1,44 @@
+"""Python's cycle collector, run at the same steps on all ranks."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import lightning as L
+
+from trainer.training.callbacks.steps import ends_step
+
+
+class GarbageCollection(L.Callback):
+    """Collects every ``every`` steps and never in between (None: whenever Python likes).
+
+    A collection stops a rank for a moment, and in a collective all others wait for it: left to
+    themselves, some rank collects in nearly every step. What is there when training begins is not
+    looked at again, so that a collection is quick.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every = every
+
+    def on_train_start(self, *_: Any) -> None:
+        """Collect, and turn the automatic collector off."""
+        if self.every is not None:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        """Collect where it is due."""
+        if self.every and ends_step(trainer, index) and trainer.global_step % self.every == 0:
+            gc.collect()
+
+    def on_train_end(self, *_: Any) -> None:
+        """Turn the automatic collector on again."""
+        if self.every is not None:
+            gc.unfreeze()
+            gc.enable()
+
+    on_exception = on_train_end
