@@ -1,0 +1,298 @@
+#!/usr/bin/env python
+"""What a training step would do on GPUs, counted without one.
+
+    python scripts/rehearse.py launches        operators and traffic of a micro-batch
+    python scripts/rehearse.py collectives     what a rank of many sends in a step
+
+Tensors are fake: they have shapes and types and no values, so models of any size fit. Operators
+are those of an uncompiled step; views and empty tensors are none. Traffic is the size of what each
+reads and writes. transformers' Llama stands beside ours, with its loss as it is, in weights of
+bfloat16 (as FSDP2 gathers them) and of float32 (ours casts in its products, theirs runs under
+autocast).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.model import loss
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.config import PositionalConfig, build_layout
+from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.ranks import Ranks
+from trainer.training import strategy as strategies
+from trainer.training.module import LanguageModule, make_decoder
+
+Rows = Iterator[tuple[str, ...]]
+"""A header, and the rows below it."""
+
+NO_LAUNCH = ("empty", "detach", "device", "lift_fresh", "_unsafe_view", "alias")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and the micro-batch ``[rows, length]`` of a GPU."""
+
+    model: ModelConfig
+    rows: int
+    length: int
+
+
+SHAPES = {
+    "SmolLM-360M": Shape(ModelConfig(960, 2560, 32, 15, 5, None, 49_152), 16, 2_048),
+    "Llama-2-7B": Shape(
+        ModelConfig(4_096, 11_008, 32, 32, 32, None, 32_000, tie_word_embeddings=False), 4, 4_096
+    ),
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that compute, and the bytes that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+        self.traffic: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator and count it."""
+        out = operator(*args, **(kwargs or {}))
+        name = operator.name().partition("::")[2].partition(".")[0]
+        if operator.is_view or any(part in name for part in NO_LAUNCH):
+            return out
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        self.operators[name] += 1
+        self.traffic[name] += sum(x.numel() * x.itemsize for x in tensors)
+        return out
+
+
+@contextmanager
+def pretended(weights: torch.dtype) -> Iterator[None]:
+    """Within it tensors are fake, new weights of this type, and the loss goes in a GPU's chunks."""
+    usual = loss.CHUNKS["cpu"]
+    loss.CHUNKS["cpu"] = loss.CHUNKS["cuda"]
+    torch.set_default_dtype(weights)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        loss.CHUNKS["cpu"] = usual
+
+
+def ours(shape: Shape, weights: torch.dtype, chunks: loss.Chunks | None = None) -> Launches:
+    """Forward and backward of our decoder; ``chunks``: of the loss, None: a GPU's."""
+    with pretended(weights):
+        if chunks is not None:
+            loss.CHUNKS["cpu"] = chunks
+        c = shape.model
+        layout = build_layout(
+            PositionalConfig(),
+            num_layers=c.num_hidden_layers,
+            num_key_value_heads=c.num_key_value_heads,
+            head_dim=c.head_size,
+            training_length=shape.length,
+        )
+        model = Decoder(c, layout)
+        model.choose_products("cpu", torch.bfloat16)
+        return _counted(shape, lambda ids: model.loss(ids, ids))
+
+
+def theirs(shape: Shape, weights: torch.dtype) -> Launches:
+    """The same of transformers' Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = shape.model
+    config = LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_hidden_layers,
+        num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=c.num_key_value_heads,
+        max_position_embeddings=shape.length,
+        tie_word_embeddings=c.tie_word_embeddings,
+        attn_implementation="sdpa",
+    )
+    with pretended(weights):
+        model: nn.Module = LlamaForCausalLM(config)
+
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
+                return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+        return _counted(shape, step)
+
+
+def _counted(shape: Shape, step: Callable[[torch.Tensor], torch.Tensor]) -> Launches:
+    ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
+    with Launches() as counted:
+        step(ids).backward()
+    return counted
+
+
+def launches() -> Rows:
+    """Ours beside theirs, and the loss in chunks beside the loss in one."""
+    yield "shape", "weights", "", "operators", "of theirs", "traffic, GB", "of theirs"
+    whole = loss.Chunks(logits=2**62, tokens=1, rows=2**31)
+    for name, shape in SHAPES.items():
+        for weights in (torch.bfloat16, torch.float32):
+            other = theirs(shape, weights)
+            rows = {
+                "transformers": other,
+                "ours": ours(shape, weights),
+                "ours, loss in one": ours(shape, weights, whole),
+            }
+            for title, one in rows.items():
+                yield name, str(weights)[6:], title, *_figures(one, other)
+
+
+def _figures(one: Launches, other: Launches) -> tuple[str, str, str, str]:
+    count, traffic = one.operators.total(), one.traffic.total()
+    return (
+        f"{count:,}",
+        f"{count / other.operators.total():.2f}",
+        f"{traffic / 1e9:,.0f}",
+        f"{traffic / other.traffic.total():.2f}",
+    )
+
+
+class Collectives(TorchDispatchMode):
+    """Their names and the bytes that one rank holds of the larger side, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and note it where it is a collective."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # first its parts, then those come here
+        space, name = operator.name().split("::")
+        out = operator(*args, **(kwargs or {}))
+        if "c10d" in space and "wrap" not in name and "wait" not in name:
+            tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
+            self.calls.append((name.strip("_"), max(x.numel() * x.itemsize for x in tensors)))
+        return out
+
+
+@contextmanager
+def rank_of(config: RunConfig, ranks: Ranks) -> Iterator[LanguageModule]:
+    """The module of one rank, without weights yet, among others that only pretend to be there."""
+    dist.init_process_group("fake", rank=ranks.rank, world_size=ranks.world_size, store=FakeStore())
+    try:
+        module = LanguageModule(config, make_decoder(config, config.model.vocab_size or 0), ranks)
+        module._trainer = SimpleNamespace(  # type: ignore[assignment]
+            accumulate_grad_batches=config.trainer.accumulation(ranks.world_size),
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+            global_step=0,
+        )
+        yield module
+    finally:
+        dist.destroy_process_group()
+
+
+def update(
+    module: LanguageModule,
+    optimizer: torch.optim.Optimizer,
+    shape: tuple[int, int],
+    factor: float = 1.0,
+) -> list[tuple[str, int]]:
+    """The collectives of one update with micro-batches of ``shape``; ``factor``: on gradients."""
+    ids = torch.zeros(shape, dtype=torch.long)
+    weights = torch.ones(shape, dtype=torch.float32)
+    batch = {"input_ids": ids, "labels": ids, "weights": weights, "hashes": ids[:, 0]}
+    with Collectives() as seen:
+        for index in range(module.trainer.accumulate_grad_batches):
+            (factor * module.training_step(batch, index)).backward()
+        module.configure_gradient_clipping(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen.calls
+
+
+def collectives() -> Rows:
+    """Of a step of two micro-batches; the size is what a rank holds of the larger side."""
+    yield "shape", "ranks", "strategy", "optimizer", "collective", "number", "GB"
+    for name, shape in SHAPES.items():
+        for ranks, strategy, optimizer in (
+            (32, "fsdp2", "adamw"),
+            (32, "hsdp", "adamw"),
+            (32, "fsdp2", "muon"),
+        ):
+            found: dict[str, list[int]] = {}
+            for collective, size in _of_a_step(shape, ranks, strategy, optimizer):
+                found.setdefault(collective, []).append(size)
+            for collective, sizes in found.items():
+                size = f"{sum(sizes) / 1e9:,.3f}"
+                yield name, str(ranks), strategy, optimizer, collective, str(len(sizes)), size
+
+
+def _of_a_step(shape: Shape, ranks: int, strategy: Any, optimizer: Any) -> list[tuple[str, int]]:
+    rows = 1  # what is sent depends on parameters alone
+    config = RunConfig(
+        model=shape.model,
+        strategy=StrategyConfig(name=strategy, shard_size=8 if strategy == "hsdp" else None),
+        optimizer=OptimizerConfig(name=optimizer),
+        trainer=TrainerConfig(batch_size=2 * rows * ranks, micro_batch_size=rows, precision="bf16"),
+    )
+    with rank_of(config, Ranks(0, ranks, 0, 8)) as module:
+        mesh = strategies.device_mesh(config.strategy, module.ranks, torch.device("cpu"))
+        made, strategies.device_mesh = strategies.device_mesh, lambda *_: mesh  # it reads values
+        try:
+            with pretended(torch.float32):
+                module.configure_model()
+                return update(module, module.configure_optimizers(), (rows, 128))
+        finally:
+            strategies.device_mesh = made
+
+
+PARTS: dict[str, Callable[[], Rows]] = {"launches": launches, "collectives": collectives}
+
+
+def main() -> None:
+    """Read the command line, count, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", nargs="*", help=f"{' or '.join(PARTS)}; all of them by default")
+    parser.add_argument("--markdown", action="store_true", help="tables for a page")
+    given = parser.parse_args()
+    if unknown := set(given.what) - PARTS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: expected {' or '.join(PARTS)}.")
+    for what in given.what or PARTS:
+        header, *rows = PARTS[what]()
+        if given.markdown:
+            lines = [header, ("---",) * len(header), *rows]
+            print(*(f"| {' | '.join(line)} |" for line in lines), sep="\n", end="\n\n")
+        else:
+            table = Table(*header)
+            for row in rows:
+                table.add_row(*row)
+            Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
