@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from trainer.evaluation.loss import losses_by_position, windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.settings import TemperatureSettings
+from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
 
 LENGTHS = [32, 64]
@@ -32,7 +35,7 @@ def evaluation(model, corpus, tmp_path):
         loads.append(1)
         return model
 
-    def go(methods=("none", "crop", "yarn"), trials=5, lengths=LENGTHS):
+    def go(methods=("none", "crop", "yarn"), trials=5, lengths=LENGTHS, at=".", share=Share()):  # noqa: B008
         config = EvaluationConfig(methods=list(methods))
         end = corpus.end_of_text
         subject = Subject("tiny", "weights", model.config, model.layout, load)
@@ -44,7 +47,7 @@ def evaluation(model, corpus, tmp_path):
         ]
         text = FitText({}, end, "text")
         plans = plan_cells([subject], recipes, tasks, lengths, text)
-        measured = measure_cells(plans, text, Store(tmp_path), 4096)
+        measured = measure_cells(plans, text, Store(tmp_path / at), 4096, share)
         return measured.cells, len(loads)
 
     return go
@@ -162,3 +165,14 @@ def test_what_was_fitted_is_told_again_when_nothing_is_left_to_measure(
         "tiny, temperature: logits times 1 + 0.3 ln s, fitted on validation text"
     ]
     assert go(lambda: pytest.fail("read again")) == first
+
+
+def test_processes_share_the_methods_out_and_the_first_has_all_cells(evaluation):
+    """The last one begins, with a method that at the training length is the model as it is."""
+    alone, _ = evaluation()
+    for index in (2, 1):
+        assert evaluation(at="shared", share=Share(index, 3))[0] == []
+    cells, _ = evaluation(at="shared", share=Share(0, 3))
+    assert [replace(cell, seconds=0.0) for cell in cells] == [
+        replace(cell, seconds=0.0) for cell in alone
+    ]

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
+from trainer.evaluation.duration import say_duration
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.measurements import Measurement
 from trainer.evaluation.methods import Method, Recipe
-from trainer.evaluation.passes import sequences_at_once
+from trainer.evaluation.sharing import Share, wait_for
 from trainer.evaluation.store import Store
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -26,8 +25,6 @@ from trainer.report.progress import Progress
 from trainer.report.results import Cell
 
 log = logging.getLogger(__name__)
-
-SECONDS_TO_ESTIMATE = 4.0
 
 
 @dataclass(frozen=True)
@@ -116,14 +113,38 @@ def plan_cells(
 
 
 def measure_cells(
-    plans: Sequence[Plan], text: FitText, store: Store, batch_tokens: int
+    plans: Sequence[Plan],
+    text: FitText,
+    store: Store,
+    batch_tokens: int,
+    share: Share = Share(),  # noqa: B008
 ) -> Measured:
-    """Measure what is not in the store yet."""
+    """Measure what is not in the store yet: of several processes each a share of the methods, and
+    all but the first return nothing."""
+    if share.processes > 1:
+        unfinished = [group for group in _groups(plans) if not _is_finished(store, group)]
+        own = share.of(unfinished, _work)
+        _measured([plan for group in own for plan in group], text, store, batch_tokens, share.index)
+        if share.index:
+            return Measured()
+        wait_for(lambda: sum(not _is_finished(store, group) for group in unfinished))
+    return _measured(plans, text, store, batch_tokens)
+
+
+def _groups(plans: Sequence[Plan]) -> list[list[Plan]]:
+    """The cells of each method of each model."""
+    subjects = dict.fromkeys(plan.subject for plan in plans)
+    return [g for s in subjects for g in _by_method([p for p in plans if p.subject is s])]
+
+
+def _measured(
+    plans: Sequence[Plan], text: FitText, store: Store, batch_tokens: int, process: int = 0
+) -> Measured:
     missing = [plan for plan in plans if not store.has("cell", plan.key)]
     total = _work(missing)
     log.info("%d cells, %d of them measured before", len(plans), len(plans) - len(missing))
     results = Measured()
-    with Progress("Evaluating", max(total, 1.0)) as progress:
+    with Progress("Evaluating", max(total, 1.0), silent=process > 0) as progress:
         counter = _Counter(progress)
         for subject in dict.fromkeys(plan.subject for plan in plans):
             own = [plan for plan in plans if plan.subject is subject]
@@ -149,7 +170,7 @@ def _measure(
     """All cells of one model, which is in memory no longer afterwards."""
     model = subject.load().eval()
     if counter.work == 0:
-        _announce(model, plans, total, batch_tokens)
+        say_duration(model, {plan.length for plan in plans}, total, batch_tokens)
     for chosen in _by_method(plans):
         read = counter.of_fits(chosen)
         fitting = Fitting(model, subject.fingerprint, text, store, batch_tokens, read)
@@ -221,9 +242,13 @@ class _Counter:
 
 
 def _stored(store: Store, plan: Plan) -> Cell:
-    value = store.get("cell", plan.key, dict)
-    # Names may have changed since; they are no part of what was measured.
-    return replace(Cell.from_dict(value), model=plan.subject.name)
+    return _named(store.get("cell", plan.key, dict), plan)
+
+
+def _named(value: dict[str, Any], plan: Plan) -> Cell:
+    """A stored cell under today's names, which are no part of what was measured: another method
+    that changes nothing at this length may have measured it."""
+    return replace(Cell.from_dict(value), model=plan.subject.name, method=plan.recipe.key)
 
 
 def _cell(
@@ -248,34 +273,8 @@ def _cell(
         key = {**plan.key, "method": ["none", {}, None]}
         if store.has("cell", key):
             done(plan.task.sequences(plan.length))
-        return store.get("cell", key, measured) | {"method": plan.recipe.key}
+        return store.get("cell", key, measured)
 
     same = layout == trained and reads is None
     value = store.get("cell", plan.key, of_the_model_as_it_is if same else measured)
-    return replace(Cell.from_dict(value), model=plan.subject.name)
-
-
-@torch.no_grad()
-def _announce(model: Decoder, plans: Sequence[Plan], total: float, batch_tokens: int) -> None:
-    """Say how long all will take, from the time of a forward pass at the longest length at which
-    that is a few seconds."""
-    device = model.norm.weight.device
-    seconds = per_operation = 0.0
-    for length in sorted({plan.length for plan in plans}):
-        rows = min(sequences_at_once(model, length, batch_tokens), 32)
-        work = rows * forward_flops(model.config, model.layout, length)
-        if work * per_operation > SECONDS_TO_ESTIMATE:
-            break
-        ids = torch.zeros(rows, length, dtype=torch.long, device=device)
-        if not seconds:
-            model(ids, last=1)  # the first pass is slower
-        began = time.perf_counter()
-        model(ids, last=1)[0, 0, 0].item()
-        seconds = time.perf_counter() - began
-        per_operation = seconds / work
-    log.info("About %s in all", _duration(total * per_operation))
-
-
-def _duration(seconds: float) -> str:
-    """In seconds, or in minutes where these say enough."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return _named(value, plan)

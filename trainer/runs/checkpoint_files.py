@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.runs.ranks import all_gather, on_rank_zero
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 MOST_THREADS = 8
@@ -87,15 +90,24 @@ def damage_together(directory: Path) -> str | None:
     """As :func:`damage`, by all ranks together: each hashes its share, and all know the outcome."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     wrong, files = on_rank_zero(lambda: _to_hash(directory))
-    if wrong is not None or not files:
+    if wrong is not None:
         return wrong
     found = _difference(directory, files[rank::ranks])
     if found is not None and ranks > 1:
         found += f", on {os.uname().nodename}"
     wrong = next(filter(None, all_gather(found)), None)
-    if wrong is None and rank == 0:
-        _remember(directory, files)
+    if wrong is None:
+        _trust(directory)
     return wrong
+
+
+def _trust(directory: Path) -> None:
+    """Know all files of a sound checkpoint, whoever has hashed them, where this process sees it."""
+    try:
+        expected = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        _remember(directory, [(name, digest) for name, (_, digest) in expected.items()])
+    except FileNotFoundError:
+        log.debug("%s is not to be seen from here", directory)
 
 
 def _to_hash(directory: Path) -> tuple[str | None, list[tuple[str, str]]]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import time
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
 
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.data.dataset import TrainingSamples
-from trainer.errors import UserError
+from trainer.errors import TransientError, UserError
+from trainer.evaluation.sharing import Share
 from trainer.report.outcomes import Outcomes
-from trainer.report.results import Arm, Drop, Reach, Report
+from trainer.report.results import Report
 from trainer.report.writing import write_renderings
+from trainer.runs.checkpoint_files import MANIFEST, damage_together
 from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import label, reference_first, without_home
+from trainer.runs.descriptions import label
 from trainer.runs.directory import (
     log_to_file,
     open_run_directory,
@@ -27,8 +28,6 @@ from trainer.runs.directory import (
     writable_problem,
 )
 from trainer.runs.job_files import say_run_directory
-from trainer.runs.metrics_file import read_metrics
-from trainer.runs.models import Candidate, find_candidate
 from trainer.runs.parsing import control_config
 from trainer.runs.ranks import (
     Ranks,
@@ -47,9 +46,9 @@ from trainer.training.devices import (
     set_threads,
 )
 from trainer.training.loggers import log_table
-from trainer.training.run import TrainedRun, train
+from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
-from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
+from trainer.workflows.experiment_report import make_report
 from trainer.workflows.training_text import open_corpus
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     """Train the run and its controls, evaluate all of them, and write the report.
 
     A run that was interrupted goes on where it was. One that is finished is not touched. All ranks
-    train; the first one evaluates.
+    train and evaluate; the first one writes the report.
 
     Returns:
         The report, and whether it had been there before; None on other ranks.
@@ -97,15 +96,18 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
             name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
             for name, arm in configs.items()
         }
+        share = evaluation_share([run.checkpoint for run in runs.values()], ranks)
     finally:
         shutdown_distributed()
-    if not ranks.is_rank_zero:
+    if share is None:
         return None
     directory = Path(config.run_dir)
     # A trainer that is done is a circle of references: only now its memory is free for evaluation.
     gc.collect()
     with stopping_between_files():
-        report = make_report(config, configs, runs, corpus)
+        report = make_report(config, configs, runs, corpus, share)
+        if share.index:
+            return None
         figures = write_renderings(report, directory)
         images = {
             f.path.stem: f.path.with_suffix(".png") for f in figures if "reach" in f.path.stem
@@ -113,6 +115,21 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         log_table(config, Outcomes(report).results(), report.reach, images)
         report.write(directory / "report.json")
     return report, False
+
+
+def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:
+    """This rank's part of the evaluation; None where it does not see the checkpoints, which other
+    nodes may not where each has a disk of its own. All ranks call it together.
+
+    Raises:
+        UserError: a checkpoint that was just written is damaged.
+    """
+    for path in checkpoints:
+        if (wrong := damage_together(path)) is not None:
+            raise TransientError(f"checkpoint: {path.name!r} is damaged: {wrong}.")
+    sees = all_gather(all((path / MANIFEST).is_file() for path in checkpoints))
+    able = [rank for rank, it_sees in enumerate(sees) if it_sees]
+    return Share(able.index(ranks.rank), len(able)) if ranks.rank in able else None
 
 
 def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callback]]:
@@ -223,79 +240,3 @@ def label_problems(configs: dict[str, RunConfig]) -> list[str]:
         for name, arm in configs.items()
         if seen.setdefault(text := label(arm), name) != name
     ]
-
-
-def make_report(
-    config: RunConfig, configs: dict[str, RunConfig], runs: dict[str, TrainedRun], corpus: Corpus
-) -> Report:
-    """Evaluate all arms, as they were saved, and put everything into a report.
-
-    Finished cells lie under ``evaluation/cells`` of the run directory: an evaluation that was
-    interrupted goes on where it was.
-    """
-    arms = {
-        name: replace(find_candidate(str(runs[name].checkpoint)), name=label(arm))
-        for name, arm in configs.items()
-    }
-    began = time.perf_counter()
-    ordered = sorted(arms.values(), key=lambda candidate: reference_first(candidate.role))
-    cells = Path(config.run_dir) / "evaluation" / "cells"
-    text = Text(corpus, arms["main"])
-    evaluation = config.evaluation
-    report = (
-        measure_models(config.name, ordered, evaluation, text, cells, config.trainer.accelerator)
-        if evaluation.enabled
-        else unmeasured(config.name, config.data.sequence_length, corpus)
-    )
-    seconds = round(time.perf_counter() - began, 1)
-    losses = {
-        result.name: result.loss for result in Outcomes(report).results() if result.factor == 1
-    }
-    drop = Drop(**runs["main"].effect) if runs["main"].effect else None
-    trained = tuple(
-        _arm(arm, arms[name], losses.get(arms[name].name)) for name, arm in configs.items()
-    )
-    report = replace(
-        report,
-        config=without_home(plain(config)),
-        arms=trained,
-        drop=drop,
-        reach={arm.name: _reach(arm) for arm in arms.values()},
-        timing={
-            "tokens_per_second": {
-                label(arm): _median_rate(Path(arm.run_dir)) for arm in configs.values()
-            },
-            "evaluation_seconds": seconds,
-            "training_seconds": {
-                label(arm): round(runs[name].seconds, 1) for name, arm in configs.items()
-            },
-        },
-    )
-    return with_observations(report, ordered, drop, {arm.name: arm for arm in trained})
-
-
-def _arm(config: RunConfig, candidate: Candidate, loss: float | None) -> Arm:
-    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
-    encoding = " + ".join(dict.fromkeys(config.positional.layers))
-    if config.drop_step is not None:
-        encoding += f", dropped at step {config.drop_step}"
-    return Arm(
-        name=candidate.name,
-        encoding=encoding,
-        parameters=candidate.parameters,
-        steps=config.trainer.max_steps,
-        tokens=config.trainer.max_steps * config.tokens_per_step,
-        final_loss=loss,
-        curve=tuple((row["step"], row["loss"]) for row in rows),
-    )
-
-
-def _reach(candidate: Candidate) -> tuple[Reach, ...]:
-    """What was measured of lengths while it trained."""
-    history = candidate.state["callbacks"].get("Lengths", {"history": []})
-    return tuple(Reach.from_dict(reach) for reach in history["history"])
-
-
-def _median_rate(run_dir: Path) -> float | None:
-    rates = [row["tokens_per_second"] for row in read_metrics(run_dir / "metrics.csv")]
-    return round(sorted(rates)[len(rates) // 2], 0) if rates else None

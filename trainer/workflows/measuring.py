@@ -33,6 +33,7 @@ from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, S
 from trainer.evaluation.methods import Recipe, recipe
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.ruler.tasks import ruler_tasks
+from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
 from trainer.model.backend_choice import backend_problem
 from trainer.model.decoder import Decoder
@@ -75,6 +76,7 @@ def measure_models(
     text: Text,
     cells: Path,
     accelerator: str = "auto",
+    share: Share = Share(),  # noqa: B008
 ) -> Report:
     """Every method on every model, in a report without anything of their training.
 
@@ -88,6 +90,7 @@ def measure_models(
         text: of the first candidate's tokens.
         cells: the directory of finished cells.
         accelerator: cpu, or a GPU where there is one.
+        share: of several processes, each of which calls this; the report of the first one is whole.
 
     Raises:
         UserError: a checkpoint or text cannot be read, a length does not fit a task or the text, or
@@ -108,7 +111,9 @@ def measure_models(
         text.corpus.fingerprint,
     )
     plans = plan_cells(subjects, recipes, tasks, lengths, fit)
-    measured = measure_cells(plans, fit, Store(cells), config.batch_tokens)
+    measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share)
+    if share.index:
+        return unmeasured(name, C, text.corpus)
     for candidate in candidates:
         if candidate.run is not None and candidate.name in measured.temperature:
             _keep(candidate, measured.temperature[candidate.name])

@@ -1,0 +1,109 @@
+"""The report of an experiment: the evaluation of its runs, and what their training showed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.data.corpus import Corpus
+from trainer.evaluation.sharing import Share
+from trainer.report.outcomes import Outcomes
+from trainer.report.results import Arm, Drop, Reach, Report
+from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import label, reference_first, without_home
+from trainer.runs.directory import plain
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.models import Candidate, find_candidate
+from trainer.training.run import TrainedRun
+from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
+
+
+def make_report(
+    config: RunConfig,
+    configs: dict[str, RunConfig],
+    runs: dict[str, TrainedRun],
+    corpus: Corpus,
+    share: Share,
+) -> Report:
+    """Evaluate all arms, as they were saved, and put everything into a report.
+
+    Finished cells lie under ``evaluation/cells`` of the run directory: an evaluation that was
+    interrupted goes on where it was.
+
+    Args:
+        config: the experiment.
+        configs: of its arms.
+        runs: what became of them.
+        corpus: their text.
+        share: of the processes that call this, each with a GPU of its own; the first one's report
+            is whole.
+    """
+    arms = {
+        name: replace(find_candidate(str(runs[name].checkpoint)), name=label(arm))
+        for name, arm in configs.items()
+    }
+    began = time.perf_counter()
+    ordered = sorted(arms.values(), key=lambda candidate: reference_first(candidate.role))
+    cells = Path(config.run_dir) / "evaluation" / "cells"
+    text = Text(corpus, arms["main"])
+    evaluation = config.evaluation
+    report = (
+        measure_models(
+            config.name, ordered, evaluation, text, cells, config.trainer.accelerator, share
+        )
+        if evaluation.enabled
+        else unmeasured(config.name, config.data.sequence_length, corpus)
+    )
+    seconds = round(time.perf_counter() - began, 1)
+    losses = {
+        result.name: result.loss for result in Outcomes(report).results() if result.factor == 1
+    }
+    drop = Drop(**runs["main"].effect) if runs["main"].effect else None
+    trained = tuple(
+        _arm(arm, arms[name], losses.get(arms[name].name)) for name, arm in configs.items()
+    )
+    report = replace(
+        report,
+        config=without_home(plain(config)),
+        arms=trained,
+        drop=drop,
+        reach={arm.name: _reach(arm) for arm in arms.values()},
+        timing={
+            "tokens_per_second": {
+                label(arm): _median_rate(Path(arm.run_dir)) for arm in configs.values()
+            },
+            "evaluation_seconds": seconds,
+            "training_seconds": {
+                label(arm): round(runs[name].seconds, 1) for name, arm in configs.items()
+            },
+        },
+    )
+    return with_observations(report, ordered, drop, {arm.name: arm for arm in trained})
+
+
+def _arm(config: RunConfig, candidate: Candidate, loss: float | None) -> Arm:
+    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
+    encoding = " + ".join(dict.fromkeys(config.positional.layers))
+    if config.drop_step is not None:
+        encoding += f", dropped at step {config.drop_step}"
+    return Arm(
+        name=candidate.name,
+        encoding=encoding,
+        parameters=candidate.parameters,
+        steps=config.trainer.max_steps,
+        tokens=config.trainer.max_steps * config.tokens_per_step,
+        final_loss=loss,
+        curve=tuple((row["step"], row["loss"]) for row in rows),
+    )
+
+
+def _reach(candidate: Candidate) -> tuple[Reach, ...]:
+    """What was measured of lengths while it trained."""
+    history = candidate.state["callbacks"].get("Lengths", {"history": []})
+    return tuple(Reach.from_dict(reach) for reach in history["history"])
+
+
+def _median_rate(run_dir: Path) -> float | None:
+    rates = [row["tokens_per_second"] for row in read_metrics(run_dir / "metrics.csv")]
+    return round(sorted(rates)[len(rates) // 2], 0) if rates else None
