@@ -139,3 +139,6 @@ def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     assert found[: len(expected)] == expected
     assert set(found[len(expected) :]) <= {targets.size}
     assert len(found) % BOUNDS == 0
+    longest = max(np.diff(expected))
+    assert longest <= batch["longest"] < 2 * longest
+    assert batch["longest"].bit_count() == 1

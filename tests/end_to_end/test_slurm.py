@@ -33,12 +33,14 @@ echo "$SLURM_JOB_ID"
 """
 SCONTROL = """\
 case $1 in
-  show) for ((i = 0; i < SLURM_NNODES; i++)); do echo localhost; done ;;
+  show) printf '%s\\n' localhost 127.0.0.1 | head -n "$SLURM_NNODES" ;;
   requeue) echo "$2" >> "$CLUSTER/requeued"; touch "$CLUSTER/again" ;;
 esac
 """
-# Every node is this machine. The tasks are noted, since it is they whom SLURM signals.
+# Every node is this machine, by two names, of which SLURM's first is torchrun's second. The tasks
+# are noted, since it is they whom SLURM signals.
 SRUN = """\
+names=(localhost 127.0.0.1)
 while [[ $1 == -* ]]; do
   [[ $1 == --output=* ]] && output=${1#*=}
   shift
@@ -46,7 +48,7 @@ done
 output=${output//%x/$SLURM_JOB_NAME}
 output=${output//%j/$SLURM_JOB_ID}
 for ((node = 0; node < SLURM_NNODES; node++)); do
-  SLURM_NODEID=$node SLURMD_NODENAME=localhost "$@" >> "${output//%n/$node}" 2>&1 &
+  SLURM_NODEID=$node SLURMD_NODENAME=${names[node]} "$@" >> "${output//%n/$node}" 2>&1 &
   tasks+=($!)
 done
 echo "${tasks[@]}" > "$CLUSTER/tasks"

@@ -271,7 +271,7 @@ def test_eager_keeps_the_type_of_its_queries():
 @pytest.mark.parametrize("name", ["flash", "varlen"])
 def test_bounds_from_the_loader_may_end_in_empty_documents(fake_flash, fake_varlen, name):
     bounds = torch.cat([bounds_of(DOCUMENTS), torch.full((3,), B * T, dtype=torch.int32)])
-    assert_is_attention(BACKENDS[name], Mask(documents=DOCUMENTS, bounds=bounds))
+    assert_is_attention(BACKENDS[name], Mask(documents=DOCUMENTS, bounds=bounds, longest=8))
 
 
 @pytest.fixture
@@ -312,13 +312,14 @@ def test_on_a_gpu_sdpa_asks_for_nothing_that_only_the_slow_kernel_does(
             assert isinstance(given, CausalBias)  # and not a [Tq, Tk] tensor
 
 
-def installed(monkeypatch, **versions):
+def installed(monkeypatch, capability=(8, 0), **versions):
     def version(name):
         if name.replace("-", "_") in versions:
             return versions[name.replace("-", "_")]
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(backend_choice, "version", version)
+    monkeypatch.setattr(backend_choice, "_capability", lambda: capability)
 
 
 @pytest.mark.parametrize("name", ["flash", "varlen", "flex"])
@@ -342,10 +343,23 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch, fo
         choose_backend("flash", "cuda", Needs())
 
 
-@pytest.mark.parametrize("needs", [Needs(biased=True), Needs(half=False)])
-def test_varlen_is_refused_what_its_kernel_cannot(needs):
-    with pytest.raises(UserError, match="'varlen' computes in 16 bits and without ALiBi"):
-        choose_backend("varlen", "cuda", needs)
+CANNOT = [
+    ("varlen", (8, 0), Needs(biased=True), "knows no ALiBi"),
+    ("varlen", (8, 0), Needs(head_size=36), "multiple of 8, which 36 is not"),
+    ("varlen", (8, 0), Needs(half=False), "16 bits only"),
+    ("flash", (8, 0), Needs(half=False), "16 bits only"),
+    ("flash", (8, 0), Needs(head_size=512), "256 channels at most"),
+    ("flash", (7, 5), Needs(), "Ampere"),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "needs", "said"), CANNOT)
+def test_kernels_are_refused_what_they_cannot(monkeypatch, name, capability, needs, said):
+    """And not chosen for it either."""
+    installed(monkeypatch, capability, flash_attn="2.8.3")
+    with pytest.raises(UserError, match=f"attention_backend: '{name}' .*{said}"):
+        choose_backend(name, "cuda", needs)
+    assert choose_backend("auto", "cuda", needs._replace(documents=True)).name != name
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
@@ -364,6 +378,7 @@ def test_what_is_asked_for_is_what_runs(name):
         ("cuda", Needs(windows=True), "flash", "flex"),
         ("cuda", Needs(half=False), "sdpa", "sdpa"),
         ("cuda", Needs(documents=True, half=False), "flex", "flex"),
+        ("cuda", Needs(windows=True, many_lengths=True), "flash", "sdpa"),
     ],
 )
 def test_auto_suits_device_masks_and_type(monkeypatch, device, needs, with_flash, without):

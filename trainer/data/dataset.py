@@ -99,7 +99,8 @@ def as_batch(
     The inputs are the targets moved by one, behind an end-of-text token. With document masks there
     are ``documents`` ``[B, T]``, how many end-of-text tokens came up to each input, and ``bounds``,
     where documents begin in the B T tokens, filled up with B T to a multiple of
-    :data:`BOUNDS`; where positions restart, ``positions`` ``[B, T]``.
+    :data:`BOUNDS`, and ``longest``, a power of two that is no less than any document's length;
+    where positions restart, ``positions`` ``[B, T]``.
     """
     inputs = np.concatenate([np.full_like(targets[:, :1], end), targets[:, :-1]], axis=1)
     begins = inputs == end
@@ -113,7 +114,9 @@ def as_batch(
     }
     if config is not None and config.document_mask:
         batch["documents"] = torch.from_numpy(begins.cumsum(axis=1))
-        batch["bounds"] = torch.from_numpy(_bounds(begins))
+        bounds = _bounds(begins)
+        batch["bounds"] = torch.from_numpy(bounds)
+        batch["longest"] = 1 << int(np.diff(bounds).max() - 1).bit_length()
     if config is not None and config.restart_positions:
         columns = np.arange(inputs.shape[1])
         latest = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)

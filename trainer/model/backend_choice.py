@@ -6,10 +6,16 @@ import inspect
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
+import torch
+
 from trainer.errors import UserError
 
 OTHER_FLASH = ("flash-attn-3", "flash_attn_3", "flash-attn-4")
 """Packages of later generations, whose functions have other names and other arguments."""
+
+
+LARGEST_HEAD = 256
+"""Channels of a head that flash-attention's kernels take."""
 
 
 class Choice(NamedTuple):
@@ -23,13 +29,16 @@ class Needs(NamedTuple):
     """What attention of a model has to do.
 
     ``documents``: batches carry document masks. ``windows``: a layer has a window. ``biased``: a
-    layer has ALiBi. ``half``: queries and keys are of 16 bits.
+    layer has ALiBi. ``half``: queries and keys are of 16 bits. ``many_lengths``: sequences of many
+    lengths, as an evaluation has. ``head_size``: D.
     """
 
     documents: bool = False
     windows: bool = False
     biased: bool = False
     half: bool = True
+    many_lengths: bool = False
+    head_size: int = 64
 
 
 def backend_problem(name: str, accelerator: str) -> str | None:
@@ -98,25 +107,42 @@ def choose_backend(name: str, accelerator: str, needs: Needs) -> Choice:
     if name != "auto":
         if problem := backend_problem(name, accelerator):
             raise UserError(problem)
-        if name == "varlen" and (needs.biased or not needs.half):
-            raise UserError(
-                "model.attention_backend: 'varlen' computes in 16 bits and without ALiBi; choose "
-                "'auto' or 'flex'."
-            )
+        if name in ("flash", "varlen") and (why := _kernel_problem(name, needs)) is not None:
+            raise UserError(f"model.attention_backend: {name!r} {why}; choose 'auto' or 'flex'.")
         return Choice(name, "as configured")
     return _suitable(needs) if accelerator == "cuda" else Choice("sdpa", "on the CPU")
 
 
+def _kernel_problem(name: str, needs: Needs) -> str | None:
+    """What the kernels of ``flash`` and ``varlen`` cannot do of what is needed, or None."""
+    if not needs.half:
+        return "computes in 16 bits only"
+    if _capability() < (8, 0):
+        return "needs a GPU of the Ampere generation or later"
+    if needs.head_size > LARGEST_HEAD:
+        return f"takes heads of {LARGEST_HEAD} channels at most, and here they have more"
+    if name == "varlen" and needs.biased:
+        return "knows no ALiBi"
+    if name == "varlen" and needs.head_size % 8:
+        return f"takes heads whose size is a multiple of 8, which {needs.head_size} is not"
+    return None
+
+
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
 def _suitable(needs: Needs) -> Choice:
     """What a GPU does best."""
-    masked = needs.documents or needs.windows or needs.biased
-    flash = flash_problem()
-    if needs.half and flash is None:
+    problem = flash_problem() or _kernel_problem("flash", needs)
+    if problem is None:
         return Choice("flash", "flash-attn is installed, in 16 bits")
-    why = f"{'masks' if masked else 'no masks'} in {'16 bits' if needs.half else 'float32'}"
-    if needs.half:
-        why += f"; without flash-attn, {flash}"
+    masked = needs.documents or needs.windows or needs.biased
+    why = f"{'masks' if masked else 'no masks'}; flash {problem}"
     if not masked:
         return Choice("sdpa", why)
-    packs = needs.half and needs.documents and not needs.biased and has_varlen()
-    return Choice("varlen" if packs else "flex", why)
+    if needs.documents and has_varlen() and _kernel_problem("varlen", needs) is None:
+        return Choice("varlen", why)
+    if needs.many_lengths:
+        return Choice("sdpa", f"{why}; FlexAttention would be compiled for many lengths")
+    return Choice("flex", why)

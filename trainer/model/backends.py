@@ -152,8 +152,9 @@ def _packed(
         )
     B, T = q.shape[0], q.shape[2]
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    # No document is longer than a row; asking for the longest would wait for the device.
-    out = kernel(*flat, mask.bounds, mask.bounds, T, T, **options)
+    # Of which kernels reserve as much for every document; asking the device would wait for it.
+    longest = min(mask.longest or T, T)
+    out = kernel(*flat, mask.bounds, mask.bounds, longest, longest, **options)
     return out.unflatten(0, (B, T)).transpose(1, 2)
 
 
@@ -162,12 +163,13 @@ def _compiled(name: str) -> Callable[..., Any]:
     from torch.nn.attention import flex_attention
 
     function = getattr(flex_attention, name)
-    return function if torch.compiler.is_compiling() else _compiled_once(function)
+    whole = name == "flex_attention"  # of which torch would else run, after so many shapes, parts
+    return function if torch.compiler.is_compiling() else _compiled_once(function, whole)
 
 
 @lru_cache
-def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+def _compiled_once(function: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=whole)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:

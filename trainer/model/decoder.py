@@ -147,12 +147,15 @@ class Decoder(nn.Module):
             parameter.copy_(initial_value(self.config, name, parameter.shape, seed))
 
     def use_backend(
-        self, name: str, device: str, *, documents: bool = False, half: bool = True
+        self,
+        name: str,
+        device: str,
+        *,
+        documents: bool = False,
+        half: bool = True,
+        many_lengths: bool = False,
     ) -> Choice:
-        """Choose the attention backend for a device ("cpu", "cuda").
-
-        ``documents``: whether batches will carry document masks; ``half``: whether attention will
-        compute in 16 bits.
+        """Choose the attention backend for a device ("cpu", "cuda"); see :class:`Needs`.
 
         Raises:
             UserError: the backend cannot run here.
@@ -160,7 +163,9 @@ class Decoder(nn.Module):
         layers = self.layout.layers
         windows = any(layer.window for layer in layers)
         biased = any(spectrum.alibi for layer in layers for spectrum in layer.spectra)
-        choice = choose_backend(name, device, Needs(documents, windows, biased, half))
+        size = self.config.head_size
+        needs = Needs(documents, windows, biased, half, many_lengths, size)
+        choice = choose_backend(name, device, needs)
         for block in self.layers:
             block.self_attn.attend = BACKENDS[choice.name]
         return choice
@@ -171,6 +176,7 @@ class Decoder(nn.Module):
         *,
         documents: Tensor | None = None,
         bounds: Tensor | None = None,
+        longest: int | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         length: int | None = None,
@@ -183,6 +189,7 @@ class Decoder(nn.Module):
             documents: ``[B, T]`` integers; attention stays within equal numbers.
             bounds: where the documents begin, see :func:`trainer.model.masks.bounds_of`; found
                 where it is needed and not given, which waits for the device.
+            longest: no document has more tokens; None: than T.
             positions: ``[T]`` or ``[B, T]``; default 0 .. T - 1, or onwards from the cache.
             cache: earlier tokens, extended in place.
             length: tokens in the whole sequence, where this is a part of it and more will follow;
@@ -212,7 +219,7 @@ class Decoder(nn.Module):
             of_all = self._encodings(places, lengths) if past else encodings
             for index, layer in enumerate(layers):
                 of_all_keys[index] = of_all[index] if layer.frequencies_follow_length else None
-        common = Mask(documents=documents, begins=begins, bounds=bounds)
+        common = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
         masks = self._masks(common, (ids.shape[0], ids.shape[1]), end, device)
         x = self._to_compute(self.embed_tokens(ids))
         for index, (block, layer) in enumerate(zip(self.layers, layers, strict=True)):

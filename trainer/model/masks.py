@@ -17,8 +17,9 @@ class Mask:
 
     ``window``: keys a query sees, itself included. ``documents``: ``[B, Tk]`` integers, a query
     sees keys of its own document. ``slopes``: ``[Hq]`` float32 of ALiBi. ``begins``: ``[B]``
-    integers, the first key of each row. ``bounds``, ``blocks``: the same documents and windows as a
-    kernel wants them, see :func:`trainer.model.backends.prepared`.
+    integers, the first key of each row. ``bounds``, ``longest``, ``blocks``: the same documents and
+    windows as kernels want them, see :func:`trainer.model.backends.prepared`; no document has more
+    than ``longest`` tokens (None: than a row).
     """
 
     window: int | None = None
@@ -26,6 +27,7 @@ class Mask:
     slopes: Tensor | None = None
     begins: Tensor | None = None
     bounds: Tensor | None = None
+    longest: int | None = None
     blocks: Any = None
 
     @property

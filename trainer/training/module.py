@@ -107,6 +107,7 @@ class LanguageModule(L.LightningModule):
             weights,
             documents=batch.get("documents"),
             bounds=batch.get("bounds"),
+            longest=batch.get("longest"),
             positions=batch.get("positions"),
             z_loss=self.config.trainer.z_loss,
             losses=losses,

@@ -50,7 +50,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        matrices = [p for p in group["params"] if p.grad is not None]
+        # Of equal size in a row, so that no rank waits for another's larger one.
+        matrices = sorted((p for p in group["params"] if p.grad is not None), key=Tensor.numel)
         ranks = ranks_of(matrices[0]) if matrices else None
         size = dist.get_world_size(ranks) if ranks else 1
         for first in range(0, len(matrices), size):
@@ -91,23 +92,27 @@ def ranks_of(matrix: Tensor) -> dist.ProcessGroup | None:
 def orthogonal(updates: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> Iterator[Tensor]:
     """Each matrix with all its singular values near 1, bfloat16, laid out as it came.
 
-    Of as many matrices as there are ranks, or fewer, each rank does one, whole, and sends it round.
+    Of as many matrices as there are ranks, or fewer, each rank does one, whole, and sends it round;
+    on its GPU, where offloaded ones come for that.
     """
     rank, mine = dist.get_rank(ranks) if ranks else 0, None
     for owner, update in enumerate(updates):
         whole = update.bfloat16()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        if isinstance(whole, DTensor):
+            whole = whole.to(whole.device_mesh.device_type).full_tensor()
         mine = newton_schulz(whole) if owner == rank else mine
     for owner, update in enumerate(updates):
-        done = mine if owner == rank and mine is not None else None
-        if done is None:
-            done = torch.empty(update.shape, dtype=torch.bfloat16, device=update.device)
+        mesh = update.device_mesh if isinstance(update, DTensor) else None
+        done = mine
+        if owner != rank or done is None:
+            device = update.device if mesh is None else mesh.device_type
+            done = torch.empty(update.shape, dtype=torch.bfloat16, device=device)
         if ranks:
             dist.broadcast(done, group=ranks, group_src=owner)
         if isinstance(update, DTensor):
-            mesh, placements = update.device_mesh, update.placements
+            placements = update.placements
             done = distribute_tensor(done, mesh, placements, src_data_rank=None)
-        yield done
+        yield done.to(update.device)
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:

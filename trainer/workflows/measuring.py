@@ -192,7 +192,7 @@ def _subject(candidate: Candidate, config: EvaluationConfig, device: str) -> Sub
         asked = model.config.attention_backend
         if backend_problem(asked, device) or (asked in ("flash", "varlen") and not half):
             asked = "auto"
-        backend = model.use_backend(asked, device, half=half)
+        backend = model.use_backend(asked, device, half=half, many_lengths=True)
         kind = f"{config.dtype} on {device}"
         log.info("%s: %s, attention %s (%s)", candidate.name, kind, *backend)
         return model

@@ -144,10 +144,11 @@ class Checkpointing(L.Callback):
             if rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             save(tensors, partial, self._group)
-            parts: list[Any] = [digests(partial, f"__{rank}_*")]
+            mine = digests(partial, f"__{rank}_*")
+            parts: list[Any] = [mine]
             if self._group is not None:
                 parts = [None] * dist.get_world_size()
-                dist.all_gather_object(parts, digests(partial, f"__{rank}_*"), group=self._group)
+                dist.all_gather_object(parts, mine, group=self._group)
 
             def complete() -> None:
                 write_durably(partial / STATE, json.dumps(state))
