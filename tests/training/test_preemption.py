@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,12 @@ from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.errors import PreemptedError
 from trainer.runs.checkpoints import read_state, regular_checkpoints, step_name
 from trainer.runs.config import RunConfig, TrainerConfig
-from trainer.training.callbacks.preemption import MARGIN, deadline, stopping_between_files
+from trainer.training.callbacks.preemption import (
+    MARGIN,
+    Preemption,
+    deadline,
+    stopping_between_files,
+)
 from trainer.training.module import LanguageModule
 
 
@@ -77,6 +83,16 @@ def test_the_end_of_a_slurm_job_is_a_time_limit(monkeypatch):
     assert deadline(config, 1000.0) == (4600.0, "trainer.max_time")
     monkeypatch.setenv("SLURM_JOB_END_TIME", "2000")
     assert deadline(config, 1000.0) == (2000.0 - MARGIN, "the end of the SLURM job")
+
+
+def test_a_run_of_long_steps_and_checkpoints_stops_earlier(monkeypatch):
+    """Two steps until all ranks know, a checkpoint, and half as much again."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "5000")
+    for seconds, steps, margin in ((10.0, [0, 5, 11], MARGIN), (100.0, [0, 30, 80], 300.0)):
+        preemption = Preemption(RunConfig(), SimpleNamespace(seconds=seconds), began=0.0)
+        preemption._step_ends.extend(steps)
+        assert preemption._margin() == margin
+        assert deadline(RunConfig(), 0.0, margin)[0] == 5000 - margin
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -47,6 +48,7 @@ class Checkpointing(L.Callback):
     def __init__(self, config: RunConfig, directory: Path, run_state: RunState) -> None:
         self.config, self.directory, self.run_state = config.trainer, directory, run_state
         self.last_saved = 0
+        self.seconds = 0.0  # that the last one took to be written
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[str, Future[None]] | None = None
         self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
@@ -137,7 +139,7 @@ class Checkpointing(L.Callback):
         return self._stager[1].stage(tensors)
 
     def _write(self, tensors: Tensors, state: dict[str, Any], name: str) -> None:
-        partial, rank = self.directory / f".{name}.partial", 0
+        partial, rank, began = self.directory / f".{name}.partial", 0, time.monotonic()
         if self._group is not None:
             rank = dist.get_rank()
         try:
@@ -159,6 +161,7 @@ class Checkpointing(L.Callback):
 
             # Here all wait for a slow disk, and not in a collective of the next step.
             on_rank_zero(complete, self._group)
+            self.seconds = time.monotonic() - began
         except BaseException:
             if rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)

@@ -12,7 +12,9 @@ import logging
 import os
 import signal
 import time
+from collections import deque
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -30,7 +32,8 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MARGIN = 120.0
-"""Seconds before the end of a SLURM job at which its run stops by itself."""
+"""Seconds before the end of a SLURM job at which its run stops by itself, or more where its steps
+and checkpoints take long."""
 
 ECHO = 10.0
 
@@ -39,8 +42,8 @@ class Preemption(L.Callback):
     """Stops the run when it was asked to; ``reason`` then says why."""
 
     def __init__(self, config: RunConfig, checkpointing: Checkpointing, began: float) -> None:
-        self.checkpointing = checkpointing
-        self.deadline, self.limit = deadline(config, began)
+        self.config, self.checkpointing, self.began = config, checkpointing, began
+        self._step_ends: deque[float] = deque(maxlen=20)
         self.reason: str | None = None
         self._asked: str | None = None
         self._asked_at = 0.0
@@ -73,8 +76,10 @@ class Preemption(L.Callback):
         """Save and stop, after the step at which all ranks know of it."""
         if not ends_step(trainer, index) or trainer.global_step == trainer.max_steps:
             return
-        if self._asked is None and time.time() > self.deadline:
-            self._asked = self.limit
+        self._step_ends.append(time.time())
+        limit, name = deadline(self.config, self.began, self._margin())
+        if self._asked is None and time.time() > limit:
+            self._asked = name
         if not self._vote.agreed(self._asked is not None):
             return
         self.reason = self._asked or "another rank"
@@ -85,14 +90,21 @@ class Preemption(L.Callback):
         on_rank_zero(ask_for_requeue)
         trainer.should_stop = True
 
+    def _margin(self) -> float:
+        """Seconds for the step after which all ranks know, one more, and a checkpoint; half as much
+        again, since disks are slow when all jobs of a cluster end."""
+        step = max((b - a for a, b in pairwise(self._step_ends)), default=0.0)
+        return max(MARGIN, 1.5 * (2 * step + self.checkpointing.seconds))
 
-def deadline(config: RunConfig, began: float) -> tuple[float, str]:
-    """When to stop (seconds since the epoch), and the name of the limit."""
+
+def deadline(config: RunConfig, began: float, margin: float = MARGIN) -> tuple[float, str]:
+    """When to stop (seconds since the epoch), and the name of the limit; ``margin``: seconds before
+    a job's end."""
     limits = [(float("inf"), "no limit")]
     if config.trainer.max_time is not None:
         limits.append((began + seconds_of(config.trainer.max_time), "trainer.max_time"))
     if end := os.environ.get("SLURM_JOB_END_TIME"):
-        limits.append((float(end) - MARGIN, "the end of the SLURM job"))
+        limits.append((float(end) - margin, "the end of the SLURM job"))
     return min(limits)
 
 
