@@ -17,7 +17,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -278,10 +278,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("what", nargs="*", help=f"{' or '.join(PARTS)}; all of them by default")
+    parser.add_argument("--layers", type=int, help="of each model, instead of all")
     parser.add_argument("--markdown", action="store_true", help="tables for a page")
     given = parser.parse_args()
     if unknown := set(given.what) - PARTS.keys():
         parser.error(f"{', '.join(sorted(unknown))}: expected {' or '.join(PARTS)}.")
+    if given.layers:
+        for name, shape in SHAPES.items():
+            SHAPES[name] = replace(
+                shape, model=replace(shape.model, num_hidden_layers=given.layers)
+            )
     for what in given.what or PARTS:
         header, *rows = PARTS[what]()
         if given.markdown:

@@ -49,6 +49,7 @@ SCRIPTS = {
     "scripts/benchmark_launches.py": ["--gigabytes=0.01", "--repeats=1"],
     "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
     "scripts/benchmark_perplexity.py": ["--lengths", "512"],
+    "scripts/rehearse.py": ["--layers=1"],
     "scripts/kill_runs.py": ["--kills=3", "--steps=60"],
 }
 
