@@ -95,6 +95,7 @@ def make_step(variant: str, compiled: bool, vocab: int, precision: str) -> tuple
     torch.manual_seed(0)
     if variant.startswith("ours"):
         model, loss_of = ours(vocab, "nope" if "NoPE" in variant else "rope", compiled)
+        model.choose_products("cpu", torch.bfloat16 if precision == "bf16" else None)
     else:
         model, loss_of = transformers_model(vocab, "cos" in variant, compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -103,7 +104,8 @@ def make_step(variant: str, compiled: bool, vocab: int, precision: str) -> tuple
     ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        cast = precision == "bf16" and not variant.startswith("ours")
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
             loss = loss_of(ids, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

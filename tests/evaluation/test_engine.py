@@ -167,12 +167,32 @@ def test_what_was_fitted_is_told_again_when_nothing_is_left_to_measure(
     assert go(lambda: pytest.fail("read again")) == first
 
 
-def test_processes_share_the_methods_out_and_the_first_has_all_cells(evaluation):
-    """The last one begins, with a method that at the training length is the model as it is."""
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)])
+def test_processes_share_the_methods_out_and_the_first_has_all_cells(evaluation, tmp_path, order):
+    """However late one begins, when others have stored theirs, they agree on who does what. The
+    first process comes last here, so that it does not wait."""
     alone, _ = evaluation()
-    for index in (2, 1):
+    stored = []
+    for index in order[:2]:
         assert evaluation(at="shared", share=Share(index, 3))[0] == []
+        stored.append(len(list((tmp_path / "shared").glob("cell-*"))))
+    first_cells = stored[0], stored[1] - stored[0]
+    assert min(first_cells) > 0  # the second did not find its part taken for another's
     cells, _ = evaluation(at="shared", share=Share(0, 3))
     assert [replace(cell, seconds=0.0) for cell in cells] == [
         replace(cell, seconds=0.0) for cell in alone
     ]
+
+
+def test_who_does_what_does_not_depend_on_what_is_finished(evaluation, monkeypatch):
+    """Else a process that begins late could leave its part to one that has left already."""
+    seen, of = [], Share.of
+
+    def noted(share, pieces, work):
+        seen.append([(plan.recipe.key, plan.length) for group in pieces for plan in group])
+        return of(share, pieces, work)
+
+    monkeypatch.setattr(Share, "of", noted)
+    for index in (2, 1, 0):
+        evaluation(at="shared", share=Share(index, 3))
+    assert seen[0] == seen[1] == seen[2]

@@ -333,8 +333,11 @@ def test_a_gpu_backend_on_the_cpu_is_an_error(monkeypatch, name):
     ("found", "said"),
     [
         ({}, "which is not installed"),
-        ({"flash_attn_3": "3.0.0b1"}, "flash-attn-3, which is installed, has another interface"),
-        ({"flash_attn": "1.0.9"}, "of version 2, and 1.0.9 is installed"),
+        (
+            {"flash_attn_3": "3.0.0b1"},
+            r"is not installed \(flash-attn-3 is, with another interface\)",
+        ),
+        ({"flash_attn": "1.0.9"}, "is of version 1.0.9 instead of 2"),
     ],
 )
 def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch, found, said):

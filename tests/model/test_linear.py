@@ -68,7 +68,18 @@ def test_packed_weights_have_the_same_products(dtype, rows):
     torch.manual_seed(rows)
     weight = torch.randn(96, 64, dtype=dtype)
     bias, x = torch.randn(96, dtype=dtype), torch.randn(rows, 1, 64, dtype=dtype)
-    packed = packed_product(weight)
+    packed = packed_product(weight, dtype)
     usual = product_for("cpu", dtype, dtype)
     assert (packed is not usual) == linear.HAS_ONEDNN or dtype is torch.bfloat16
     torch.testing.assert_close(packed(x, weight, bias), nn.functional.linear(x, weight, bias))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("available", [True, False])
+def test_packed_weights_of_another_type_than_is_computed_in(monkeypatch, available):
+    """Also where nothing can be packed, as on a GPU."""
+    monkeypatch.setattr(linear, "HAS_ONEDNN", available)
+    weight, x = torch.randn(96, 64), torch.randn(3, 64).bfloat16()
+    packed = packed_product(weight, torch.bfloat16)
+    expected = nn.functional.linear(x, weight.bfloat16())
+    torch.testing.assert_close(packed(x, weight, None), expected)

@@ -11,7 +11,7 @@ import torch
 from tests.small_runs import decoder_of
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
-from trainer.recalibration.gain import match_gains
+from trainer.recalibration.gain import input_sizes, set_gains
 from trainer.runs import state
 from trainer.runs.checkpoints import BEFORE_DROP, read_state, step_name
 from trainer.runs.config import RunConfig
@@ -171,7 +171,7 @@ def test_matched_gain_is_the_rms_of_queries_and_keys(run):
     ids = effect_batch(config, corpus)["input_ids"]
     model = decoder_of(trained)
     first = model.layers[0]
-    match_gains(model, [ids])
+    set_gains(input_sizes(model, [ids]))
     inputs = first.input_layernorm(model.embed_tokens(ids))
     for projection, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm")):
         raw = getattr(first.self_attn, projection)(inputs).double()

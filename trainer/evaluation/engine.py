@@ -122,12 +122,14 @@ def measure_cells(
     """Measure what is not in the store yet: of several processes each a share of the methods, and
     all but the first return nothing."""
     if share.processes > 1:
-        unfinished = [group for group in _groups(plans) if not _is_finished(store, group)]
-        own = share.of(unfinished, _work)
-        _measured([plan for group in own for plan in group], text, store, batch_tokens, share.index)
+        # Of all, finished or not: what is finished changes while the processes begin, and they must
+        # agree on who does what.
+        groups = _groups(plans)
+        own = [plan for group in share.of(groups, _work) for plan in group]
+        _measured(own, text, store, batch_tokens, share.index)
         if share.index:
             return Measured()
-        wait_for(lambda: sum(not _is_finished(store, group) for group in unfinished))
+        wait_for(lambda: sum(not _is_finished(store, group) for group in groups))
     return _measured(plans, text, store, batch_tokens)
 
 

@@ -13,7 +13,6 @@ from trainer.errors import UserError
 OTHER_FLASH = ("flash-attn-3", "flash_attn_3", "flash-attn-4")
 """Packages of later generations, whose functions have other names and other arguments."""
 
-
 LARGEST_HEAD = 256
 """Channels of a head that flash-attention's kernels take."""
 
@@ -48,7 +47,7 @@ def backend_problem(name: str, accelerator: str) -> str | None:
     """
     if name == "flash" and (problem := flash_problem()) is not None:
         return (
-            f"model.attention_backend: 'flash' needs the flash-attn package, {problem}; "
+            f"model.attention_backend: 'flash' needs the package flash-attn, which {problem}; "
             "pip install 'unrope[flash]', or choose 'auto' or 'sdpa'."
         )
     if name == "varlen" and not has_varlen():
@@ -65,15 +64,15 @@ def backend_problem(name: str, accelerator: str) -> str | None:
 
 
 def flash_problem() -> str | None:
-    """Why the package flash-attn, generation 2, is not to be had, or None."""
+    """What is wrong with the package flash-attn, generation 2, or None."""
     try:
         found = version("flash-attn")
     except PackageNotFoundError:
         others = [name for name in OTHER_FLASH if _is_installed(name)]
         if others:
-            return f"and {others[0]}, which is installed, has another interface"
-        return "which is not installed"
-    return None if found.startswith("2.") else f"of version 2, and {found} is installed"
+            return f"is not installed ({others[0]} is, with another interface)"
+        return "is not installed"
+    return None if found.startswith("2.") else f"is of version {found} instead of 2"
 
 
 def _is_installed(name: str) -> bool:
@@ -138,7 +137,7 @@ def _suitable(needs: Needs) -> Choice:
     if problem is None:
         return Choice("flash", "flash-attn is installed, in 16 bits")
     masked = needs.documents or needs.windows or needs.biased
-    why = f"{'masks' if masked else 'no masks'}; flash {problem}"
+    why = f"{'masks' if masked else 'no masks'}; flash-attn {problem}"
     if not masked:
         return Choice("sdpa", why)
     if needs.documents and has_varlen() and _kernel_problem("varlen", needs) is None:

@@ -84,19 +84,16 @@ class Decoder(nn.Module):
         Products of few rows are faster then. Weights must not change meanwhile.
         """
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
-        usual = self._product
+        usual, compute = self._product, self.compute_dtype or self.norm.weight.dtype
         try:
             for linear in linears:
-                linear.product = packed_product(self._to_compute(linear.weight))
-            self._product = packed_product(self._to_compute(self.head))
+                linear.product = packed_product(linear.weight, compute)
+            self._product = packed_product(self.head, compute)
             yield
         finally:
             for linear in linears:
                 linear.product = usual
             self._product = usual
-
-    def _to_compute(self, x: Tensor) -> Tensor:
-        return x if self.compute_dtype is None else x.to(self.compute_dtype)
 
     @property
     def layout(self) -> Layout:
@@ -221,7 +218,8 @@ class Decoder(nn.Module):
                 of_all_keys[index] = of_all[index] if layer.frequencies_follow_length else None
         common = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
         masks = self._masks(common, (ids.shape[0], ids.shape[1]), end, device)
-        x = self._to_compute(self.embed_tokens(ids))
+        x = self.embed_tokens(ids)
+        x = x if self.compute_dtype is None else x.to(self.compute_dtype)
         for index, (block, layer) in enumerate(zip(self.layers, layers, strict=True)):
             x = block(
                 x,

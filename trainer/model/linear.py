@@ -41,10 +41,9 @@ def casting_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def packed_product(weight: Tensor) -> Product:
-    """A product with a copy of ``weight`` in the order of oneDNN's kernels, for inputs of its type.
-
-    The usual one where oneDNN does not multiply such weights.
+def packed_product(weight: Tensor, compute: torch.dtype) -> Product:
+    """A product of inputs of type ``compute`` with a copy of ``weight`` in the order of oneDNN's
+    kernels; the usual one where oneDNN does not multiply such weights.
 
     Products of few rows then take about two thirds of the time on a CPU. The weight must not change
     meanwhile, and gets no gradient.
@@ -52,9 +51,9 @@ def packed_product(weight: Tensor) -> Product:
     kinds = {torch.float32}
     if HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         kinds.add(torch.bfloat16)
-    if not HAS_ONEDNN or weight.device.type != "cpu" or weight.dtype not in kinds:
-        return product_for(weight.device.type, weight.dtype, weight.dtype)
-    copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
+    if not HAS_ONEDNN or weight.device.type != "cpu" or compute not in kinds:
+        return product_for(weight.device.type, weight.dtype, compute)
+    copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(compute), _PACKED_FOR_ROWS)
     return partial(_multiply_packed, copy)
 
 

@@ -12,12 +12,9 @@ from trainer.model.decoder import Decoder
 
 
 @torch.no_grad()
-def match_gains(model: Decoder, batches: Sequence[Tensor]) -> None:
-    """Set every query and key norm's gain to the RMS that its input has on ``batches``, each
-    ``[B, T]`` token ids, of one size.
-
-    The norm then rescales each vector to the average size its layer worked with, instead of 1.
-    """
+def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[nn.Module, float]:
+    """The RMS that the input of every query and key norm has on ``batches``, each ``[B, T]`` token
+    ids, of one size."""
     squares: dict[nn.Module, Tensor | float] = defaultdict(float)
     hooks = []
 
@@ -41,8 +38,18 @@ def match_gains(model: Decoder, batches: Sequence[Tensor]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    # All in one transfer from the device, and only now: in the forward pass of a sharded model the
-    # gains are passing copies.
-    sizes = (torch.stack([torch.as_tensor(x) for x in squares.values()]) / len(batches)).sqrt()
-    for norm, size in zip(squares, sizes.tolist(), strict=True):
+    # All in one transfer from the device.
+    means = torch.stack([torch.as_tensor(x) for x in squares.values()]) / len(batches)
+    return dict(zip(squares, means.sqrt().tolist(), strict=True))
+
+
+@torch.no_grad()
+def set_gains(sizes: dict[nn.Module, float]) -> None:
+    """Set gains to :func:`input_sizes`: a norm then rescales each vector to the average size that
+    its layer worked with, instead of 1.
+
+    Not within a forward pass of a sharded model, nor before what it gathered is given back: until
+    then the gains are passing copies.
+    """
+    for norm, size in sizes.items():
         norm.weight.fill_(size)

@@ -35,7 +35,6 @@ from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.ruler.tasks import ruler_tasks
 from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
-from trainer.model.backend_choice import backend_problem
 from trainer.model.decoder import Decoder
 from trainer.report.observations import ROLES, observe
 from trainer.report.outcomes import AS_IS, Outcomes
@@ -186,13 +185,12 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _subject(candidate: Candidate, config: EvaluationConfig, device: str) -> Subject:
     def load() -> Decoder:
-        half = config.dtype == "bf16"
         model = candidate.load(device).to(DTYPES[config.dtype])
-        # What a run trained with may need a GPU, or 16 bits, that its evaluation does not have.
-        asked = model.config.attention_backend
-        if backend_problem(asked, device) or (asked in ("flash", "varlen") and not half):
-            asked = "auto"
-        backend = model.use_backend(asked, device, half=half, many_lengths=True)
+        needs = {"half": config.dtype == "bf16", "many_lengths": True}
+        try:
+            backend = model.use_backend(model.config.attention_backend, device, **needs)
+        except UserError:  # the run had a GPU, or 16 bits, that its evaluation does not have
+            backend = model.use_backend("auto", device, **needs)
         kind = f"{config.dtype} on {device}"
         log.info("%s: %s, attention %s (%s)", candidate.name, kind, *backend)
         return model

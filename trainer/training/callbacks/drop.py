@@ -16,7 +16,7 @@ from trainer.model.attention import RMSNorm
 from trainer.positional.config import build_layout
 from trainer.positional.layout import Layout
 from trainer.recalibration.drop import drop
-from trainer.recalibration.gain import match_gains
+from trainer.recalibration.gain import input_sizes, set_gains
 from trainer.runs.config import RunConfig
 from trainer.training.callbacks.evaluating import evaluating
 from trainer.training.callbacks.steps import ends_step
@@ -76,7 +76,8 @@ class Drop(L.Callback):
         norms_on = model.config.qk_norm.when == "after_drop"
         if norms_on and matched:
             with evaluating(module):
-                match_gains(model, [ids for ids, _ in self._micro_batches(module)])
+                sizes = input_sizes(model, [ids for ids, _ in self._micro_batches(module)])
+            set_gains(sizes)
         model.layout = self.dropped_layout(module)
         self.effect = {
             "step": trainer.global_step,
