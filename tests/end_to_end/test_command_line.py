@@ -25,7 +25,7 @@ MISTAKES = {
     "window beyond the context": (["positional=alibi", "positional.windows=[99]"], "window of 99"),
     "flash without the package": (
         ["model.attention_backend=flash", "trainer.precision=bf16"],
-        "flash-attn package",
+        "needs the package flash-attn",
     ),
     "flex without a GPU": (["model.attention_backend=flex"], "needs a GPU"),
     "no GPU": (["trainer.accelerator=gpu"], "torch sees no GPU"),

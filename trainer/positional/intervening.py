@@ -47,12 +47,14 @@ def noise(std: tuple[float, ...], size: int, seed: int, positions: Tensor) -> Te
     return table * _factors(tuple((s,) for s in std), positions.device)
 
 
+@torch.compiler.disable  # the graph breaks here rather than build the tensor at every call
 @lru_cache
 def _factors(rows: Factors, device: torch.device) -> Tensor:
     """``[H, 1, D]`` float32."""
     return torch.tensor(rows, dtype=torch.float32, device=device)[:, None]
 
 
+@torch.compiler.disable
 @lru_cache(maxsize=64)
 def _table(heads: int, size: int, seed: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
