@@ -36,8 +36,10 @@ def test_product_and_its_gradients_are_those_of_matmul(rows, fan_in, fan_out):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("available", [True, False])
-def test_layer_is_torchs_layer(monkeypatch, dtype, available):
+@pytest.mark.parametrize("slow", [True, False], ids=["MKL is slow", "MKL is fast"])
+def test_layer_is_torchs_layer(monkeypatch, dtype, available, slow):
     monkeypatch.setattr(linear, "HAS_ONEDNN", available)
+    monkeypatch.setattr(linear, "MKL_IS_SLOW", slow)
     torch.manual_seed(0)
     ours, reference = Linear(8, 6).to(dtype), nn.Linear(8, 6).to(dtype)
     ours.product = product_for("cpu", dtype, dtype)
@@ -46,6 +48,8 @@ def test_layer_is_torchs_layer(monkeypatch, dtype, available):
     reference.load_state_dict(ours.state_dict())
     x = torch.randn(3, 4, 8, dtype=dtype)
     torch.testing.assert_close(ours(x), reference(x))
+    better = available and slow and dtype is torch.float32
+    assert ours.product is (onednn_product if better else nn.functional.linear)
 
 
 def test_weights_of_another_type_are_cast_and_get_gradients_of_their_own():
