@@ -3,6 +3,7 @@
 
     python scripts/rehearse.py launches        operators and traffic of a micro-batch
     python scripts/rehearse.py collectives     what a rank of many sends in a step
+    python scripts/rehearse.py memory          what its memory holds when it needs most
 
 Tensors are fake: they have shapes and types and no values, so models of any size fit. Operators
 are those of an uncompiled step; views and empty tensors are none. Traffic is the size of what each
@@ -16,19 +17,14 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,8 +34,9 @@ from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
-from trainer.training import strategy as strategies
-from trainer.training.module import LanguageModule, make_decoder
+from trainer.training.module import LanguageModule
+from trainer.training.rehearsal import PARTS as MEMORY_PARTS
+from trainer.training.rehearsal import peak_memory, pretended, rank_of, update
 
 Rows = Iterator[tuple[str, ...]]
 """A header, and the rows below it."""
@@ -84,20 +81,6 @@ class Launches(TorchDispatchMode):
         self.operators[name] += 1
         self.traffic[name] += sum(x.numel() * x.itemsize for x in tensors)
         return out
-
-
-@contextmanager
-def pretended(weights: torch.dtype) -> Iterator[None]:
-    """Within it tensors are fake, new weights of this type, and the loss goes in a GPU's chunks."""
-    usual = loss.CHUNKS["cpu"]
-    loss.CHUNKS["cpu"] = loss.CHUNKS["cuda"]
-    torch.set_default_dtype(weights)
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-        loss.CHUNKS["cpu"] = usual
 
 
 def ours(shape: Shape, weights: torch.dtype, chunks: loss.Chunks | None = None) -> Launches:
@@ -198,38 +181,15 @@ class Collectives(TorchDispatchMode):
         return out
 
 
-@contextmanager
-def rank_of(config: RunConfig, ranks: Ranks) -> Iterator[LanguageModule]:
-    """The module of one rank, without weights yet, among others that only pretend to be there."""
-    dist.init_process_group("fake", rank=ranks.rank, world_size=ranks.world_size, store=FakeStore())
-    try:
-        module = LanguageModule(config, make_decoder(config, config.model.vocab_size or 0), ranks)
-        module._trainer = SimpleNamespace(  # type: ignore[assignment]
-            accumulate_grad_batches=config.trainer.accumulation(ranks.world_size),
-            strategy=SimpleNamespace(root_device=torch.device("cpu")),
-            global_step=0,
-        )
-        yield module
-    finally:
-        dist.destroy_process_group()
-
-
-def update(
+def sent(
     module: LanguageModule,
     optimizer: torch.optim.Optimizer,
     shape: tuple[int, int],
     factor: float = 1.0,
 ) -> list[tuple[str, int]]:
     """The collectives of one update with micro-batches of ``shape``; ``factor``: on gradients."""
-    ids = torch.zeros(shape, dtype=torch.long)
-    weights = torch.ones(shape, dtype=torch.float32)
-    batch = {"input_ids": ids, "labels": ids, "weights": weights, "hashes": ids[:, 0]}
     with Collectives() as seen:
-        for index in range(module.trainer.accumulate_grad_batches):
-            (factor * module.training_step(batch, index)).backward()
-        module.configure_gradient_clipping(optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(module, optimizer, shape, factor)
     return seen.calls
 
 
@@ -258,18 +218,47 @@ def _of_a_step(shape: Shape, ranks: int, strategy: Any, optimizer: Any) -> list[
         optimizer=OptimizerConfig(name=optimizer),
         trainer=TrainerConfig(batch_size=2 * rows * ranks, micro_batch_size=rows, precision="bf16"),
     )
-    with rank_of(config, Ranks(0, ranks, 0, 8)) as module:
-        mesh = strategies.device_mesh(config.strategy, module.ranks, torch.device("cpu"))
-        made, strategies.device_mesh = strategies.device_mesh, lambda *_: mesh  # it reads values
-        try:
-            with pretended(torch.float32):
-                module.configure_model()
-                return update(module, module.configure_optimizers(), (rows, 128))
-        finally:
-            strategies.device_mesh = made
+    with rank_of(config, Ranks(0, ranks, 0, 8)) as module, pretended():
+        module.configure_model()
+        return sent(module, module.configure_optimizers(), (rows, 128))
 
 
-PARTS: dict[str, Callable[[], Rows]] = {"launches": launches, "collectives": collectives}
+def memory() -> Rows:
+    """By part, when a step of one micro-batch needs most."""
+    yield "shape", "ranks", "strategy", "recomputed", "sequences", *MEMORY_PARTS, "GiB"
+    for name, ranks, strategy, recomputed, rows in (
+        ("SmolLM-360M", 1, "single", "none", 4),
+        ("SmolLM-360M", 8, "fsdp2", "none", 16),
+        ("SmolLM-360M", 8, "fsdp2", "selective", 16),
+        ("SmolLM-360M", 8, "fsdp2", "full", 16),
+        ("Llama-2-7B", 32, "fsdp2", "none", 1),
+        ("Llama-2-7B", 32, "fsdp2", "selective", 2),
+        ("Llama-2-7B", 32, "fsdp2", "full", 4),
+    ):
+        shape = replace(SHAPES[name], rows=rows)
+        found = _memory_of(shape, ranks, strategy, recomputed)
+        sizes = (f"{size / 2**30:.1f}" for size in (*found.values(), sum(found.values())))
+        yield name, str(ranks), strategy, recomputed, str(rows), *sizes
+
+
+def _memory_of(shape: Shape, ranks: int, strategy: Any, recomputed: Any) -> dict[str, int]:
+    config = RunConfig(
+        model=shape.model,
+        strategy=StrategyConfig(name=strategy, activation_checkpointing=recomputed),
+        trainer=TrainerConfig(
+            batch_size=shape.rows * ranks, micro_batch_size=shape.rows, precision="bf16"
+        ),
+    )
+    with rank_of(config, Ranks(0, ranks, 0, 8)) as module, pretended():
+        module.configure_model()
+        return peak_memory(module, module.configure_optimizers(), (shape.rows, shape.length))
+
+
+PARTS: dict[str, Callable[[], Rows]] = {
+    "launches": launches,
+    "collectives": collectives,
+    "memory": memory,
+}
 
 
 def main() -> None:

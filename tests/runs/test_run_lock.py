@@ -22,7 +22,8 @@ def kept(request, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
     if request.param == "nowhere":
         monkeypatch.setattr(fcntl, "flock", flock)
 
@@ -32,12 +33,14 @@ def locks(monkeypatch):
     """Makes the lock of a process on some node, of some job; all are released."""
     made = []
 
-    def lock(host, job=None):
+    def lock(host, job=None, restarts=None):
         about = os.uname()
         with monkeypatch.context() as patch:
             patch.setattr(os, "uname", lambda: type(about)((about[0], host, *about[2:])))
             if job:
                 patch.setenv("SLURM_JOB_ID", job)
+            if restarts:
+                patch.setenv("SLURM_RESTART_COUNT", restarts)
             made.append(RunLock())
         return made[-1]
 
@@ -93,14 +96,22 @@ def test_a_job_that_was_started_again_never_waits_for_itself(tmp_path, locks, ke
     first = locks("gpu07", job="17")
     first.acquire(tmp_path)
     ended(first, tmp_path)
-    locks("gpu08", job="17").acquire(tmp_path)
+    locks("gpu08", job="17", restarts="1").acquire(tmp_path)
+
+
+def test_two_steps_of_one_job_are_two(tmp_path, locks, kept):
+    first = locks("gpu07", job="17", restarts="1")
+    first.acquire(tmp_path)
+    ended(first, tmp_path)
+    with pytest.raises(UserError, match="gpu07"):
+        locks("gpu08", job="17", restarts="1").acquire(tmp_path)
 
 
 def test_nor_where_the_file_system_still_keeps_the_lock_for_the_dead_node(tmp_path, locks):
     locks("gpu07", job="17").acquire(tmp_path)
     with pytest.raises(UserError, match="gpu07"):
         locks("gpu08", job="18").acquire(tmp_path)
-    locks("gpu08", job="17").acquire(tmp_path)
+    locks("gpu08", job="17", restarts="1").acquire(tmp_path)
 
 
 def test_a_process_that_was_killed_here_blocks_nobody_here(tmp_path, locks):

@@ -6,11 +6,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from scripts.rehearse import rank_of, update
+from scripts.rehearse import sent
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.recalibration.drop import drop
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
+from trainer.training.rehearsal import rank_of
 
 LAYERS, RANKS = 3, 8
 
@@ -37,7 +38,7 @@ def module():
 
 
 def step(module, optimizer, factor=1.0):
-    return update(module, optimizer, (2, 16), factor)
+    return sent(module, optimizer, (2, 16), factor)
 
 
 def counts(calls):

@@ -77,6 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = torch.softmax(logits, dim=-1, out=logits)
             torch.sub(top, grad.amax(dim=-1).log_(), out=log_z[part])
             if grad_hidden is None or grad_weight is None:
+                del logits, grad
                 continue
             # d/dlogits = w * (softmax * (1 + 2 z log_z) - onehot)
             grad *= (w * (1 + 2 * z_loss * log_z[part]) if z_loss else w)[:, None]
@@ -86,6 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for first in range(0, len(weight), rows_at_once):
                 rows = slice(first, first + rows_at_once)
                 grad_weight[rows] += product(grad.T[rows], x.T, None)
+            del logits, grad  # before the next chunk's are there
         ctx.gradients = grad_hidden, grad_weight
         ctx.weight_dtype = weight.dtype
         each = log_z - picked

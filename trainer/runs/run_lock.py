@@ -24,11 +24,13 @@ LEASE = 180.0
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that trains, as it stands in the lock; ``job``: its number in SLURM."""
+    """The process that trains, as it stands in the lock; ``job``: its number in SLURM, which it
+    keeps when it is requeued, ``restarts``: how often it was."""
 
     process: int
     host: str
     job: str | None
+    restarts: str | None = None
 
     def __str__(self) -> str:
         job = f" (SLURM job {self.job})" if self.job else ""
@@ -45,7 +47,8 @@ class RunLock:
     """
 
     def __init__(self) -> None:
-        self._me = Holder(os.getpid(), os.uname().nodename, os.environ.get("SLURM_JOB_ID"))
+        job, restarts = (os.environ.get(f"SLURM_{x}") for x in ("JOB_ID", "RESTART_COUNT"))
+        self._me = Holder(os.getpid(), os.uname().nodename, job, restarts)
         self._path: Path | None = None
         self._file: IO[str] | None = None
         self._released = threading.Event()
@@ -87,7 +90,12 @@ class RunLock:
         """Why this process may not have the lock, or None."""
         mine, other = try_lock(file), _read(path)
         here = other is not None and other.host == self._me.host
-        restarted = other is not None and other.job is not None and other.job == self._me.job
+        restarted = (  # and not another step of the same allocation
+            other is not None
+            and other.job is not None
+            and other.job == self._me.job
+            and other.restarts != self._me.restarts
+        )
         age = _now(path) - os.fstat(file.fileno()).st_mtime
         if mine is False:
             free = restarted and not here  # held for a node that is gone

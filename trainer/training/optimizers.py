@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.runs.config import OptimizerConfig
 
@@ -89,37 +89,55 @@ def ranks_of(matrix: Tensor) -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def orthogonal(updates: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> Iterator[Tensor]:
+def orthogonal(updates: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> Iterable[Tensor]:
     """Each matrix with all its singular values near 1, bfloat16, laid out as it came.
 
-    Of as many matrices as there are ranks, or fewer, each rank does one, whole, and sends it round;
-    on its GPU, where offloaded ones come for that.
+    Of as many matrices as there are ranks, or fewer, each rank does one, whole; on its GPU, where
+    offloaded ones come for that.
     """
-    rank, mine = dist.get_rank(ranks) if ranks else 0, None
+    if ranks is None:
+        return map(newton_schulz, updates)
+    return (_of_shards if isinstance(updates[0], DTensor) else _of_copies)(updates, ranks)
+
+
+def _of_shards(updates: Sequence[Any], ranks: dist.ProcessGroup) -> Iterator[DTensor]:
+    """In two exchanges: each rank gets all shards of its matrix, and gives back new ones."""
+    size, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
+    mesh = updates[0].device_mesh
+    shards = [update.to_local().to(mesh.device_type, torch.bfloat16) for update in updates]
+    mine = updates[rank].shape if rank < len(updates) else torch.Size((0, 0))
+    rows = math.ceil(mine[0] / size)  # of a shard: as torch.chunk has them, the last ones fewer
+    parts = [len(range(mine[0])[r * rows : (r + 1) * rows]) * mine[1] for r in range(size)]
+    given = [shard.numel() for shard in shards] + [0] * (size - len(shards))
+    flat = torch.cat([shard.flatten() for shard in shards])
+    whole = flat.new_empty(mine)
+    dist.all_to_all_single(whole.view(-1), flat, parts, given, group=ranks)
+    done = newton_schulz(whole) if whole.numel() else whole
+    dist.all_to_all_single(flat, done.view(-1), given, parts, group=ranks)
+    for update, shard, new in zip(updates, shards, flat.split(given), strict=False):
+        local = new.view_as(shard).to(update.device)
+        yield DTensor.from_local(
+            local, mesh, update.placements, shape=update.shape, stride=update.stride()
+        )
+
+
+def _of_copies(updates: Sequence[Tensor], ranks: dist.ProcessGroup) -> Iterator[Tensor]:
+    """Every rank has all matrices whole, does its own and sends it round."""
+    rank = dist.get_rank(ranks)
+    mine = newton_schulz(updates[rank]) if rank < len(updates) else None
     for owner, update in enumerate(updates):
-        whole = update.bfloat16()
-        if isinstance(whole, DTensor):
-            whole = whole.to(whole.device_mesh.device_type).full_tensor()
-        mine = newton_schulz(whole) if owner == rank else mine
-    for owner, update in enumerate(updates):
-        mesh = update.device_mesh if isinstance(update, DTensor) else None
         done = mine
         if owner != rank or done is None:
-            device = update.device if mesh is None else mesh.device_type
-            done = torch.empty(update.shape, dtype=torch.bfloat16, device=device)
-        if ranks:
-            dist.broadcast(done, group=ranks, group_src=owner)
-        if isinstance(update, DTensor):
-            placements = update.placements
-            done = distribute_tensor(done, mesh, placements, src_data_rank=None)
-        yield done.to(update.device)
+            done = torch.empty_like(update, dtype=torch.bfloat16)
+        dist.broadcast(done, group=ranks, group_src=owner)
+        yield done
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The iteration of Jordan et al. 2024, with their coefficients, on a bfloat16 matrix."""
+    """The iteration of Jordan et al. 2024, with their coefficients, in bfloat16."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
+    x = (matrix.T if tall else matrix).bfloat16()
     x = x / x.norm().clamp(min=1e-7)  # singular values of at most 1
     for _ in range(steps):
         gram = x @ x.T

@@ -36,7 +36,7 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
 from trainer.model.initialization import initial_value
 from trainer.runs.config import RunConfig, StrategyConfig
-from trainer.runs.ranks import Ranks
+from trainer.runs.ranks import Ranks, limit_collectives
 from trainer.runs.spread import shard_size
 
 SHARDED = ("fsdp2", "hsdp")
@@ -74,7 +74,9 @@ def parallelize(
             block.compile()
     home = device
     if config.strategy.name in SHARDED:
-        shard(model, config, device_mesh(config.strategy, ranks, device))
+        mesh = device_mesh(config.strategy, ranks, device)
+        limit_collectives(config.strategy.timeouts.start)  # new groups have torch's limit
+        shard(model, config, mesh)
         home = torch.device("cpu") if config.strategy.cpu_offload else device
     model.to_empty(device=home)
     half = config.trainer.precision == "bf16"

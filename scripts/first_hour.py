@@ -1,0 +1,573 @@
+#!/usr/bin/env python
+"""The first hour on a machine: what its GPUs compute, how fast, and what a run survives.
+
+    python scripts/first_hour.py                  every GPU of this machine, first one, then all
+    salloc --nodes=2 --gpus-per-node=8 --exclusive
+    python scripts/first_hour.py --nodes=2        every GPU of an allocation
+    python scripts/first_hour.py --only speed     one of its checks
+
+Every check is a command or two of the program, as a user would give it; what they say stands in
+files beside the report. A check that needs what the machine has not is listed as not made. The
+report, `first_hour/report.md`, holds what was expected and what was found, and is written anew
+after every check. Exit code 0 if all that were made passed, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trainer.commands.train import read_config
+from trainer.model.backend_choice import backend_problem
+from trainer.model.backends import BACKENDS, eager, prepared
+from trainer.model.masks import Mask
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.same_run import compare
+
+Rows = list[dict[str, Any]]
+NUMBERS = ["model=nano", "tokenizer.vocab_size=512", "trainer.batch_size=16", "trainer.log_every=1"]
+"""A small model of float32, all of whose steps are logged: to compare numbers."""
+SPEED = ["tokenizer.vocab_size=512", "trainer.precision=bf16", "trainer.log_every=5"]
+"""Most words of a model of usual size: to take the time."""
+LARGE = ["model=llama_135m", "model.vocab_size=49152", "data.sequence_length=2048"]
+ALWAYS = ["evaluation.enabled=false", "schedule.warmup_steps=5", "trainer.checkpoint_every=10000"]
+STEPS = 24
+SHARDED = ("ddp", "fsdp2", "hsdp")
+
+
+class Failed(Exception):  # noqa: N818
+    """A command of a check ended otherwise than it should have."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where checks run: files go to ``out``; ``ranks`` on ``nodes``, of GPUs or of this CPU."""
+
+    out: Path
+    ranks: int
+    nodes: int
+    quick: bool
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether torch sees a GPU."""
+        return torch.cuda.is_available()
+
+    def python(self, ranks: int) -> list[str]:
+        """The words that start Python on so many ranks."""
+        if ranks == 1:
+            return [sys.executable]
+        if self.nodes > 1:
+            spread = [f"--nodes={self.nodes}", f"--ntasks={ranks}", "--kill-on-bad-exit=1"]
+            return ["srun", *spread, sys.executable]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*torchrun, f"--nproc-per-node={ranks}"]
+
+    def run(self, name: str, *words: str, ranks: int = 1, env: dict[str, str] | None = None) -> int:
+        """A command of the program; its exit code. What it says goes to a file of that name."""
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        with (self.out / f"{name}.log").open("a") as file:
+            return subprocess.run(
+                [*self.python(ranks), "-m", "trainer", *words],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": path} | (env or {}),
+                check=False,
+            ).returncode
+
+    def words(self, name: str, *words: str) -> list[str]:
+        """Those of a run of that name, which lies beside the report."""
+        return [*ALWAYS, f"run_dir={self.out}/{name}", f"name={name}", *words]
+
+    def train(
+        self, name: str, *words: str, ranks: int = 1, env: dict[str, str] | None = None
+    ) -> Rows:
+        """Train, and give the rows of its metrics."""
+        words = tuple(self.words(name, *words))
+        if ranks > 1:  # text is prepared beforehand
+            self.must(self.run(name, "prepare", *words), name)
+        self.must(self.run(name, *words, ranks=ranks, env=env), name)
+        return read_metrics(self.out / name / "metrics.csv")
+
+    def must(self, code: int, name: str) -> None:
+        """Raise what a command said last unless it ended with 0."""
+        if code != 0:
+            said = (self.out / f"{name}.log").read_text().splitlines()
+            raise Failed(f"exit code {code}, see {name}.log: {' '.join(said[-1:])[:150]}")
+
+    def speed(self, *words: str) -> list[str]:
+        """Words of a run whose time is taken: of a usual size, or with ``quick`` of a small one."""
+        small = ["model=nano", "trainer.micro_batch_size=8"]
+        large = [*LARGE, "trainer.micro_batch_size=16", "trainer.compile=true"]
+        return [*SPEED, *(small if self.quick else large), *words]
+
+
+@dataclass(frozen=True)
+class Check:
+    """``measure`` gives what was found and whether that is as ``expected``; it ``needs`` a GPU,
+    ranks or nothing."""
+
+    name: str
+    needs: tuple[str, ...]
+    expected: str
+    measure: Callable[[Place], tuple[str, bool]]
+
+
+CHECKS: list[Check] = []
+
+
+def check(expected: str, *needs: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Enters a function into the list."""
+
+    def enter(measure: Callable[[Place], tuple[str, bool]]) -> Callable[..., Any]:
+        CHECKS.append(Check(measure.__name__, needs, expected, measure))
+        return measure
+
+    return enter
+
+
+# One GPU -------------------------------------------------------------------------------------
+
+ERRORS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Of attention and its gradients, relative to the largest value."""
+
+
+def _masks(rows: int, length: int, heads: int, device: str) -> Iterator[tuple[str, Mask]]:
+    documents = (torch.arange(length, device=device) // 100).expand(rows, length)
+    slopes = torch.linspace(0.01, 0.5, heads, device=device)
+    yield "causal", Mask()
+    yield "window", Mask(window=64)
+    yield "documents", Mask(documents=documents.contiguous(), longest=100)
+    yield "ALiBi", Mask(slopes=slopes)
+
+
+def _difference(attend: Any, mask: Mask, kv: int, dtype: torch.dtype, device: str) -> float:
+    """The largest relative difference of an output or gradient from the definition."""
+    rows, heads, length, size = 2, 8, 384, 64
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(rows, count, length, size, device=device, dtype=dtype, requires_grad=True)
+        for count in (heads, kv, kv)
+    ]
+    weight = torch.randn(rows, heads, length, size, device=device, dtype=dtype)
+    found = []
+    for kernel in (attend, eager):
+        ready = prepared(kernel, mask, (rows, length), length, torch.device(device))
+        out = kernel(*inputs, ready)
+        found.append([out, *torch.autograd.grad((out * weight).sum(), inputs)])
+    pairs = zip(*found, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+@check("every backend within 1e-4 (float32) and 3e-2 (bfloat16) of the definition, backward too")
+def attention(place: Place) -> tuple[str, bool]:
+    """Outputs and gradients of all backends under all masks."""
+    device = "cuda" if place.on_gpu else "cpu"
+    torch.set_float32_matmul_precision("highest")
+    worst: dict[str, float] = {}
+    wrong, missing = [], []
+    for name, attend in BACKENDS.items():
+        if name == "eager":
+            continue
+        if backend_problem(name, device):
+            missing.append(name)
+            continue
+        for dtype, limit in ERRORS.items():
+            if dtype == torch.float32 and name in ("flash", "varlen"):
+                continue
+            for title, mask in _masks(2, 384, 8, device):
+                if name == "varlen" and title == "ALiBi":
+                    continue
+                for kv in (8, 2):
+                    error = _difference(attend, mask, kv, dtype, device)
+                    key = f"{name} {'fp32' if dtype == torch.float32 else 'bf16'}"
+                    worst[key] = max(worst.get(key, 0.0), error)
+                    if not error <= limit:
+                        wrong.append(f"{key} {title} {kv} heads of keys {error:.1e}")
+    said = [f"{key} {error:.0e}" for key, error in worst.items()]
+    said += [f"not here: {', '.join(missing)}"] if missing else []
+    return "; ".join(wrong or said), not wrong
+
+
+@check("sdpa never takes the kernel that holds all scores", "gpu")
+def kernels(place: Place) -> tuple[str, bool]:
+    """Calls the backend where only the fused kernels are allowed."""
+    refused = []
+    for dtype in ERRORS:
+        for title, mask in _masks(2, 512, 8, "cuda"):
+            for kv in (8, 2):
+                for new in (512, 100):
+                    q = torch.randn(2, 8, new, 64, device="cuda", dtype=dtype)
+                    k = torch.randn(2, kv, 512, 64, device="cuda", dtype=dtype)
+                    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+                    try:
+                        with sdpa_kernel([*fused, SDPBackend.CUDNN_ATTENTION]):
+                            BACKENDS["sdpa"](q, k, k, mask)
+                    except RuntimeError:
+                        refused.append(f"{title}, {dtype}, {kv} heads of keys, {new} queries")
+    return "; ".join(refused) or "32 cases", not refused
+
+
+class NoWaiting(L.Callback):
+    """Between two logged rows torch raises where the host waits for the device."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """From the sixth step to the twelfth."""
+        torch.cuda.set_sync_debug_mode("error" if 6 <= trainer.global_step < 12 else "default")
+
+
+@check("six steps in which the host never waits for the device", "gpu")
+def waiting(place: Place) -> tuple[str, bool]:
+    """Trains with torch's own check of it."""
+    for name, more in (("adamw", []), ("muon", ["optimizer=muon"])):
+        place.train(
+            f"waiting_{name}",
+            *place.speed("trainer.max_steps=16", "trainer.batch_size=32", *more),
+            "trainer.log_every=100",
+            "callbacks.waits={_target_: first_hour.NoWaiting}",
+        )
+    return "AdamW, Muon", True
+
+
+def _apart(a: Rows, b: Rows) -> float:
+    """The largest relative difference of their losses."""
+    return max(abs(x["loss"] - y["loss"]) / abs(x["loss"]) for x, y in zip(a, b, strict=True))
+
+
+@check(f"losses of {STEPS} steps in float32 within 1e-3 of the CPU's", "gpu")
+def same_as_cpu(place: Place) -> tuple[str, bool]:
+    """The same run on both."""
+    words = [*NUMBERS, f"trainer.max_steps={STEPS}", "trainer.tf32=false"]
+    gpu = place.train("numbers_gpu", *words)
+    cpu = place.train("numbers_cpu", *words, "trainer.accelerator=cpu")
+    return f"{(apart := _apart(cpu, gpu)):.1e}", apart <= 1e-3
+
+
+@check("with trainer.deterministic=true, twice the same bits")
+def same_bits(place: Place) -> tuple[str, bool]:
+    """Two runs, all metrics and weights of them."""
+    return _twice(place, "bits", lambda name, words: place.train(name, *words))
+
+
+def _twice(
+    place: Place, name: str, again: Callable[[str, list[str]], object], ranks: int = 1
+) -> tuple[str, bool]:
+    """Hold a run against a second one, which ``again`` makes."""
+    words = [*NUMBERS, f"trainer.max_steps={STEPS}", "trainer.deterministic=true"]
+    words += ["strategy=fsdp2"] if ranks > 1 else []
+    place.train(f"{name}_1", *words, ranks=ranks)
+    again(f"{name}_2", words)
+    first, second = (read_config(place.words(f"{name}_{i}", *words)) for i in (1, 2))
+    difference = compare(first, second, exactly=True)
+    return difference or "metrics and weights identical", not difference
+
+
+class Kill(L.Callback):
+    """Sends itself a signal at a step, once in the life of a run.
+
+    Args:
+        step: the step.
+        number: of the signal.
+        mark: a file that says that it was done.
+    """
+
+    def __init__(self, step: int, number: int, mark: str) -> None:
+        self.step, self.number, self.mark = step, number, Path(mark)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """On the last rank."""
+        last = trainer.global_rank == trainer.world_size - 1
+        if last and trainer.global_step == self.step and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), self.number)
+
+
+def _killed(place: Place, number: int, ranks: int) -> tuple[str, bool]:
+    name = f"killed_{signal.Signals(number).name}_{ranks}"
+
+    def again(second: str, words: list[str]) -> None:
+        mark = f"mark: {place.out.absolute()}/{second}.mark"
+        kill = f"_target_: first_hour.Kill, step: 15, number: {int(number)}, {mark}"
+        words = place.words(second, *words, "trainer.checkpoint_every=10")
+        code = place.run(second, *words, f"callbacks.kill={{{kill}}}", ranks=ranks)
+        if code == 0:
+            raise Failed("the signal did not end the run")
+        place.must(place.run(second, *words, ranks=ranks), second)
+
+    return _twice(place, name, again, ranks)
+
+
+@check("a run that is killed, and one that is asked to stop, end as one that was left alone")
+def resumed(place: Place) -> tuple[str, bool]:
+    """SIGKILL and SIGTERM to one process."""
+    found = [_killed(place, number, 1) for number in (signal.SIGKILL, signal.SIGTERM)]
+    return "; ".join(said for said, _ in found), all(good for _, good in found)
+
+
+def _rate(rows: Rows) -> float:
+    """Tokens a second, of the second half of rows."""
+    return median(row["tokens_per_second"] for row in rows[len(rows) // 2 :])
+
+
+@check("compiled bfloat16 at 30% of the device's peak or more, from about 135M parameters on")
+def speed(place: Place) -> tuple[str, bool]:
+    """Tokens a second, model FLOPs utilisation, memory; each kind of checkpointing."""
+    said, best = [], 0.0
+    for kind in ("none", "selective", "full"):
+        words = place.speed("trainer.max_steps=40", "trainer.batch_size=16")
+        rows = place.train(f"speed_{kind}", *words, f"strategy.activation_checkpointing={kind}")
+        mfu = rows[-1].get("mfu", 0.0)
+        best = max(best, mfu)
+        memory = f", {rows[-1]['memory']:.1f} GiB" if "memory" in rows[-1] else ""
+        said.append(f"checkpointing {kind}: {_rate(rows):,.0f} tokens/s, {mfu:.0%}{memory}")
+    return "; ".join(said), best >= 0.3 or not place.on_gpu or place.quick
+
+
+@check("a step after the drop takes at most as long as one before it")
+def drop(place: Place) -> tuple[str, bool]:
+    """Speed in both phases of one run."""
+    steps = ["trainer.max_steps=80", "drop=late", "drop.at=40", "trainer.batch_size=16"]
+    rows = place.train("dropped", *place.speed(*steps))
+    before, after = (_rate([r for r in rows if r["phase"] == phase]) for phase in (0, 1))
+    # What two processes measure on a CPU that others use differs by more.
+    limit = 1.02 if place.on_gpu else 1.25
+    return f"x {before / after:.3f}", before / after <= limit
+
+
+@check("held-out loss on the GPU within 0.01 nats of the CPU's", "gpu")
+def evaluated(place: Place) -> tuple[str, bool]:
+    """One checkpoint, evaluated on both."""
+    place.train("evaluated", *NUMBERS, "trainer.max_steps=100")
+    losses = []
+    for name, env in (("gpu", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
+        output = place.out / f"evaluated_{name}"
+        words = [
+            f"checkpoint={place.out}/evaluated",
+            f"output={output}",
+            "evaluation.tasks=[perplexity]",
+        ]
+        place.must(place.run(f"evaluated_{name}", "evaluate", *words, env=env), f"evaluated_{name}")
+        losses.append(_losses(output))
+    apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    return f"{apart:.1e} nats", apart <= 0.01
+
+
+def _losses(output: Path) -> list[float]:
+    """All held-out losses of a report."""
+    found: list[float] = []
+
+    def collect(value: Any, key: str = "") -> None:
+        if isinstance(value, dict):
+            for name, part in value.items():
+                collect(part, name)
+        elif isinstance(value, list):
+            for part in value:
+                collect(part, key)
+        elif isinstance(value, float) and key == "loss":
+            found.append(value)
+
+    collect(json.loads((output / "report.json").read_text()))
+    if not found:
+        raise Failed(f"no losses in {output}/report.json")
+    return found
+
+
+# All GPUs ------------------------------------------------------------------------------------
+
+
+@check(f"losses of {STEPS} steps in float32 within 1e-3 of one rank's", "ranks")
+def strategies(place: Place) -> tuple[str, bool]:
+    """Every strategy against a single device."""
+    words = [*NUMBERS, f"trainer.max_steps={STEPS}", "trainer.tf32=false"]
+    words[2] = f"trainer.batch_size={max(16, place.ranks)}"
+    alone = place.train("numbers_single", *words)
+    apart = {}
+    for strategy in SHARDED:
+        more = _shards(place, strategy)
+        rows = place.train(f"numbers_{strategy}", *words, *more, ranks=place.ranks)
+        apart[strategy] = _apart(alone, rows)
+    return ", ".join(f"{k} {v:.1e}" for k, v in apart.items()), max(apart.values()) <= 1e-3
+
+
+def _shards(place: Place, strategy: str) -> list[str]:
+    """A node is a group of shards, where there are several; else half of the ranks."""
+    local = place.ranks // place.nodes
+    size = local if place.nodes > 1 else max(place.ranks // 2, 1)
+    return [
+        f"strategy={strategy}",
+        *([f"strategy.shard_size={size}"] if strategy == "hsdp" else []),
+    ]
+
+
+@check("each rank at 85% of the speed of one alone, or more", "ranks")
+def scaling(place: Place) -> tuple[str, bool]:
+    """Tokens a second and rank, of every strategy."""
+    alone = _rate(place.train("scaling_1", *place.speed("trainer.max_steps=40", *_batch(place, 1))))
+    said, best = [f"alone {alone:,.0f} tokens/s"], 0.0
+    for strategy in SHARDED:
+        words = place.speed("trainer.max_steps=40", *_batch(place, place.ranks))
+        more = _shards(place, strategy)
+        rows = place.train(f"scaling_{strategy}", *words, *more, ranks=place.ranks)
+        share = _rate(rows) / place.ranks / alone
+        best = max(best, share)
+        memory = f" {rows[-1]['memory']:.1f} GiB" if "memory" in rows[-1] else ""
+        said.append(f"{strategy} {share:.0%}{memory}")
+    return ", ".join(said), best >= 0.85 or not place.on_gpu
+
+
+def _batch(place: Place, ranks: int) -> list[str]:
+    return [f"trainer.batch_size={(8 if place.quick else 16) * ranks}"]
+
+
+@check("a run whose last rank is killed ends, and goes on to the same end", "ranks")
+def lost_rank(place: Place) -> tuple[str, bool]:
+    """SIGKILL to one of all ranks."""
+    return _killed(place, signal.SIGKILL, place.ranks)
+
+
+@check("a run of all ranks goes on with half of them, to the same losses up to rounding", "ranks")
+def fewer_ranks(place: Place) -> tuple[str, bool]:
+    """Stops in the middle and resumes."""
+    size = f"trainer.batch_size={max(16, place.ranks)}"
+    words = [*NUMBERS, size, "strategy=fsdp2", "trainer.tf32=false", f"trainer.max_steps={STEPS}"]
+    whole = place.train("ranks_whole", *words, ranks=place.ranks)
+    mark = f"mark: {place.out.absolute()}/ranks.mark"
+    kill = f"_target_: first_hour.Kill, step: 12, number: {int(signal.SIGTERM)}, {mark}"
+    begun = place.words("ranks_changed", *words, f"callbacks.kill={{{kill}}}")
+    place.run("ranks_changed", *begun, ranks=place.ranks)
+    half = [f"strategy={'single' if place.ranks == 2 else 'fsdp2'}"]
+    # srun would leave nodes without a task: half of the ranks of one node.
+    rows = place.train("ranks_changed", *words, *half, ranks=place.ranks // 2)
+    return f"{(apart := _apart(whole, rows)):.1e}", apart <= 1e-3
+
+
+@check(
+    "a rank that stands still: all end within minutes, and NCCL's recorder names it", "gpu", "ranks"
+)
+def stuck_rank(place: Place) -> tuple[str, bool]:
+    """SIGSTOP to one rank, while the others wait for 30 s at most."""
+    mark = f"mark: {place.out.absolute()}/stuck.mark"
+    kill = f"_target_: first_hour.Kill, step: 12, number: {int(signal.SIGSTOP)}, {mark}"
+    words = [*NUMBERS, "strategy=fsdp2", f"trainer.max_steps={STEPS}", f"callbacks.kill={{{kill}}}"]
+    words += ["strategy.timeouts.collective=30", "trainer.step_timeout=60"]
+    began = time.monotonic()
+    code = place.run("stuck", *place.words("stuck", *words), ranks=place.ranks)
+    took = time.monotonic() - began
+    files = len(list((place.out / "stuck" / "flight_recorder").glob("rank_*")))
+    return f"exit code {code} after {took:.0f} s, {files} records", code != 0 and files > 0
+
+
+# The report ----------------------------------------------------------------------------------
+
+
+@cache
+def machine() -> list[tuple[str, str]]:
+    """What there is, and of which version."""
+
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    found = [("Python", platform.python_version()), ("torch", torch.__version__)]
+    found += [(name, of(name)) for name in ("lightning", "triton", "flash-attn", "unrope")]
+    if torch.cuda.is_available():
+        one = torch.cuda.get_device_properties(0)
+        memory = one.total_memory / 2**30
+        found += [
+            ("GPUs of a node", f"{torch.cuda.device_count()} x {one.name}, {memory:.0f} GiB"),
+            ("CUDA", str(torch.version.cuda or torch.version.hip)),
+            ("NCCL", ".".join(map(str, torch.cuda.nccl.version()))),
+        ]
+    found.append(("CPU cores", str(len(os.sched_getaffinity(0)))))
+    return found
+
+
+@dataclass
+class Report:
+    """The table so far, on the screen's width and in a file of Markdown."""
+
+    place: Place
+    rows: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+
+    def add(self, one: Check, found: str, verdict: str, seconds: float) -> None:
+        """A line, and the file anew."""
+        self.rows.append((one.name, one.expected, found, verdict, f"{seconds:.0f}"))
+        header = ("check", "expected", "found", "", "seconds")
+        lines = ["# The first hour", "", f"{self.place.ranks} ranks on {self.place.nodes} nodes"]
+        lines[-1] += ", small shapes: no speeds to note." if self.place.quick else "."
+        lines += ["", *_markdown(("", ""), machine()), "", *_markdown(header, self.rows)]
+        (self.place.out / "report.md").write_text("\n".join(lines) + "\n")
+
+
+def _markdown(header: tuple[str, ...], rows: list[Any]) -> list[str]:
+    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
+
+
+def missing(one: Check, place: Place) -> str:
+    """What a check needs and this place has not, or nothing."""
+    if "gpu" in one.needs and not place.on_gpu:
+        return "needs a GPU"
+    return "needs several ranks" if "ranks" in one.needs and place.ranks < 2 else ""
+
+
+def main() -> None:
+    """Make all checks, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    names = [one.name for one in CHECKS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CHECK")
+    parser.add_argument("--nodes", type=int, default=1, help="of this SLURM allocation")
+    parser.add_argument("--ranks", type=int, help="in all; by default one for every GPU")
+    parser.add_argument("--quick", action="store_true", help="small shapes, whose speed is nothing")
+    parser.add_argument("--out", type=Path, default=Path("first_hour"), help="a new directory")
+    given = parser.parse_args()
+    if given.out.exists():
+        parser.error(f"--out: {str(given.out)!r} exists; give another, or remove it.")
+    ranks = given.ranks or max(torch.cuda.device_count(), 1) * given.nodes
+    given.out.mkdir(parents=True)
+    place = Place(given.out, ranks, given.nodes, given.quick or not torch.cuda.is_available())
+    report, out, failed = Report(place), Console(width=100), False
+    table = Table("check", "found", "", "s", width=100)
+    for number, one in enumerate((c for c in CHECKS if c.name in given.only), 1):
+        out.print(f"{number} of {len(given.only)}  {one.name}: {one.expected}", highlight=False)
+        began = time.monotonic()
+        if absent := missing(one, place):
+            found, verdict = absent, "not made"
+        else:
+            try:
+                found, good = one.measure(place)
+            except Failed as error:
+                found, good = str(error), False
+            verdict = "good" if good else "FAILED"
+            failed |= not good
+        report.add(one, found, verdict, seconds := time.monotonic() - began)
+        table.add_row(one.name, found, verdict, f"{seconds:.0f}")
+    out.print(table)
+    out.print(f"{given.out}/report.md")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""A step that is only pretended needs what a real one allocates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.program import run_ranks
+from trainer.model.config import ModelConfig
+from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.ranks import Ranks
+from trainer.training.rehearsal import peak_memory, pretended, rank_of
+
+SHAPE = 4, 128
+RECOMPUTED = {"fp32": "none", "bf16": "full"}
+
+
+def configured(precision):
+    return RunConfig(
+        model=ModelConfig(128, 352, 3, 4, 2, None, 1024),
+        strategy=StrategyConfig(name="fsdp2", activation_checkpointing=RECOMPUTED[precision]),
+        trainer=TrainerConfig(
+            batch_size=2 * SHAPE[0], micro_batch_size=SHAPE[0], precision=precision,
+            accelerator="cpu",
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", RECOMPUTED)
+def test_memory_of_two_ranks(tmp_path, precision):
+    config = configured(precision)
+    with rank_of(config, Ranks(0, 2, 0, 2)) as module, pretended(device="cpu"):
+        module.configure_model()
+        parts = peak_memory(module, module.configure_optimizers(), SHAPE)
+    script = Path(__file__).with_name("memory_ranks.py")
+    first, _ = run_ranks(2, script, precision, cwd=tmp_path)
+    real = int(first.stdout.split()[-1])
+    assert sum(parts.values()) == pytest.approx(real, rel=0.02), (parts, first.stderr[-500:])
