@@ -173,7 +173,7 @@ def _difference(attend: Any, mask: Mask, kv: int, dtype: torch.dtype, device: st
     for kernel in (attend, eager):
         ready = prepared(kernel, mask, (rows, length), length, torch.device(device))
         out = kernel(*inputs, ready)
-        found.append([out, *torch.autograd.grad((out * weight).sum(), inputs)])
+        found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)])
     pairs = zip(*found, strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.data.config import DataConfig
 from trainer.model import loss
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -36,7 +37,7 @@ from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, Trai
 from trainer.runs.ranks import Ranks
 from trainer.training.module import LanguageModule
 from trainer.training.rehearsal import PARTS as MEMORY_PARTS
-from trainer.training.rehearsal import peak_memory, pretended, rank_of, update
+from trainer.training.rehearsal import memory_of, pretended, rank_of, update
 
 Rows = Iterator[tuple[str, ...]]
 """A header, and the rows below it."""
@@ -248,10 +249,9 @@ def _memory_of(shape: Shape, ranks: int, strategy: Any, recomputed: Any) -> dict
         trainer=TrainerConfig(
             batch_size=shape.rows * ranks, micro_batch_size=shape.rows, precision="bf16"
         ),
+        data=DataConfig(sequence_length=shape.length),
     )
-    with rank_of(config, Ranks(0, ranks, 0, 8)) as module, pretended():
-        module.configure_model()
-        return peak_memory(module, module.configure_optimizers(), (shape.rows, shape.length))
+    return memory_of(config, Ranks(0, ranks, 0, 8))
 
 
 PARTS: dict[str, Callable[[], Rows]] = {

@@ -7,8 +7,9 @@ strategy, optimizer and loss, uncompiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.model import decoder, loss
 from trainer.model.decoder import Decoder
+from trainer.positional.config import PositionalConfig
+from trainer.recalibration.config import DropConfig
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
 from trainer.training import strategy as strategies
@@ -75,17 +78,23 @@ def update(
     optimizer: torch.optim.Optimizer,
     shape: tuple[int, int],
     factor: float = 1.0,
+    begin: Callable[[], None] = lambda: None,
 ) -> None:
-    """One update from micro-batches of ``shape`` ``[B, T]``; ``factor``: on gradients."""
+    """One update from micro-batches of ``shape`` ``[B, T]``; ``factor``: on gradients; ``begin``:
+    before each of them."""
     ids = torch.zeros(shape, dtype=torch.long)
     weights = torch.ones(shape, dtype=torch.float32)
     batch = {"input_ids": ids, "labels": ids, "weights": weights, "hashes": ids[:, 0]}
     for index in range(module.trainer.accumulate_grad_batches):
+        begin()
         (factor * module.training_step(batch, index)).backward()
     module.configure_gradient_clipping(optimizer)
     optimizer.step()
     optimizer.zero_grad()
 
+
+Parts = dict[str, int]
+"""Bytes by the names of :data:`PARTS`."""
 
 LOSS = "Loss"
 PARTS = {
@@ -110,15 +119,21 @@ class _Tracker(MemTracker):
     def __init__(self, *tracked: Any) -> None:
         super().__init__(*tracked)
         self._ref_class: Any = (*self._ref_class, LOSS)
+        self.stages: dict[str, dict[Any, int]] = {}
 
     def _track(self, kind: Any, tensor: torch.Tensor) -> None:
         super()._track(LOSS if self.in_loss else kind, tensor)
 
     def _update_peak_stats(self, _: Any) -> None:
-        for device, now in self._curr_mem_snap.items():
-            if self._peak_mem.get(device, 0) < now["Total"]:
-                self._peak_mem[device] = now["Total"]
-                self._peak_mem_snap[device] = dict(now)
+        if self.in_loss:
+            stage = "loss"
+        elif self._mod_tracker.is_bw:
+            stage = "backward"
+        else:
+            stage = "update" if "backward" in self.stages else "forward"
+        (now,) = self._curr_mem_snap.values() or ({"Total": 0},)
+        if self.stages.get(stage, {"Total": 0})["Total"] < now["Total"]:
+            self.stages[stage] = dict(now)
 
 
 class _ShardedTracker(_Tracker, FSDPMemTracker):
@@ -150,11 +165,11 @@ def _lose_by_call(model: Decoder) -> None:
     model.loss = model.__call__  # type: ignore[method-assign]
 
 
-def peak_memory(
+def peaks(
     module: LanguageModule, optimizer: torch.optim.Optimizer, shape: tuple[int, int]
-) -> dict[str, int]:
-    """Bytes by part at the peak of an update, when the optimizer has its state. The module is of no
-    use afterwards.
+) -> dict[str, Parts]:
+    """Bytes by part at the peak of each stage of an update, when the optimizer has its state. The
+    module is of no use afterwards.
 
     Args:
         module: of a rank, with its weights, see :func:`rank_of`.
@@ -172,7 +187,55 @@ def peak_memory(
         tracker = _Tracker()
         tracker.track_external(module.model, optimizer)
     with _in_loss(tracker), tracker:
-        update(module, optimizer, shape)
-    (found,) = tracker.get_tracker_snapshot("peak").values()
-    sizes = {getattr(kind, "value", kind): size for kind, size in found.items()}
-    return {part: sum(sizes.get(name, 0) for name in names) for part, names in PARTS.items()}
+        update(module, optimizer, shape, begin=tracker.reset_mod_stats)
+    found = {}
+    for stage, sizes in tracker.stages.items():
+        named = {getattr(kind, "value", kind): size for kind, size in sizes.items()}
+        found[stage] = {p: sum(named.get(n, 0) for n in names) for p, names in PARTS.items()}
+    return found
+
+
+def memory_of(config: RunConfig, ranks: Ranks, exact: bool = True) -> Parts:
+    """Bytes by part when a step needs most, of a rank of a run whose vocabulary is known.
+
+    Args:
+        config: the run; its encodings are left out, which take next to nothing.
+        ranks: which rank of how many.
+        exact: go through all layers, which takes a minute, and not through two and four, from which
+            the peak of each stage follows for any number.
+    """
+    depth = config.model.num_hidden_layers
+    if exact or depth <= FEW[1]:
+        return max(_peaks_of(config, ranks, depth).values(), key=_total)
+    few, more = (_peaks_of(config, ranks, layers) for layers in FEW)
+    per_layer = (depth - FEW[1]) / (FEW[1] - FEW[0])
+    stages = [
+        {part: round(size + per_layer * (size - few[stage][part])) for part, size in parts.items()}
+        for stage, parts in more.items()
+    ]
+    return max(stages, key=_total)
+
+
+FEW = 2, 4
+"""Layers from which others follow."""
+
+
+def _total(parts: Parts) -> int:
+    return sum(parts.values())
+
+
+def _peaks_of(config: RunConfig, ranks: Ranks, layers: int) -> dict[str, Parts]:
+    run, length = config.trainer, config.data.sequence_length
+    rows = run.micro_batch_size or run.batch_size // ranks.world_size
+    # Of several micro-batches the second finds the gradients of the first.
+    batch = rows * ranks.world_size * min(run.accumulation(ranks.world_size), 2)
+    config = replace(
+        config,
+        model=replace(config.model, num_hidden_layers=layers, from_pretrained=None),
+        positional=PositionalConfig(),
+        drop=DropConfig(),
+        trainer=replace(run, batch_size=batch, micro_batch_size=rows, compile=False),
+    )
+    with rank_of(config, ranks) as module, pretended():
+        module.configure_model()
+        return peaks(module, module.configure_optimizers(), (rows, length))
