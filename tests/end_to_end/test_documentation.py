@@ -24,7 +24,7 @@ LENGTHS = [
 ]  # fmt: skip
 BUDGETS = {
     **{word: [] for word in ("--help", "--cfg", "generate", "export")},
-    **{word: [] for word in ("prepare", "inspect", "slurm")},
+    **{word: [] for word in ("prepare", "inspect", "slurm", "plan")},
     "analysis=synthetic,matrix_entropy": ["threads=1"],
     "analyze": ["threads=1", "analysis.length=128", "analysis.texts=2"],
     "+evaluation=multiple_choice": ["evaluation.limit=2"],
@@ -49,6 +49,7 @@ SCRIPTS = {
     "scripts/benchmark_launches.py": ["--gigabytes=0.01", "--repeats=1"],
     "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
     "scripts/benchmark_perplexity.py": ["--lengths", "512"],
+    "scripts/first_hour.py": ["--only", "attention", "same_bits", "--quick"],
     "scripts/rehearse.py": ["--layers=1"],
     "scripts/kill_runs.py": ["--kills=3", "--steps=60"],
 }

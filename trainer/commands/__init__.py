@@ -8,6 +8,7 @@ COMMANDS = {
     "analyze": "show a model's attention geometry: clusters, sinks, entropies, features, biases",
     "generate": "continue prompts with a trained checkpoint",
     "export": "write a checkpoint as a directory that transformers loads, and compare the two",
+    "plan": "say what a run will need in memory, time and disk, and whether it fits",
     "drill": "break a small copy of a run in every way, and see whether it survives",
     "slurm": "write the script of a SLURM job that trains, with its code, and submit it",
 }

@@ -46,21 +46,24 @@ def read(composed: Composed) -> RunConfig:
     return config
 
 
-def read_run(composed: Composed, found: Sequence[str] = ()) -> RunConfig:
-    """The checked configuration of a run; ``found`` are problems already known.
+def read_run(composed: Composed, found: Sequence[str] = (), *, weights: bool = True) -> RunConfig:
+    """The checked configuration of a run; ``found`` are problems already known. Without ``weights``
+    the shape of a published model is what the configuration says.
 
     Raises:
         UserError: with all problems of keys, types and values together.
     """
     from trainer.runs.config import RunConfig
-    from trainer.runs.parsing import parse
+    from trainer.runs.parsing import parse, parse_without_weights
 
     values, kind = composed.without_kind("evaluation")
     problems = [*composed.problems, *found]
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
-    return parse(RunConfig, values, problems)
+    return (
+        parse(RunConfig, values, problems) if weights else parse_without_weights(values, problems)
+    )
 
 
 def execute(config: RunConfig) -> None:
@@ -85,6 +88,7 @@ python -m trainer evaluate checkpoint=runs/NAME ...   evaluate a checkpoint
 python -m trainer analyze checkpoint=runs/NAME +analysis=all   show its attention geometry
 python -m trainer generate checkpoint=runs/NAME prompt="..."   continue a text
 python -m trainer export checkpoint=runs/NAME to=DIR  write it for transformers
+python -m trainer plan +experiment=NAME ...       what it will need: memory, hours, disk
 python -m trainer drill +experiment=NAME ...          break a small copy, see if it survives
 python -m trainer slurm +experiment=NAME ...          write and submit a SLURM job
 python -m trainer COMMAND --help                      more about one of them

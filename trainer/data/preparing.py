@@ -272,11 +272,11 @@ def _any_prepared(config: DataConfig) -> bool:
 def prepare_command() -> str:
     """The command that prepares what this command line wants to read."""
     words = sys.argv[1:] if Path(sys.argv[0]).name in ("__main__.py", "unrope") else []
-    while words and words[0] in ("train", "slurm", "prepare"):
+    while words and words[0] in ("train", "slurm", "prepare", "plan"):
         words = words[1:]
     if words and re.fullmatch(r"\w+", words[0]):  # a command that reads runs; theirs are not here
         words = []
-    others = ("--submit", "--multirun", "verify=", "prepare.", "slurm.")
+    others = ("--submit", "--multirun", "verify=", "prepare.", "slurm.", "gpu=", "mfu=", "exact=")
     words = [word for word in words if not word.startswith(others)]
     return shlex.join(["python", "-m", "trainer", "prepare", *(words or ["+experiment=NAME"])])
 

@@ -133,6 +133,20 @@ def with_steps(config: RunConfig) -> RunConfig:
     return replace(config, trainer=replace(config.trainer, max_steps=-(-tokens // size)))
 
 
+def parse_without_weights(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig:
+    """A run's configuration as :func:`parse` has it, but with the shape that ``values`` give, where
+    that of published weights cannot be read.
+
+    Raises:
+        UserError: with every problem.
+    """
+    config, problems = validated(RunConfig, values)
+    config = with_steps(config)
+    if problems := [*found, *problems, *config.problems()]:
+        raise UserError(*problems)
+    return config
+
+
 def with_pretrained_shape(config: RunConfig) -> RunConfig:
     """The configuration with the shape of the model that ``model.from_pretrained`` names.
 

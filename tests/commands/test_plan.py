@@ -1,0 +1,80 @@
+"""``plan`` says before a run what it will need."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trainer.__main__ import main
+from trainer.commands.train import read_config
+from trainer.model.flops import forward_flops
+from trainer.training.module import make_decoder
+from trainer.workflows import plan as plans
+from trainer.workflows.plan import Gpu, flops, parameters
+
+PUBLISHED = {
+    "smollm_360m": (361_821_120, 314_635_200),
+    "smollm_1_7b": (1_711_376_384, 1_610_713_088),
+    "llama2_7b": (6_738_415_616, 6_476_271_616),
+    "llama3_8b": (8_030_261_248, 6_979_588_096),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_models_have_their_parameters(model):
+    config = read_config([f"model={model}", "data.sequence_length=2048"])
+    counted = parameters(make_decoder(config, 0))
+    assert (counted["in all"], counted["without embeddings and head"]) == PUBLISHED[model]
+
+
+def test_operations_of_a_branch_count_from_where_it_branches():
+    config = read_config(["+experiment=drope_demo", "model.vocab_size=1024"])
+    model = make_decoder(config, 0)
+    a_step = 3 * 32 * forward_flops(model.config, model.layout, 64)
+    controls = plans._controls(config)
+    assert flops(config) == flops(controls["nope"]) == 1600 * a_step
+    assert flops(controls["rope"]) == 320 * a_step
+
+
+def said(capsys, *words):
+    main(["plan", *words])
+    return re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_a_recipe_is_planned_without_its_weights_and_text(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    out = said(
+        capsys,
+        "+experiment=drope_smollm",
+        "strategy=fsdp2",
+        "slurm.nodes=2",
+        f"data.cache_dir={tmp_path}",
+    )
+    assert "in all 361,862,080" in out  # with the norms that come on at the drop
+    assert "GPUs 16, strategy fsdp2" in out
+    assert "16 x 2,048 tokens, 2 a step" in out
+    assert "model weights 'HuggingFaceTB/SmolLM-360M' are not on this machine" in out
+    assert "has not been prepared" in out
+    assert "does not fit" not in out
+
+
+def test_where_a_step_does_not_fit_the_first_change_that_helps_is_named(capsys, monkeypatch):
+    words = ["model=nano", "model.vocab_size=1024", "data.sequence_length=512"]
+    fits = said(capsys, *words)
+    whole = float(re.search(r"in all ([\d.]+) GiB of", fits)[1])
+    monkeypatch.setitem(plans.GPUS, "h100", Gpu("H100 80GB HBM3", whole / 2 * plans.GIB))
+    out = said(capsys, *words)
+    assert re.search(r"does not fit strategy=single strategy.activation_checkpointing=\w+ ", out)
+
+
+def test_impossible_requests_are_refused(capsys):
+    for words, expected in (
+        (["mfu=2"], "mfu: expected a share of the peak above 0 and up to 1, got 2"),
+        (["gpu=h1000"], "gpu: got 'h1000'"),
+        (["strategy=ddp", "trainer.batch_size=12"], "12 sequences do not divide"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["plan", "model=nano", *words])
+        assert stopped.value.code == 2
+        assert expected in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""``python -m trainer plan +experiment=NAME``: what a run will need, before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from trainer.commands.command import Command
+from trainer.commands.sbatch import SlurmConfig
+from trainer.commands.train import read_run
+from trainer.errors import UserError
+from trainer.workflows.plan_request import PlanRequest
+
+if TYPE_CHECKING:
+    from trainer.commands.configuration import Composed
+
+
+@dataclass(frozen=True)
+class _Own:
+    """Keys of this command; the others are a run's."""
+
+    gpu: Literal["a100_40gb", "a100", "h100", "h200"] = "h100"
+    mfu: float = 0.4
+    exact: bool = False
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [f"slurm.{problem}" for problem in self.slurm.problems()]
+        if not 0 < self.mfu <= 1:
+            found.append(f"mfu: expected a share of the peak above 0 and up to 1, got {self.mfu}.")
+        return found
+
+
+OWN = ("gpu", "mfu", "exact", "slurm")
+
+
+def read(composed: Composed) -> PlanRequest:
+    """The checked request; published weights need not be here, if the model's shape is given."""
+    from trainer.runs.parsing import validated
+    from trainer.runs.spread import spread_problems
+
+    own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
+    problems += own.problems()
+    values = {key: value for key, value in composed.values.items() if key not in OWN}
+    missing: tuple[str, ...] = ()
+    composed = replace(composed, values=values)
+    try:
+        config = read_run(composed, problems)
+    except UserError as error:
+        weights = tuple(p for p in error.problems if p.startswith("model weights"))
+        if not weights or len(weights) < len(error.problems):
+            raise
+        config, missing = read_run(composed, problems, weights=False), weights
+    on_a_node = max(own.slurm.gpus_per_node, 1)
+    ranks = 1 if config.strategy.name == "single" else own.slurm.nodes * on_a_node
+    if problems := spread_problems(config, ranks, on_a_node):
+        raise UserError(*problems)
+    return PlanRequest(config, ranks, min(on_a_node, ranks), own.gpu, own.mfu, own.exact, missing)
+
+
+def execute(request: PlanRequest) -> None:
+    """Print the sections as they are known."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from trainer.commands.console import WIDTH, set_up_console
+
+    set_up_console(quiet=True)
+    from trainer.workflows.plan import plan
+
+    out = Console(width=WIDTH)
+    for section in plan(request):
+        table = Table(section.title, "", box=None, width=WIDTH, title_justify="left")
+        table.columns[0].min_width = 32
+        table.columns[1].ratio = 1
+        for row in section.rows:
+            table.add_row(*map(Text, row))
+        out.print(table, highlight=False)
+        out.print()
+
+
+HELP = """
+python -m trainer plan +experiment=NAME [slurm.nodes=4] [strategy=fsdp2] [gpu=a100] [mfu=0.35]
+
+Checks the configuration of a run and says what it will need, without GPU or network: parameters,
+tokens, epochs of its text, operations, memory of a GPU by part for its strategy, hours on several
+GPUs, disk, and what is missing on this machine. Where a step does not fit, it names the smallest
+change with which it does. Memory is that of the program's own step on pretended ranks, uncompiled.
+"""
+COMMAND = Command("plan", HELP, read, execute, single="a plan is of one run.", described=("slurm",))

@@ -1,0 +1,234 @@
+"""What a run will need, before it starts: parameters, operations, memory, time, disk.
+
+Nothing is trained, downloaded or written, and no GPU is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.errors import UserError
+from trainer.model.decoder import Decoder
+from trainer.model.flops import training_flops
+from trainer.runs.config import RunConfig
+from trainer.runs.directory import plain
+from trainer.runs.parsing import control_config
+from trainer.runs.ranks import Ranks
+from trainer.training.module import make_decoder
+from trainer.training.peaks import dense_peak
+from trainer.training.rehearsal import Parts, memory_of
+from trainer.training.strategy import reduces_once_a_step
+from trainer.workflows.plan_request import PlanRequest
+from trainer.workflows.training_text import pretrained_tokenizer
+
+GB, GIB = 1e9, 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """``name`` as :mod:`trainer.training.peaks` has it; ``memory`` in bytes."""
+
+    name: str
+    memory: float
+
+
+GPUS = {
+    "a100_40gb": Gpu("A100-SXM4-40GB", 40 * GIB),
+    "a100": Gpu("A100-SXM4-80GB", 80 * GIB),
+    "h100": Gpu("H100 80GB HBM3", 80 * GIB),
+    "h200": Gpu("H200", 141 * GIB),
+}
+USABLE = 0.9
+"""Share of a GPU's memory that a step may take; the CUDA context, NCCL and what the allocator
+leaves between blocks have the rest."""
+
+STATE = 12
+"""Bytes a parameter in a checkpoint: weights and two moments in float32."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A title, and rows of a name and a value."""
+
+    title: str
+    rows: list[tuple[str, str]]
+
+
+def plan(request: PlanRequest) -> Iterator[Section]:
+    """The sections of a plan, each as soon as it is known.
+
+    Raises:
+        UserError: the vocabulary cannot be known yet.
+    """
+    config, corpus = request.config, _corpus(request)
+    vocab = config.model.vocab_size or _vocabulary(config, corpus)
+    config = replace(config, model=replace(config.model, vocab_size=vocab))
+    model = make_decoder(config, vocab)
+    counted = parameters(model)
+    yield Section("Parameters", [(name, f"{count:,}") for name, count in counted.items()])
+    operations = {config.name: flops(config)} | {
+        name: flops(control) for name, control in _controls(config).items()
+    }
+    yield Section("Training", list(_training(config, corpus, operations)))
+    yield Section("One GPU", list(_memory(replace(request, config=config), model)))
+    yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
+    yield Section("Disk", list(_disk(config, counted["in all"], vocab)))
+    if missing := [*request.missing, *_missing_text(corpus)]:
+        yield Section("Missing here", [("", one) for one in missing])
+
+
+def parameters(model: Decoder) -> dict[str, int]:
+    """Numbers of parameters, by part."""
+
+    def of(*kinds: str) -> int:
+        return sum(p.numel() for n, p in model.named_parameters() if any(k in n for k in kinds))
+
+    total = sum(p.numel() for p in model.parameters())
+    outside = of("embed_tokens") + of("lm_head")
+    return {
+        "embeddings": of("embed_tokens"),
+        "head": of("lm_head"),
+        "attention": of("self_attn"),
+        "MLP": of("mlp"),
+        "norms": total - outside - of("self_attn", "mlp"),
+        "in all": total,
+        "without embeddings and head": total - outside,
+    }
+
+
+def flops(config: RunConfig) -> float:
+    """Operations of all steps of a run whose vocabulary is known; a control that branches off
+    counts from there."""
+    model = make_decoder(config, 0)
+    sequence = training_flops(model.config, model.layout, config.data.sequence_length)
+    return float(sequence * config.trainer.batch_size * config.trainer.max_steps)
+
+
+def _controls(config: RunConfig) -> dict[str, RunConfig]:
+    values, found = plain(config), {}
+    for name, changes in config.controls.items():
+        control = control_config(values, name)
+        if changes.get("branch") and config.drop_step is not None:
+            left = control.trainer.max_steps - config.drop_step
+            control = replace(control, trainer=replace(control.trainer, max_steps=left))
+        found[name] = control
+    return found
+
+
+def _training(
+    config: RunConfig, corpus: Corpus | UserError, operations: dict[str, float]
+) -> Iterator[tuple[str, str]]:
+    steps, each = config.trainer.max_steps, config.tokens_per_step
+    yield "steps", f"{steps:,} of {each:,} tokens"
+    yield "tokens", f"{steps * each:,}"
+    if (drop := config.drop_step) is not None:
+        yield "drop", f"after step {drop:,}, then {(steps - drop) * each:,} tokens"
+    if isinstance(corpus, Corpus):
+        weights = sum(part.weight for part in corpus.parts)
+        for part in corpus.parts:
+            epochs = steps * each * part.weight / weights / len(part.text.train)
+            yield f"text {part.name}", f"{len(part.text.train):,} tokens, read {epochs:.2f} times"
+    elif config.data.about:
+        yield "text", config.data.about
+    for name, count in operations.items():
+        yield f"operations of {name}", f"{count:.3g}"
+
+
+def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]:
+    config, gpu = request.config, GPUS[request.gpu]
+    if config.strategy.name == "ddp":  # holds what a single device does, and its buckets
+        config = replace(config, strategy=replace(config.strategy, name="single"))
+    ranks, local = request.ranks, request.on_a_node
+    yield "GPUs", f"{ranks}, strategy {request.config.strategy.name}"
+    rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
+    times = config.trainer.accumulation(ranks)
+    yield "micro-batch", f"{rows} x {config.data.sequence_length:,} tokens, {times} a step"
+    parts = _parts(config, ranks, local, gpu, model, request.exact)
+    for name, size in parts.items():
+        yield name, f"{size / GIB:.1f} GiB"
+    total, room = sum(parts.values()), USABLE * gpu.memory
+    yield "in all", f"{total / GIB:.1f} GiB of {gpu.memory / GIB:.0f}, uncompiled"
+    if total > room:
+        yield "does not fit", _way_out(config, ranks, local, gpu, model)
+
+
+def _parts(
+    config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Module, exact: bool
+) -> Parts:
+    kind = config.strategy.reduce_gradients
+    once = reduces_once_a_step(model, kind, int(gpu.memory))
+    strategy = replace(config.strategy, reduce_gradients="step" if once else "micro_batch")
+    alone = config.strategy.name == "single"
+    batch = config.trainer.batch_size // (ranks if alone else 1)
+    config = replace(config, strategy=strategy, trainer=replace(config.trainer, batch_size=batch))
+    return memory_of(config, Ranks(0, 1 if alone else ranks, 0, 1 if alone else local), exact)
+
+
+def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Module) -> str:
+    """The first change after which it fits: what costs least time first."""
+    rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
+    names = [config.strategy.name, *(["fsdp2"] if config.strategy.name == "single" else [])]
+    for name in names if ranks > 1 else names[:1]:
+        for recomputed in ("none", "selective", "full"):
+            for fewer in (n for n in (rows, rows // 2, rows // 4, 1) if n):
+                strategy = replace(config.strategy, name=name, activation_checkpointing=recomputed)
+                run = replace(config.trainer, micro_batch_size=fewer)
+                tried = replace(config, strategy=strategy, trainer=run)
+                size = sum(_parts(tried, ranks, local, gpu, model, False).values())
+                if size <= USABLE * gpu.memory:
+                    return (
+                        f"strategy={name} strategy.activation_checkpointing={recomputed} "
+                        f"trainer.micro_batch_size={fewer} takes {size / GIB:.1f} GiB"
+                    )
+    return "nor does anything with shards, recomputation and one sequence at a time; more GPUs"
+
+
+def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[str, str]]:
+    total, precision = sum(operations.values()), request.config.trainer.precision
+    for gpu in (GPUS[key] for key in ("a100", "h100", "h200")):
+        if (peak := dense_peak(gpu.name, precision)) is not None:
+            hours = total / (peak * request.mfu * 3600)
+            yield (
+                f"{request.ranks} x {gpu.name}",
+                f"{hours / request.ranks:,.1f} hours, {hours:,.0f} GPU-hours",
+            )
+
+
+def _disk(config: RunConfig, count: int, vocab: int) -> Iterator[tuple[str, str]]:
+    run, one = config.trainer, STATE * count
+    kept = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
+    kept += run.max_steps // run.keep_every if run.keep_every else 0
+    yield "a checkpoint", f"{one / GB:,.1f} GB"
+    yield "checkpoints kept", f"{kept}, and one that is written: {(kept + 1) * one / GB:,.0f} GB"
+    tokens, width = run.max_steps * config.tokens_per_step, 2 if vocab <= 1 << 16 else 4
+    yield "text, read once", f"{tokens * width / GB:,.1f} GB of {width} bytes a token"
+
+
+def _corpus(request: PlanRequest) -> Corpus | UserError:
+    """The prepared text, or why there is none."""
+    config = request.config
+    try:
+        tokenizer = None if request.missing else pretrained_tokenizer(config)
+        return prepare_corpus(config.data, config.tokenizer, tokenizer, alone=False)
+    except UserError as error:
+        return error
+
+
+def _vocabulary(config: RunConfig, corpus: Corpus | UserError) -> int:
+    if isinstance(corpus, Corpus):
+        return corpus.tokenizer.get_vocab_size()
+    if config.tokenizer.path is None:
+        return config.tokenizer.vocab_size
+    raise UserError(
+        "model.vocab_size: not known before the text is prepared; give it, such as "
+        "model.vocab_size=49152."
+    )
+
+
+def _missing_text(corpus: Corpus | UserError) -> list[Any]:
+    return list(corpus.problems) if isinstance(corpus, UserError) else []
