@@ -4,8 +4,6 @@ import csv
 import json
 import math
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ from trainer.report.geometry.drawing import Panel, by_length, over_heads
 from trainer.report.geometry.glance import Indicator
 from trainer.report.geometry.page import GeometryReport, write_geometry_report
 from trainer.report.geometry.section import Grid, Picture, Section
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def section(key):
@@ -128,13 +124,6 @@ def test_nothing_beyond_the_training_length_is_said_so(tmp_path):
     assert "breaks" not in text.split("</style>")[1]
 
 
-def test_a_large_drawing_is_embedded_as_png(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "LARGEST_SVG", 1000)
-    text = write_geometry_report(report("one"), tmp_path).read_text()
-    assert 'src="data:image/png;base64,' in text
-    assert "data:image/svg" not in text
-
-
 def test_the_page_is_the_last_file(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
@@ -143,24 +132,3 @@ def test_the_page_is_the_last_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_geometry_report(report("one"), tmp_path)
     assert not (tmp_path / "report.html").exists()
-
-
-def console(path, profile):
-    """What a browser that opens the page says on its console."""
-    words = (
-        *("--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
-        *(f"--user-data-dir={profile}", "--virtual-time-budget=3000", "--dump-dom"),
-    )
-    result = subprocess.run(
-        [CHROMIUM, *words, path.as_uri()], capture_output=True, text=True, timeout=90, check=True
-    )
-    assert "</html>" in result.stdout
-    return [line for line in result.stderr.splitlines() if "CONSOLE" in line]
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium in the path")
-def test_a_browser_opens_the_page_without_an_error(written, tmp_path):
-    assert console(written / "report.html", tmp_path / "profile") == []
-    broken = tmp_path / "broken.html"
-    broken.write_text('<html><img src="missing.png"><script>throw Error("seen")</script></html>')
-    assert any("seen" in line for line in console(broken, tmp_path / "profile"))

@@ -78,7 +78,8 @@ class SinksStudy(Study):
             "Softmax must put its weight somewhere. A head that has nothing to retrieve puts it on "
             "a placeholder, mostly the first token, whose key is short: where queries and keys lie "
             "on opposite sides of the origin, a key near the origin has the largest dot product. "
-            "When the rotation of a long text spreads the clouds, other keys get large dot "
+            f"{'When the rotation of' if self.target.rotates else 'Where'} a long text spreads the "
+            "clouds, other keys get large dot "
             "products by accident and the sink loses its weight. Positions are those of a text "
             "that begins with a beginning-of-text token and holds no other separator, as each "
             "would be a sink of its own; they are counted from 1.",

@@ -20,10 +20,7 @@ from trainer.report.geometry.section import Picture, Section
 from trainer.report.plotting import WIDTH, paper_style, save
 from trainer.report.rendering import base64, csv_text, render
 
-LARGEST_SVG = 500_000
-"""Bytes; of a larger figure the page holds the PNG."""
 WIDEST = 52  # rem, of a figure as wide as a text
-MEDIA = {".svg": "image/svg+xml", ".png": "image/png"}
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,8 @@ def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
         svg = save(picture.figure, stem)
     rows = [[f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in picture.rows]
     write_atomically(stem.with_suffix(".csv"), csv_text(picture.header, rows))
-    image = svg if svg.stat().st_size <= LARGEST_SVG else svg.with_suffix(".png")
     return {
-        "source": f"data:{MEDIA[image.suffix]};base64,{base64(image)}",
+        "source": f"data:image/svg+xml;base64,{base64(svg)}",
         "caption": picture.caption,
         "csv": f"{place.name}/{picture.name}.csv",
         "width": f"{min(picture.figure.get_figwidth() / WIDTH, 1) * WIDEST:.1f}rem",
