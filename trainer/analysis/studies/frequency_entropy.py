@@ -88,8 +88,8 @@ class FrequencyEntropyStudy(Study):
             "says how concentrated the power of that signal is, from 0 for a pure tone to 1 for "
             "white noise. SpectrumFE, of short frames with the mean left in, is low where a pair "
             "is large throughout: a frequency band. SequenceFE, of the whole text without the "
-            "mean, is low where the norm oscillates. In heads without rotation the pairs are those that "
-            "RoPE would turn together.",
+            "mean, is low where the norm oscillates. In heads without rotation the pairs are those "
+            "that RoPE would turn together.",
             (
                 "sⱼ[n] = ‖qₙ⁽ʲ⁾‖₂",
                 "S[k, t] = |Σₙ sⱼ[512 t + n] w[n] exp(−2πi k n / 1024)|²,  w: Hann",
