@@ -84,7 +84,7 @@ class SinksStudy(Study):
             "that begins with a beginning-of-text token and holds no other separator, as each "
             "would be a sink of its own; they are counted from 1.",
             (
-                "attention on the first key = α_i1 = softmax_j(⟨q_i, k_j⟩ / √d)₁",
+                "attention on the first key = α_{i1} = softmax_j(⟨q_i, k_j⟩ / √d)₁",
                 "dot product of key j = mean over i ≥ j of ⟨q_i, k_j⟩",
                 "largest dot product of query i = max over j ≤ i of ⟨q_i, k_j⟩",
             ),
