@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-from markupsafe import Markup, escape
+from html import escape
 
 RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿʲˡʳᶜᵀ′", "0123456789+−()njlrcT′", strict=True))
 LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉ᵢⱼₖₙₘₜ", "0123456789ijknmt", strict=True))
@@ -31,21 +30,21 @@ class _Part:
     spaced: bool = False
 
 
-def mathml(text: str) -> Markup:
+def mathml(text: str) -> str:
     """A formula, with its remarks (behind two blanks, ``R: the rotation``) as they are.
 
     ``a_i``, ``a_{ij}`` and small signs are indices, ``^`` and raised signs exponents. ``a / b`` is
     a fraction of what stands between the next signs of relations, sums and words; ``a/b`` of what
-    touches the stroke.
+    touches the stroke. Every other sign is escaped.
     """
     first, *others = re.split(r"(?<=\S)\s{2,}", text)
-    shown = (part if _REMARK.match(part) else _formula(part) for part in others)
-    return Markup("&ensp; ").join([_formula(first), *shown])
+    shown = (escape(part) if _REMARK.match(part) else _formula(part) for part in others)
+    return "&ensp; ".join([_formula(first), *shown])
 
 
-def _formula(text: str) -> Markup:
+def _formula(text: str) -> str:
     parts = _parts(_Tokens(_TOKEN.findall(text)), "")
-    return Markup(f"<math>{_joined(parts)}</math>")  # every sign was escaped
+    return f"<math>{_joined(parts)}</math>"
 
 
 class _Tokens:

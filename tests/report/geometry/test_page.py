@@ -43,6 +43,7 @@ def report(*keys, **more):
         "sections": [section(key) for key in keys],
         "notes": ("A thing was left out & why.",),
         "settings": {"length": 128},
+        "made": {"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"},
     }
     return GeometryReport(**given | more)
 
@@ -100,6 +101,8 @@ def test_the_page_holds_all_that_it_shows(written):
     assert "&lt;script&gt;alert(1)" in text
     assert "The first &lt;finding&gt;." in text
     assert "A thing was left out &amp; why." in text
+    assert "2026-01-02, <code>python -m trainer analyze</code>" in text
+    assert "<dt>Of</dt><dd>a, step 7</dd>" in text
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', text)
     # Links lead to files that are there, and to places on the page.
     for link in re.findall(r'href="([^"#]+)"', text):

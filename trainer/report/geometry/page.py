@@ -28,7 +28,8 @@ class GeometryReport:
     """What was analysed and what came of it.
 
     ``texts`` of ``length`` tokens were read. ``notes``: what was left out and why. ``settings`` and
-    ``environment``: plain values.
+    ``environment``: plain values. ``made``: when, by which command and program and of what, in
+    words by their terms.
     """
 
     name: str
@@ -40,6 +41,7 @@ class GeometryReport:
     notes: Sequence[str] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    made: dict[str, str] = field(default_factory=dict)
 
 
 def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
