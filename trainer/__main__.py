@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command; exit with 0, with 2 for a mistake of the user's, 85 when stopped to be
     continued, 130 when interrupted."""
     words = sys.argv[1:] if arguments is None else arguments
-    if words == ["--version"]:
+    if "--version" in words:
         print(f"unrope {trainer.__version__}")
         return
     with exit_codes():
@@ -25,17 +25,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def split_command(words: list[str]) -> tuple[str, list[str]]:
-    """The command and its words; without one it is ``train``.
+    """The command and its words; without one it is ``train``. ``help WORDS``: ``WORDS --help``.
 
     Raises:
         UserError: the first word is neither an override, an option nor a command.
     """
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     first = words[0] if words else ""
     if words[:2] == ["slurm", "prepare"]:
         return "slurm_prepare", words[2:]
     if first in COMMANDS:
         return first, words[1:]
-    if first in ("", "help") or "=" in first or first.startswith(("-", "+", "~")):
+    if not first or "=" in first or first.startswith(("-", "+", "~")):
         return "train", words
     listed = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
     raise UserError(

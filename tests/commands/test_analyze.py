@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -96,7 +97,12 @@ def test_all_leaves_out_what_does_not_apply_and_compares_with_before_the_drop(
     main(["analyze", f"checkpoint={drope}", "+analysis=all", f"output={tmp_path}", *SHORT])
     there = {path.name for path in tmp_path.iterdir() if path.is_dir()}
     assert there == {"synthetic", "matrix_entropy", "drop"}
-    assert "Note: Rotary offset features was left out" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    (start,) = [i for i, line in enumerate(said) if line.startswith("DroPE, from 32 (trained)")]
+    assert len(said) - start < 12
+    assert any(re.match(r"\d+ findings about: .*Before and after the drop", line) for line in said)
+    assert any(line.startswith("Note: Rotary offset features was left out") for line in said)
+    assert said[-1] == f"Report: {tmp_path}/report.html"
     text = (tmp_path / "report.html").read_text()
     assert "Rotary offset features was left out" in text
     assert "No positional encoding." in text

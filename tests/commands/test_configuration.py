@@ -158,6 +158,11 @@ def test_mistake_is_named(words, said):
     assert any(said in problem for problem in problems(*words))
 
 
+def test_a_value_that_lacks_quotes_is_not_called_missing():
+    (problem,) = problems("data=files", "data.files=[~/x.txt]")
+    assert problem.startswith("'data.files=[~/x.txt]': a value with such characters stands in")
+
+
 def test_all_mistakes_are_named_at_once():
     found = problems(
         "model.hiden_size=1", "optimizer.lr=x", "drop.at=9999", "+experiment=nothing",

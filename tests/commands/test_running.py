@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from trainer.__main__ import main
 from trainer.commands import COMMANDS, analyze, evaluate, export, train
+from trainer.commands.config_files import ConfigFiles
 from trainer.commands.running import run_command
 from trainer.errors import UserError
+from trainer.runs.config import RunConfig
 
 MODULES = {name: importlib.import_module(f"trainer.commands.{name}") for name in COMMANDS}
 
@@ -58,7 +62,20 @@ def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, pl
         (["generate", "--help"], "  top_p=1.0                     draw from the likeliest"),
         (["slurm", "--help"], "  slurm.gpus_per_node=8         and workers; 0: one worker on the"),
         (["--help"], "  positional: alibi, half_rope"),
+        (
+            ["--help"],
+            "  encoding_zoo_demo             Every encoding, the same model, text and number",
+        ),
         (["help"], "  run_dir=runs/${name}          stable: the same command resumes"),
+        (["help", "evaluate"], "  evaluation.windows=96"),
+        (["help", "slurm", "prepare"], "  slurm.prepare=0"),
+        (
+            ["optimizer=muon", "--help"],
+            "  optimizer.lr=0.003            of AdamW, times the schedule",
+        ),
+        (["prepare", "positional=nope", "--help"], "  positional.layers=[nope]      repeated over"),
+        (["+experiment=drope_demo", "--help"], "  drop.at=0.8\n"),
+        (["+experiment=drope_demo", "--help"], "  controls.nope.model.qk_norm.when=never\n"),
     ],
 )
 def test_help_describes_keys_as_their_files_do(words, said, capsys):
@@ -103,8 +120,46 @@ def test_words_are_checked_before_values_are_shown(name):
     assert any("sede: unknown key" in problem for problem in found)
 
 
-def test_version(capsys):
-    main(["--version"])
+def choices(schema, path=""):
+    """Every key below a dataclass that takes one of some words, with these."""
+    for name, kind in get_type_hints(schema).items():
+        where = f"{path}.{name}" if path else name
+        if get_origin(kind) is Literal:
+            yield where, get_args(kind)
+        elif is_dataclass(kind):
+            yield from choices(kind, where)
+
+
+def test_help_names_the_words_that_a_key_takes(capsys):
+    defaults = ConfigFiles().default_groups("config")
+    main([*(f"{group}={option}" for group, option in defaults.items()), "--help"])
+    entries = re.split(r"\n  (?=[a-z_.]+=)", capsys.readouterr().out)
+    said = dict(entry.split("=", 1) for entry in entries[1:])
+    known = dict(choices(RunConfig))
+    assert len(known) > 20
+    for key, words in known.items():
+        assert [word for word in words if word not in said[key].split("\n\n")[0]] == [], key
+
+
+def test_without_a_word_nothing_is_trained(capsys, place):
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert said.startswith("error: name an experiment")
+    assert "+experiment=drope_demo" in said
+    assert "rope, 3 layers of width 64, 1,000 steps of 32 x 64 tokens of stdlib_docs" in said
+    assert not list(place.iterdir())
+
+
+def test_one_word_is_enough(done):
+    main(["train", "seed=1"])
+    assert [job.run_dir for job in done] == ["runs/run"]
+
+
+@pytest.mark.parametrize("words", [["--version"], ["evaluate", "--version"]])
+def test_version(words, capsys):
+    main(words)
     assert capsys.readouterr().out == "unrope 0.1.0\n"
 
 

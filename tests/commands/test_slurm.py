@@ -92,6 +92,13 @@ def test_body_is_that_of_the_script_by_hand():
     assert script().endswith(by_hand[by_hand.index("# How a run stops") :])
 
 
+def test_a_job_of_the_defaults_says_so():
+    text = script("slurm.gpus_per_node=0", name="run")
+    assert next(line for line in text.splitlines() if line.startswith("set -- ")) == (
+        "set -- name=run"
+    )
+
+
 def test_words_reach_the_program_as_they_were_given():
     words = ["data=files", "data.files=['a b.txt','$HOME.txt']", 'label="it\'s"', "name=mine"]
     text = script(*words, "slurm.time=60", name="mine")

@@ -270,3 +270,9 @@ def test_large_models_are_written_in_shards(tiny_decoder, tmp_path):
     assert set(index["weight_map"]) == set(weights) == set(read_headers(tmp_path))
     for name, value in model.named_parameters():
         assert torch.equal(weights[f"model.{name}"], value)
+
+
+def test_every_file_has_the_permissions_of_any_other_made_here(tiny_decoder, tmp_path):
+    (tmp_path / "made_here").touch()
+    saved(tiny_decoder(), tmp_path)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1

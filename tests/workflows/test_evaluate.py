@@ -115,9 +115,23 @@ def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_
 
 def test_a_finished_evaluation_says_again_what_was_chosen(runs, tmp_path):
     first, _ = evaluate_lengths(request(runs, tmp_path))
-    second, _ = evaluate_lengths(request(runs, tmp_path))
-    assert second == first
+    second, place = evaluate_lengths(request(runs, tmp_path))
+    assert place == tmp_path
+    assert second == replace(first, made=second.made)
     assert any("logits times 1 + 0.3 ln s" in note for note in second.notes)
+
+
+def test_another_evaluation_goes_beside_the_one_that_is_there(runs, tmp_path):
+    _, output = evaluate_lengths(request(runs, tmp_path / "here"))
+    before = (output / "report.json").read_bytes()
+    places = [evaluate_lengths(request(runs, output, lengths=[1]))[1] for _ in range(2)]
+    assert places == [tmp_path / "here-2"] * 2
+    assert (output / "report.json").read_bytes() == before
+    assert {path.name for path in places[0].iterdir()} == {
+        "figures", "report.html", "report.json", "table.csv", "table.md", "table.tex",
+    }  # fmt: skip
+    page = (places[0] / "report.html").read_text()
+    assert f"DroPE: {runs}/checkpoints/step-000012, step 12" in page
 
 
 def test_a_model_to_compare_with_that_is_not_there_is_named_by_its_key(runs, tmp_path):

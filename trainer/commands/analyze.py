@@ -9,6 +9,7 @@ from trainer.commands.command import Command, Named
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
+    from trainer.report.geometry.page import GeometryReport
     from trainer.workflows.analysis_request import AnalysisRequest
 
 
@@ -31,13 +32,41 @@ def execute(named: Named[AnalysisRequest]) -> None:
 
     set_up_console()
     report, page = analyze(named.request, named.name)
-    for section in report.sections:
-        print(f"\n{section.title}")
-        for finding in section.findings:
-            print(f"- {finding}")
+    print("\n".join(summary(report) if len(report.sections) > 1 else findings(report)))
     for note in report.notes:
-        print(f"\nNote: {note}")
-    print(f"\nReport: {page}")
+        print(f"Note: {note}")
+    print(f"Report: {page}")
+
+
+def findings(report: GeometryReport) -> list[str]:
+    """What every section says, in full."""
+    return [
+        line
+        for section in report.sections
+        for line in (section.title, *(f"- {finding}" for finding in section.findings))
+    ]
+
+
+def summary(report: GeometryReport) -> list[str]:
+    """What changes with the length, and of what the page says more."""
+    from trainer.report.geometry.glance import glance
+
+    C, length = report.training_length, report.length
+    indicators = glance([section.numbers for section in report.sections])
+    width = max((len(one.name) for one in indicators), default=0)
+    said = sum(len(section.findings) for section in report.sections)
+    titles = ", ".join(section.title for section in report.sections)
+    return [
+        f"{report.name}, from {C:,} (trained) to {length:,} tokens:"
+        if length > C
+        else f"{report.name} at {length:,} tokens:",
+        *(
+            f"  {one.name:{width}}  {one.shown(one.within):>7}"
+            + (f" → {one.shown(one.beyond):7} {one.verdict or ''}" if one.goes_beyond else "")
+            for one in indicators
+        ),
+        f"{said} findings about: {titles}.",
+    ]
 
 
 HELP = """

@@ -30,7 +30,8 @@ class Command(Generic[T]):
     ``--multirun``, a sentence; empty where there is. ``flags``: options of its own. ``verbatim``: a
     key that may be given several times, each value taken as it is. ``described``: groups that its
     help describes key by key. ``output``: the directory that a job writes and no other job may,
-    where there is one.
+    where there is one. ``wordless``: what to say instead of doing the work that a request without
+    a word stands for; None where the work is done.
     """
 
     root: str
@@ -42,3 +43,4 @@ class Command(Generic[T]):
     verbatim: str = ""
     described: tuple[str, ...] = ()
     output: Callable[[T], str | None] = lambda _: None
+    wordless: Callable[[T], str] | None = None

@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ OPTIONS = """\
 Options:
   --help                        this text
   --cfg job [--package GROUP]   print all values
-  --config-dir DIR              a directory with groups and experiments of your own"""
+  --config-dir DIR              a directory with groups and experiments of your own
+  --version                     of the program"""
 MULTIRUN = """
   --multirun                    a job for each of several values or options: seed=0,1"""
 
@@ -50,36 +52,47 @@ def help_text(
     """``about``, then the keys, groups and options of a command.
 
     ``root``: the file of ``conf/`` that it starts from. ``described``: groups of which every option
-    has a line, and every key of the one that ``words`` choose. ``several``: whether there is
-    ``--multirun``.
+    has a line. Of each group that ``words`` choose, and of the described, every key has one.
+    ``several``: whether there is ``--multirun``.
+
+    Raises:
+        UserError: the words choose an option that does not exist, or whose file cannot be read.
     """
     defaults = files.default_groups(root)
     parts = [about.strip()]
     if keys := list(_documented(files.inherited(("", root))).values()):
         parts.append("\n".join(["Keys (KEY=VALUE):", *map(str, keys)]))
-    for group in described:
-        names = files.options(group)
-        lines = [
-            _two_columns(f"  {name}", _headline(path))
-            for name in names
-            if (path := files.find((group, name)))
-        ]
-        parts.append("\n".join([f"Options of {group} (+{group}=NAME):", *lines]))
-        given = [w.partition("=")[2] for w in words if w.lstrip("+").startswith(f"{group}=")]
-        option = given[-1] if given else defaults[group]
-        if option == REQUIRED:
-            option = names[0]
-        prefix = f"{group}."
-        own = _documented(files.inherited((group, option)), prefix).values()
-        more = "" if given else f"; of another: +{group}=NAME --help"
-        parts.append("\n".join([f"Keys of {group}={option}{more}:", *map(str, own)]))
     others = [group for group in files.groups() if _belongs(group, defaults, files)]
+    pairs = (word.lstrip("+").partition("=") for word in words)
+    given = {group: option for group, _, option in pairs if group in others}
+    for group in dict.fromkeys([*described, *given]):
+        if group in described:
+            parts.append(_options(group, files))
+        option = given.get(group, defaults.get(group))
+        if option == REQUIRED:
+            option = files.options(group)[0]
+        if option is not None:
+            # An option of the whole configuration sets keys of other groups.
+            prefix = f"{group}." if group in defaults else ""
+            own = _documented(files.inherited((group, option)), prefix).values()
+            more = "" if group in given else f"; of another: +{group}=NAME --help"
+            parts.append("\n".join([f"Keys of {group}={option}{more}:", *map(str, own)]))
     if lists := [f"  {g}: {', '.join(files.options(g))}" for g in others if g not in described]:
-        title = "Groups (GROUP=OPTION; those of whole configurations, such as experiment, +GROUP=):"
+        title = "Groups (GROUP=OPTION; what its keys are: GROUP=OPTION --help):"
         lists = [textwrap.fill(text, WIDTH, subsequent_indent=" " * 4) for text in lists]
         parts.append("\n".join([title, *lists]))
     parts.append(OPTIONS + (MULTIRUN if several else ""))
     return "\n\n".join(parts)
+
+
+def _options(group: str, files: ConfigFiles) -> str:
+    """A line for every option of a group."""
+    lines = [
+        _two_columns(f"  {name}", _headline(path))
+        for name in files.options(group)
+        if (path := files.find((group, name)))
+    ]
+    return "\n".join([f"Options of {group} (+{group}=NAME):", *lines])
 
 
 def _belongs(group: str, defaults: dict[str, str], files: ConfigFiles) -> bool:
@@ -91,10 +104,10 @@ def _belongs(group: str, defaults: dict[str, str], files: ConfigFiles) -> bool:
 
 
 def _headline(path: Path) -> str:
-    """The first comment of a file."""
+    """The comment that a file begins with."""
     lines = path.read_text("utf-8", errors="replace").splitlines()
-    comments = (line for line in lines if line.startswith("#") and "@package" not in line)
-    return next(comments, "#")[1:].strip()
+    above = takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line[1:].strip() for line in above if "@package" not in line)
 
 
 def _documented(paths: Sequence[Path], prefix: str = "") -> dict[str, Key]:
@@ -138,21 +151,20 @@ def _keys(path: Path) -> list[Key]:
                 key = Key(".".join(names), _default(content, names), meaning)
                 if key.default is not None or key.meaning:
                     found.append(key)
-                if "{" in code:  # a group in one line
+                if "{" in code and key.default is None:  # a group in one line
                     found += _leaves(content, names)
         above.clear()
     return found
 
 
 def _leaves(content: Any, names: Sequence[str]) -> list[Key]:
-    """The keys of a group, without meanings of their own."""
+    """The keys below a group, without meanings of their own."""
     group = content
     for name in names:
         group = group[name]
-    if not isinstance(group, dict):
-        return []
-    paths = [[*names, str(key)] for key in group]
-    return [Key(".".join(path), _default(content, path), "") for path in paths]
+    if not isinstance(group, dict) or not group:
+        return [Key(".".join(names), _default(content, names), "")]
+    return [key for name in group for key in _leaves(content, [*names, str(name)])]
 
 
 def _default(content: Any, names: Sequence[str]) -> str | None:

@@ -42,4 +42,7 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     else:
         composed = compose_words(overrides, command.root, files, problems)
         given = tuple(word.removeprefix(key) for word in verbatim)
-        command.execute(command.read(replace(composed, flags=options.flags, verbatim=given)))
+        request = command.read(replace(composed, flags=options.flags, verbatim=given))
+        if command.wordless is not None and not words:
+            raise UserError(command.wordless(request))
+        command.execute(request)

@@ -58,6 +58,7 @@ def read(composed: Composed, trains: bool = True) -> Job:
     if trains and (found := spread_problems(config, *_workers(group.slurm))):
         raise UserError(*found)
     words = tuple(word for word in composed.words if not _is_setting(word))
+    words = words or (f"name={config.name}",)  # without any the job would ask for one
     return Job(group.slurm, config, words, composed.files, SUBMIT in composed.flags)
 
 

@@ -78,6 +78,18 @@ def execute(config: RunConfig) -> None:
         print_report(report, config.run_dir, existing)
 
 
+def wordless(config: RunConfig) -> str:
+    """What to type instead of nothing, and what nothing would train."""
+    model, trainer, data = config.model, config.trainer, config.data
+    shape = f"{model.num_hidden_layers} layers of width {model.hidden_size}"
+    reads = f"{trainer.max_steps:,} steps of {trainer.batch_size} x {data.sequence_length} tokens"
+    return f"""name an experiment, or say what a run of your own is:
+  python -m trainer +experiment=drope_demo  RoPE, its drop and two controls: minutes on two cores
+  python -m trainer name={config.name:18} the defaults alone, in {config.run_dir}, without a drop:
+        {", ".join(config.positional.layers)}, {shape}, {reads} of {data.source}
+  python -m trainer --help                  experiments, commands, groups and keys"""
+
+
 HELP = """
 unrope: train decoders with any positional encoding, drop it, and see how far they reach.
 
@@ -96,4 +108,12 @@ python -m trainer COMMAND --help                      more about one of them
 Try first:      python -m trainer +experiment=drope_demo
 All values:     python -m trainer +experiment=drope_demo --cfg job
 """
-COMMAND = Command("config", HELP, read, execute, output=lambda config: config.run_dir)
+COMMAND = Command(
+    "config",
+    HELP,
+    read,
+    execute,
+    output=lambda config: config.run_dir,
+    described=("experiment",),
+    wordless=wordless,
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -11,29 +12,36 @@ from hydra.errors import HydraException
 
 
 def parse_words(words: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """The overrides that are well formed, and a sentence for each that is not."""
+    """The overrides, and a sentence for each word that is not well formed. Where it only lacks
+    quotes, the override that it means is among them, so that nothing else is said to be missing."""
     parser = OverridesParser.create()
     found, problems = [], []
     for word in words:
         try:
             found.append(parser.parse_override(word))
         except HydraException:
-            problems.append(f"{word!r}: {_how(word)}")
+            problems.append(f"{word!r}: expected key=value, for instance seed=1.")
+            with suppress(HydraException):
+                meant = _quoted(word)
+                found.append(parser.parse_override(meant))
+                problems[-1] = (
+                    f"{word!r}: a value with such characters stands in quotes: '{meant}'."
+                )
     return found, problems
 
 
-def _how(word: str) -> str:
-    """What a word that is not well formed should have been."""
+def _quoted(word: str) -> str:
+    """The word with its value in quotes; as it is where more is wrong with it."""
     key, equals, value = word.partition("=")
     closed = all(word.count(a) == word.count(b) for a, b in ("[]", "{}", "()"))
     if not equals or not value or not closed:
-        return "expected key=value, for instance seed=1."
+        return word
     if value.startswith("[") and value.endswith("]"):
         value = ",".join(f'"{one.strip()}"' for one in value[1:-1].split(","))
         value = f"[{value}]"
     else:
         value = f'"{value}"'
-    return f"a value with such characters stands in quotes: '{key}={value}'."
+    return f"{key}={value}"
 
 
 def is_for_hydra(override: Override) -> bool:

@@ -12,13 +12,14 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trainer.report.dark import ON_BRIGHT, UNKNOWN
 from trainer.report.plotting import blank, trim
 from trainer.report.results import Cell
 
 _COLUMNS = 5
 _MOST, _BINS = 11, 10  # more different depths than _MOST are put into _BINS
 # Perceptually uniform, for all kinds of colour vision.
-_MAP = colormaps["cividis"].with_extremes(bad="#e4e4e4")
+_MAP = colormaps["cividis"].with_extremes(bad=UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _numbers(axes: Axes, values: np.ndarray) -> None:
         known = math.isfinite(value)
         axes.text(
             *(x, y, f"{value:.0f}" if known else "·"),
-            color="black" if not known or value > 55 else "white",
+            color=ON_BRIGHT if not known or value > 55 else "white",
             ha="center",
             va="center",
             fontsize=5.5,

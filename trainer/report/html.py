@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.report.atomic import write_atomically
 from trainer.report.drawn import Drawn
-from trainer.report.outcomes import Outcomes
+from trainer.report.outcomes import Outcomes, row_name
 from trainer.report.rendering import base64, render
 from trainer.report.results import PERPLEXITY, Observation, Report
 from trainer.report.table import tables
@@ -23,6 +23,7 @@ def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
     and fixed text. Raises ``OSError`` when a figure cannot be read."""
     filters = {
         "by_model": lambda rows: [(m, list(own)) for m, own in groupby(rows, lambda row: row[0])],
+        "row_name": _row_name,
         "embedded": base64,
         "percent": percent,
         "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
@@ -40,6 +41,11 @@ def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
         timing={key: value for key, value in report.timing.items() if key != _OWN_COLUMN},
     )
     write_atomically(path, text)
+
+
+def _row_name(method: str, model: str, first: bool) -> str:
+    """A row's name, of which no line ends with the plus."""
+    return row_name(model, method, first=first).replace("+ ", "+\u00a0")
 
 
 def lead(report: Report) -> str:

@@ -148,6 +148,14 @@ class Outcomes:
         return self._estimates[key]
 
 
+def row_name(model: str, method: str, *, first: bool) -> str:
+    """A row in a table, by the titles of both; ``first``: of its model, which the others leave
+    out."""
+    if method == AS_IS_TITLE:
+        return model
+    return f"{model} + {method}" if first else f"+ {method}"
+
+
 def parts(label: str) -> list[str]:
     """A label's parts: ``category|bucket`` has two."""
     return label.split("|")

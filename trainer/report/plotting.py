@@ -24,9 +24,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from trainer.report.atomic import write_atomically
+from trainer.report.dark import follows_scheme
 
 OVERLAY = 8
 WIDTH = 6.75  # inches, the text width of a two-column paper
+LARGEST_SVG = 500_000
+"""Bytes of a drawing whose points are all drawn one by one."""
 
 # Okabe and Ito's colours for all kinds of colour vision, without the yellow that fades on white.
 _COLOURS = ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7")
@@ -123,14 +126,26 @@ def draw(series: Sequence[Series], frame: Frame) -> Figure:
 
 
 def save(figure: Figure, stem: Path) -> Path:
-    """Write ``stem.png`` (300 dpi) and ``stem.svg``, without dates; return the latter's path."""
+    """Write ``stem.png`` (300 dpi, white) and ``stem.svg`` (transparent, of the page's colour
+    scheme), without dates; return the latter's path. Clouds of points that would make the SVG
+    larger than :data:`LARGEST_SVG` are one picture in it."""
     path = stem.with_suffix(".svg")
-    for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
-        buffer = BytesIO()
-        figure.savefig(buffer, format=suffix, metadata=metadata)
-        figure.set_layout_engine("none")  # its places are found: the next format has the same
-        write_atomically(stem.with_suffix(f".{suffix}"), buffer.getvalue())
+    png = _rendered(figure, "png", metadata={"Software": None})
+    figure.set_layout_engine("none")  # its places are found: the next format has the same
+    svg = _rendered(figure, "svg", transparent=True, metadata={"Date": None, "Creator": None})
+    if len(svg) > LARGEST_SVG:
+        for cloud in (cloud for axes in figure.axes for cloud in axes.collections):
+            cloud.set_rasterized(True)
+        svg = _rendered(figure, "svg", transparent=True, metadata={"Date": None, "Creator": None})
+    write_atomically(path.with_suffix(".png"), png)
+    write_atomically(path, follows_scheme(svg.decode()))
     return path
+
+
+def _rendered(figure: Figure, suffix: str, **options: Any) -> bytes:
+    buffer = BytesIO()
+    figure.savefig(buffer, format=suffix, **options)
+    return buffer.getvalue()
 
 
 def _overlay(figure: Figure, series: Sequence[Series], frame: Frame) -> None:

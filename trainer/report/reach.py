@@ -12,6 +12,7 @@ from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from trainer.report.dark import ON_BRIGHT
 from trainer.report.drawn import Plan
 from trainer.report.plotting import Frame, Series, blank, draw
 from trainer.report.results import Reach, Report
@@ -97,10 +98,10 @@ def _heat_map(history: tuple[Reach, ...]) -> Figure:
     every = math.ceil(len(history) / 10)
     axes.set_xticks(columns[:-1:every] + 0.5, [str(reach.step) for reach in history[::every]])
     axes.set_yticks([edge for edge in edges if edge % seen == 0])
-    axes.axhline(seen, color="black", linewidth=0.8, linestyle=":")
+    axes.axhline(seen, color=ON_BRIGHT, linewidth=0.8, linestyle=":")
     crossings = [i for i in columns[1:-1] if history[i].dropped and not history[i - 1].dropped]
     for column in crossings:
-        axes.axvline(column, color="black", linewidth=0.8, linestyle="--")
+        axes.axvline(column, color=ON_BRIGHT, linewidth=0.8, linestyle="--")
     axes.grid(visible=False)
     axes.set_xlabel("training step of the measurement")
     axes.set_ylabel("position (tokens)")

@@ -12,9 +12,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from trainer.report.mathml import mathml
+
 
 def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
-    """A template of ``templates/``, filled in and escaped. ``filters``: beside ``pretty``."""
+    """A template of ``templates/``, filled in and escaped. ``filters``: beside ``pretty`` and
+    ``mathml``."""
     page = Environment(
         loader=PackageLoader("trainer.report"),
         autoescape=True,
@@ -23,6 +26,7 @@ def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any)
         lstrip_blocks=True,
     )
     page.filters |= {"pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False)}
+    page.filters |= {"mathml": mathml}
     page.filters |= filters
     return page.get_template(template).render(**values)
 

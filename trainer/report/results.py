@@ -148,6 +148,7 @@ class Report(Json):
     of the training sequences carried such statements).
     ``reach`` holds what was measured while an arm trained, by arm, the run itself first.
     ``temperature`` holds the fitted coefficient c of 1 + c ln s by row, ``DroPE + temperature``.
+    ``made``: when, by which command and program and of what, in words by their terms.
     ``timing`` is free-form; ``timing["tokens_per_second"]``, a number by arm, becomes a column of
     the table of arms. Raises ``ValueError`` when two arms share a name, or two cells a place.
     """
@@ -167,6 +168,7 @@ class Report(Json):
     temperature: dict[str, float] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)
     reach: dict[str, tuple[Reach, ...]] = field(default_factory=dict)
+    made: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         places = Counter((cell.model, cell.method, cell.task, cell.length) for cell in self.cells)

@@ -6,7 +6,9 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +151,12 @@ def log_to_file(directory: Path) -> None:
     handler = logging.FileHandler(directory / "log.txt", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
+
+
+def free_place(wanted: Path, may_replace: Callable[[Path], bool]) -> Path:
+    """``wanted``, or where that may not be replaced the first of ``NAME-2``, ``NAME-3``, ... that
+    may; a suffix stays one."""
+    if may_replace(wanted):
+        return wanted
+    numbered = (wanted.with_name(f"{wanted.stem}-{n}{wanted.suffix}") for n in count(2))
+    return next(filter(may_replace, numbered))

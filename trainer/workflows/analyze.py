@@ -30,6 +30,7 @@ from trainer.runs.directory import writable_problem
 from trainer.runs.memory import free_memory, needed_memory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, find_candidate
+from trainer.runs.origin import origin
 from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.held_out import held_out_corpus
 
@@ -89,6 +90,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         notes,
         without_home(json.loads(json.dumps({"checkpoint": request.checkpoint} | asdict(config)))),
         environment(corpus),
+        origin([candidate] if other is None else [other, candidate]),
     )
     return report, write_geometry_report(report, output)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from trainer.evaluation.multiple_choice import missing_tasks
 from trainer.evaluation.requests import Encoder
 from trainer.report.atomic import write_atomically
 from trainer.runs.checkpoints import versions
-from trainer.runs.directory import writable_problem
+from trainer.runs.directory import free_place, writable_problem
 from trainer.runs.models import Candidate, find_candidate
 from trainer.workflows.evaluation_request import BenchmarkRequest
 
@@ -53,13 +54,27 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[dict[str, list
         models.append({"name": model, "path": str(candidate.path), "scores": numbers})
     record = {
         "kind": name,
-        "config": asdict(request.evaluation),
+        "config": json.loads(json.dumps(asdict(request.evaluation))),
         "versions": versions(),
         "models": models,
     }
-    path = output / f"{name}.json"
+    path = free_place(output / f"{name}.json", lambda older: _is_same(record, older))
     write_atomically(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
     return scores, path
+
+
+def _is_same(record: dict[str, Any], path: Path) -> bool:
+    """Whether there is no such file, or one of the same settings and models."""
+    if not path.exists():
+        return True
+    try:
+        older = json.loads(path.read_text(encoding="utf-8"))
+        models = [model["path"] for model in older["models"]]
+        return bool(older["config"] == record["config"]) and models == [
+            model["path"] for model in record["models"]
+        ]
+    except (ValueError, KeyError, TypeError):  # another file than these
+        return False
 
 
 def _scores(candidate: Candidate, config: BenchmarkConfig) -> list[Score]:

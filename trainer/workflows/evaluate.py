@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,8 +13,9 @@ from trainer.errors import UserError
 from trainer.report.results import Report
 from trainer.report.writing import write_renderings
 from trainer.runs.descriptions import reference_first
-from trainer.runs.directory import writable_problem
+from trainer.runs.directory import free_place, writable_problem
 from trainer.runs.models import find_candidate
+from trainer.runs.origin import origin
 from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.measuring import Text, checked, measure_models, with_observations
@@ -28,6 +30,8 @@ DEFAULT = "default"
 def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[Report, Path]:
     """Measure every method on every model, write the report, return it with its directory.
 
+    A report of other settings or checkpoints stays where it is; this one then goes beside it.
+
     ``name``: what the evaluation is called, and its directory among those of the run.
 
     Raises:
@@ -40,8 +44,8 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         raise UserError(problem)
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(given, "compare") for given in request.compare]
-    place = Path("evaluation") if name == DEFAULT else Path("lengths", name)
-    output = Path(request.output or first.home / place)
+    usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
+    output = Path(request.output or first.home / usual)
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
     candidates = checked([first, *others])
@@ -52,8 +56,22 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name
     report = measure_models(title, candidates, request.evaluation, text, output / "cells")
-    report = with_observations(report, candidates)
+    report = replace(with_observations(report, candidates), made=origin(candidates))
+    place = free_place(output, lambda older: _is_same(report, older))
+    if place != output:
+        log.info("%s holds another evaluation, which stays; this one is in %s", output, place)
     log.info("Writing the report")
-    write_renderings(report, output)
-    report.write(output / "report.json")
-    return report, output
+    write_renderings(report, place)
+    report.write(place / "report.json")
+    return report, place
+
+
+def _is_same(report: Report, directory: Path) -> bool:
+    """Whether the directory holds no report, or one of the same settings and checkpoints."""
+    if not (directory / "report.json").exists():
+        return True
+    try:
+        older = Report.read(directory / "report.json")
+    except UserError:  # of an earlier version, or not a report at all
+        return False
+    return older.config == report.config and older.made.get("Of") == report.made["Of"]

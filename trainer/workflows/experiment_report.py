@@ -15,6 +15,7 @@ from trainer.runs.descriptions import label, reference_first, without_home
 from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate
+from trainer.runs.origin import origin
 from trainer.training.run import TrainedRun
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
 
@@ -66,6 +67,7 @@ def make_report(
     report = replace(
         report,
         config=without_home(plain(config)),
+        made=origin(ordered),
         arms=trained,
         drop=drop,
         reach={arm.name: _reach(arm) for arm in arms.values()},

@@ -11,7 +11,7 @@ import numpy as np
 from trainer.analysis.averages import Array
 from trainer.analysis.clusters import ClusterResult
 from trainer.analysis.snapshots import Snapshot
-from trainer.analysis.studies.versions import Versions
+from trainer.analysis.studies.versions import Versions, before
 from trainer.report.geometry.drawing import (
     Cloud,
     Panel,
@@ -129,8 +129,8 @@ class ClusterPictures:
             "clusters_first_component",
             histogram(shares, "variance of the first component (%)", low=0, high=100),
             "Heads by the share of the first principal component in the variance about the origin, "
-            "before the encoding, over the whole text; dashed: the mean. Far right: a tight cloud "
-            "away from the origin, or a needle through it.",
+            f"{before(self.versions)}, over the whole text; dashed: the mean. Far right: a tight "
+            "cloud away from the origin, or a needle through it.",
             ("side", "layer", "head", "share"),
             [
                 (side, *at, float(value) / 100)
@@ -181,9 +181,9 @@ class ClusterPictures:
             "clusters_snapshots",
             clouds(rows),
             f"Keys and the queries that read them in {len(rows)} heads, {which}. Every row is one "
-            f"plane, that of the first two principal components at {first.length:,} tokens before "
-            f"the encoding; a sample of {len(first.positions)} or more points a cloud; in brackets "
-            "the stable rank of the keys.",
+            f"plane, that of the first two principal components at {first.length:,} tokens "
+            f"{before(self.versions)}; a sample of {len(first.positions)} or more points a "
+            "cloud; in brackets the stable rank of the keys.",
             ("layer", "kv_head", "length", "version", "group", "position", "x", "y"),
             points,
         )

@@ -13,7 +13,7 @@ from trainer.analysis.snapshots import Snapshot, snapshot
 from trainer.analysis.studies.arrays import plain
 from trainer.analysis.studies.cluster_pictures import ClusterPictures
 from trainer.analysis.studies.study import Study, Target
-from trainer.analysis.studies.versions import versions
+from trainer.analysis.studies.versions import before, versions
 from trainer.report.geometry.glance import Indicator
 from trainer.report.geometry.section import Grid, Section
 
@@ -76,12 +76,17 @@ class ClustersStudy(Study):
             "opposite sides of the origin; silhouette score and Davies–Bouldin index say how well "
             "they are separated. The stable rank is about 1 for a tight cloud away from the "
             "origin and grows as the cloud spreads around it; it can at most be the number of "
-            "channels of a head. Both versions, before and after the rotation, come from the same "
-            "forward pass of the model as it is.",
+            "channels of a head."
+            + (
+                " Both versions, before and after the rotation, come from the same forward pass "
+                "of the model as it is."
+                if self.target.rotates
+                else ""
+            ),
             (
                 "cos(X, Y) = mean over pairs of ⟨x, y⟩ / (‖x‖ ‖y‖)",
                 "srank(X) = ‖X‖²_F / ‖X‖²₂ = Σᵢ σᵢ² / σ₁²",
-                "FSV ratio = σ₁(R X) / σ₁(X),  R: the rotation",
+                *(["FSV ratio = σ₁(R X) / σ₁(X),  R: the rotation"] if self.target.rotates else []),
                 "silhouette = mean of (b − a) / max(a, b),  a, b: mean distances to one's own and "
                 "to the other cloud",
             ),
@@ -113,7 +118,8 @@ class ClustersStudy(Study):
         here, C = self._within, self.target.training_length
         shares = found.key_first_share, found.query_first_share
         said = [
-            f"Before the encoding one direction holds {100 * shares[0].mean():.0f}% of the "
+            f"{before(self.versions).capitalize()} one direction holds "
+            f"{100 * shares[0].mean():.0f}% of the "
             f"variance of keys and {100 * shares[1].mean():.0f}% of that of queries about the "
             f"origin, mean over heads (RoPE-ID: over 75% in Llama 3)."
         ]

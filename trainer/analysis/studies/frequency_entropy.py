@@ -78,18 +78,18 @@ class FrequencyEntropyStudy(Study):
         }
         sweeps = self._sweeps()
         pictures = [self._scatter(values, side) for side in SIDES]
-        pictures += [self._norm_maps(), _mean_maps(values)]
+        pictures += [self._norm_maps(), _mean_maps(values, self.target.pair_axis)]
         if sweeps:
             pictures.append(_sweep_picture(sweeps))
         return Section(
             self.key,
             self.title,
-            "The norms of one rotary pair at all tokens are a signal; its frequency entropy says "
-            "how concentrated the power of that signal is, from 0 for a pure tone to 1 for white "
-            "noise. SpectrumFE, of short frames with the mean left in, is low where a pair is "
-            "large throughout: a frequency band. SequenceFE, of the whole text without the mean, "
-            "is low where the norm oscillates. Heads without rotation are read as if all of their "
-            "channels rotated.",
+            "The norms of one pair of channels at all tokens are a signal; its frequency entropy "
+            "says how concentrated the power of that signal is, from 0 for a pure tone to 1 for "
+            "white noise. SpectrumFE, of short frames with the mean left in, is low where a pair "
+            "is large throughout: a frequency band. SequenceFE, of the whole text without the "
+            "mean, is low where the norm oscillates. In heads without rotation the pairs are those "
+            "that RoPE would turn together.",
             (
                 "sⱼ[n] = ‖qₙ⁽ʲ⁾‖₂",
                 "S[k, t] = |Σₙ sⱼ[512 t + n] w[n] exp(−2πi k n / 1024)|²,  w: Hann",
@@ -136,8 +136,8 @@ class FrequencyEntropyStudy(Study):
         ]
         return Picture(
             f"frequency_entropy_{SIDES[side]}",
-            pair_scatter(panels, THRESHOLDS),
-            f"Frequency entropy (0 to 1) of every rotary pair of the {SIDES[side]} of some layers "
+            pair_scatter(panels, THRESHOLDS, self.target.pair_axis),
+            f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]} of some layers "
             "by the pair's index, a colour for each head. Dashed: the thresholds 0.2 and 0.4 of "
             "SpectrumFE and 0.6 of SequenceFE. Low SpectrumFE: bands; low SequenceFE: periods. "
             "The file has all layers.",
@@ -160,11 +160,11 @@ class FrequencyEntropyStudy(Study):
                 panels,
                 Scale("l2 norm of the pair", log=True),
                 x="token",
-                y="pair index, from the fastest on",
+                y=self.target.pair_axis,
                 columns=len(self._norms),
                 cell=(step, 1),
             ),
-            "Norms of the rotary pairs of one query head a layer, and of the keys it reads, along "
+            "Norms of the pairs of one query head a layer, and of the keys it reads, along "
             f"the first text (means over {step} tokens, logarithmic colour). A bright row is a "
             "frequency band, stripes across it are periods.",
             ("layer", "query_head", "side", "pair", "from_token", "norm"),
@@ -233,7 +233,7 @@ def _norm_map(heads: Heads, x: Tensor, head: int) -> Array:
     return np.stack([cell.mean(dim=-1).cpu().numpy() for cell in cells], axis=-1)
 
 
-def _mean_maps(values: Values) -> Picture:
+def _mean_maps(values: Values, x_label: str) -> Picture:
     panels, scales, rows = {}, [], []
     for (m, side), entropy in values.items():
         means = mean_over_heads(entropy)
@@ -242,7 +242,7 @@ def _mean_maps(values: Values) -> Picture:
         rows += [(NAMES[m], side, *at, float(mean)) for at, mean in np.ndenumerate(means)]
     return Picture(
         "frequency_entropy_layers",
-        heat_maps(panels, scales, x="pair index, from the fastest on", y="layer"),
+        heat_maps(panels, scales, x=x_label, y="layer"),
         "Mean frequency entropy over the heads of a layer (0 to 1, each panel with its own "
         "colours), by pair. Dark columns are bands (SpectrumFE) or periods (SequenceFE) at the "
         "same pair in many layers.",

@@ -45,8 +45,10 @@ class MatrixEntropyStudy(Study):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
+        # Without a rotation both stages are one.
+        self.stages = STAGES if target.rotates else {ATTENDING: STAGES[ATTENDING]}
         self._found: dict[At, list[MatrixEntropy]] = {
-            (side, stage): [] for side in SIDES for stage in STAGES
+            (side, stage): [] for side in SIDES for stage in self.stages
         }
 
     def on_layer(self, heads: Heads) -> None:
@@ -65,9 +67,9 @@ class MatrixEntropyStudy(Study):
             self.key,
             self.title,
             "The Gram matrix of a head's queries or keys over a text says how evenly they spread "
-            "over directions. The entropy of its 2 × 2 blocks, one a rotary pair, is near log 2 "
-            "where a pair turns through all directions, and near 0 where it stays in a cone. The "
-            "effective rank is exp of the entropy of all eigenvalues, or of the r largest; for "
+            "over directions. The entropy of its 2 × 2 blocks, one a pair of channels, is near "
+            "log 2 where a pair turns through all directions, and near 0 where it stays in a cone. "
+            "The effective rank is exp of the entropy of all eigenvalues, or of the r largest; for "
             "r = 1 it is 1 over the largest share. A head of low entropy has a few directions in "
             "which all its tokens add up. For attention the text is read again with its last "
             "tokens written near its beginning as well: a needle for heads that retrieve.",
@@ -103,13 +105,16 @@ class MatrixEntropyStudy(Study):
             heat_maps(
                 {f"{SIDES[side]}, {STAGES[stage]}": of for (side, stage), of in means.items()},
                 Scale("entropy (nats)", 0, math.log(2)),
-                x="pair index, from the fastest on",
+                x=self.target.pair_axis,
                 y="layer",
-                columns=len(STAGES),
             ),
-            "Entropy of every band (nats, at most log 2 = 0.69), mean over the heads of a layer. "
-            "The rotation spreads fast pairs over all directions; those that stay dark turn too "
-            "little in this text.",
+            "Entropy of every band (nats, at most log 2 = 0.69), mean over the heads of a layer."
+            + (
+                " The rotation spreads fast pairs over all directions; those that stay dark turn "
+                "too little in this text."
+                if self.target.rotates
+                else ""
+            ),
             ("side", "stage", "layer", "pair", "mean_over_heads"),
             [(*at, *i, float(v)) for at, of in means.items() for i, v in np.ndenumerate(of)],
         )
@@ -119,11 +124,11 @@ class MatrixEntropyStudy(Study):
     ) -> list[str]:
         size, found = self.target.model.config.head_size, []
         for side, kind in SIDES.items():
-            before, after = (scores[side, stage][ALL].mean() for stage in ("pre_ntk", ATTENDING))
-            found.append(
-                f"Mean effective rank of {kind}: {before:.1f} before the rotation, {after:.1f} as "
-                f"they attend, of {size} channels."
+            ranks = (
+                f"{scores[side, stage][ALL].mean():.1f} {name}"
+                for stage, name in self.stages.items()
             )
+            found.append(f"Mean effective rank of {kind}: {', '.join(ranks)}, of {size} channels.")
         for side, kind in SIDES.items():
             of = bands[side, ATTENDING]
             turns = self._turns(of.shape)

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.analysis.averages import Array
 from trainer.analysis.sinks import SinkResult
-from trainer.analysis.studies.versions import Versions
+from trainer.analysis.studies.versions import Versions, before
 from trainer.report.geometry.drawing import Panel, by_length, over_heads
 from trainer.report.geometry.entropy_figures import Scale, heat_maps
 from trainer.report.geometry.section import Picture
@@ -82,8 +82,8 @@ class SinkPictures:
         return Picture(
             "sinks_keys",
             by_length(panels, x_label="position of the key", trained=self.trained),
-            "Left: length of a key before the encoding, by its position, the first token at 1. "
-            "Right: its dot product with its own and all later queries, mean. A sink is a first "
+            f"Left: length of a key {before(self.versions)}, by its position, the first token at "
+            "1. Right: its dot product with its own and all later queries, mean. A sink is a first "
             "key that is short and whose dot product is the largest. Mean and 80% of heads.",
             HEADER,
             self._rows(both),

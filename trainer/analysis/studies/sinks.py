@@ -78,12 +78,13 @@ class SinksStudy(Study):
             "Softmax must put its weight somewhere. A head that has nothing to retrieve puts it on "
             "a placeholder, mostly the first token, whose key is short: where queries and keys lie "
             "on opposite sides of the origin, a key near the origin has the largest dot product. "
-            "When the rotation of a long text spreads the clouds, other keys get large dot "
+            f"{'When the rotation of' if self.target.rotates else 'Where'} a long text spreads the "
+            "clouds, other keys get large dot "
             "products by accident and the sink loses its weight. Positions are those of a text "
             "that begins with a beginning-of-text token and holds no other separator, as each "
             "would be a sink of its own; they are counted from 1.",
             (
-                "attention on the first key = α_i1 = softmax_j(⟨q_i, k_j⟩ / √d)₁",
+                "attention on the first key = α_{i1} = softmax_j(⟨q_i, k_j⟩ / √d)₁",
                 "dot product of key j = mean over i ≥ j of ⟨q_i, k_j⟩",
                 "largest dot product of query i = max over j ≤ i of ⟨q_i, k_j⟩",
             ),

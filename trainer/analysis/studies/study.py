@@ -43,6 +43,16 @@ class Target:
         return np.linspace(0, layers - 1, min(layers, 8)).round().astype(int).tolist()
 
     @property
+    def rotates(self) -> bool:
+        """Whether any head has a rotation."""
+        return any(spectrum.rotates for spectrum in self.model.layout.spectra)
+
+    @property
+    def pair_axis(self) -> str:
+        """What an axis of channel pairs is called."""
+        return "pair index, from the fastest on" if self.rotates else "pair index"
+
+    @property
     def training_length(self) -> int:
         """C of the model."""
         return self.model.layout.training_length

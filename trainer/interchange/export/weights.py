@@ -106,4 +106,8 @@ def _write_file(model: Decoder, plan: Plan, names: Sequence[str], path: Path, dt
         published(name): exported(model, name, plan).to(DTYPES[dtype]).contiguous()
         for name in names
     }
+    # save_file leaves a file that its owner alone reads; this one is as any other made here.
+    path.touch()
+    mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)

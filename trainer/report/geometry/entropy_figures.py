@@ -11,11 +11,12 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from trainer.report.dark import UNKNOWN
 from trainer.report.plotting import GRADED, Frame, Series, blank, draw, paper_style
 
 Array = np.ndarray
-_MISSING = "#e4e4e4"
 MAP, SIGNED = "cividis", "RdBu_r"
 
 
@@ -46,7 +47,7 @@ class Scale:
     @property
     def colours(self) -> Colormap:
         """Grey where there is no number."""
-        return colormaps[SIGNED if self.signed else MAP].with_extremes(bad=_MISSING)
+        return colormaps[SIGNED if self.signed else MAP].with_extremes(bad=UNKNOWN)
 
 
 def heat_maps(
@@ -105,7 +106,9 @@ def heat_maps(
 
 
 def pair_scatter(
-    panels: Mapping[str, Mapping[str, Array]], thresholds: Mapping[str, Sequence[float]]
+    panels: Mapping[str, Mapping[str, Array]],
+    thresholds: Mapping[str, Sequence[float]],
+    x_label: str,
 ) -> Figure:
     """Entropy over pair index, a point for every pair of every head, coloured by head.
 
@@ -139,7 +142,7 @@ def pair_scatter(
                 if number == 0:
                     axes.set_title(title, pad=3)
             line[0].set_ylabel(measure)
-        figure.supxlabel("pair index, from the fastest on", fontsize=8)
+        figure.supxlabel(x_label, fontsize=8)
         if points is not None:
             bar = figure.colorbar(points, ax=list(grid.flat), pad=0.01, aspect=30)
             bar.set_label("head")
@@ -161,6 +164,8 @@ def curves(
     def prepare(axes: Axes) -> None:
         if log_y:
             axes.set_yscale("log")
+        if all(isinstance(value, int) for xs, _ in lines.values() for value in xs):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     series = [
         Series(label, number, xs, ys, marked=marked)

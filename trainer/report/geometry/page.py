@@ -20,10 +20,7 @@ from trainer.report.geometry.section import Picture, Section
 from trainer.report.plotting import WIDTH, paper_style, save
 from trainer.report.rendering import base64, csv_text, render
 
-LARGEST_SVG = 500_000
-"""Bytes; of a larger figure the page holds the PNG."""
 WIDEST = 52  # rem, of a figure as wide as a text
-MEDIA = {".svg": "image/svg+xml", ".png": "image/png"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,8 @@ class GeometryReport:
     """What was analysed and what came of it.
 
     ``texts`` of ``length`` tokens were read. ``notes``: what was left out and why. ``settings`` and
-    ``environment``: plain values.
+    ``environment``: plain values. ``made``: when, by which command and program and of what, in
+    words by their terms.
     """
 
     name: str
@@ -43,6 +41,7 @@ class GeometryReport:
     notes: Sequence[str] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    made: dict[str, str] = field(default_factory=dict)
 
 
 def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
@@ -94,9 +93,8 @@ def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
         svg = save(picture.figure, stem)
     rows = [[f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in picture.rows]
     write_atomically(stem.with_suffix(".csv"), csv_text(picture.header, rows))
-    image = svg if svg.stat().st_size <= LARGEST_SVG else svg.with_suffix(".png")
     return {
-        "source": f"data:{MEDIA[image.suffix]};base64,{base64(image)}",
+        "source": f"data:image/svg+xml;base64,{base64(svg)}",
         "caption": picture.caption,
         "csv": f"{place.name}/{picture.name}.csv",
         "width": f"{min(picture.figure.get_figwidth() / WIDTH, 1) * WIDEST:.1f}rem",

@@ -38,8 +38,9 @@ class Section:
     """One analysis.
 
     ``text``: a paragraph: what is measured and how to read it. ``formula``: plain text with Unicode
-    signs, a line each. ``source``: paper, section, figures. ``findings``: what these numbers say
-    about this model, a sentence each, computed from them. ``numbers``: everything, as JSON has it.
+    signs, a line each, which :mod:`trainer.report.mathml` sets. ``source``: paper, section,
+    figures. ``findings``: what these numbers say about this model, a sentence each, computed from
+    them. ``numbers``: everything, as JSON has it.
     """
 
     key: str

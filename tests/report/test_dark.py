@@ -1,0 +1,61 @@
+"""Drawings on a light page and on a dark one."""
+
+import re
+
+import numpy as np
+import pytest
+
+from trainer.report import plotting
+from trainer.report.dark import COLOURS, ON_BRIGHT, follows_scheme
+from trainer.report.plotting import Frame, Series, blank, draw, paper_style, save
+
+
+def luminance(colour):
+    """Relative, from 0 to 1 (WCAG 2)."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return np.dot([0.2126, 0.7152, 0.0722], linear)
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.fixture
+def drawing(tmp_path):
+    series = [Series(str(i), i, [1, 2, 3], [i, i + 1, i]) for i in range(7)]
+    with paper_style():
+        return save(draw(series, Frame("x", "y", lambda axes: None)), tmp_path / "a").read_text()
+
+
+def test_the_ground_is_the_page_s(drawing):
+    assert "#ffffff" not in drawing
+
+
+def test_every_colour_that_is_drawn_stands_out_from_a_dark_page(drawing):
+    drawn = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawing))
+    assert len(drawn) > 8
+    for colour in drawn:
+        if contrast(colour, "#ffffff") < 2:  # the grid, which stands out from neither
+            continue
+        assert contrast(COLOURS.get(colour, colour), "#181818") > 3, colour
+    assert ON_BRIGHT not in COLOURS
+
+
+def test_every_element_of_a_colour_gets_its_counterpart(drawing):
+    for light in ("#000000", "#0072b2"):
+        assert f'[style*="stroke: {light}"]{{stroke:{COLOURS[light]}!important}}' in drawing
+    assert drawing.count("@media (prefers-color-scheme:dark)") == 1
+    assert follows_scheme("<svg></svg>") == "<svg></svg>"  # not one of matplotlib's
+
+
+def test_a_cloud_of_many_points_is_one_picture_and_the_rest_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(plotting, "LARGEST_SVG", 10_000)
+    with paper_style():
+        figure = blank(2)
+        figure.add_subplot().scatter(*np.random.default_rng(0).random((2, 500)))
+        text = save(figure, tmp_path / "a").read_text()
+    assert text.count("<image ") == 1
+    assert "data:image/png;base64," in text
+    assert "text_1" in text

@@ -1,0 +1,187 @@
+"""Formulas in plain text with Unicode signs, set as MathML, which browsers draw by themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+
+RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿʲˡʳᶜᵀ′", "0123456789+−()njlrcT′", strict=True))
+LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉ᵢⱼₖₙₘₜ", "0123456789ijknmt", strict=True))
+CLOSING = {"(": ")", "[": "]", "{": "}", "⟨": "⟩", "⌊": "⌋"}
+FUNCTIONS = {"cos", "exp", "log", "tr"}
+"""That need no bracket behind them."""
+
+_TOKEN = re.compile(r"\s+|\d+(?:[.,]\d+)*|[A-Za-z]\u0304|[A-Za-z][A-Za-z'’]*|.", re.DOTALL)
+_REMARK = re.compile(r"[^=]*: ")
+_WORD = "<mtext>"
+_FACTORS = "‖|…"  # signs that a numerator may hold
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A sign, a name, a group in brackets or a word of a formula. ``factor``: whether a fraction
+    can hold it; ``inner``: of brackets; ``spaced``: behind a blank."""
+
+    xml: str
+    factor: bool = True
+    inner: str | None = None
+    spaced: bool = False
+
+
+def mathml(text: str) -> str:
+    """A formula, with its remarks (behind two blanks, ``R: the rotation``) as they are.
+
+    ``a_i``, ``a_{ij}`` and small signs are indices, ``^`` and raised signs exponents. ``a / b`` is
+    a fraction of what stands between the next signs of relations, sums and words; ``a/b`` of what
+    touches the stroke. Every other sign is escaped.
+    """
+    first, *others = re.split(r"(?<=\S)\s{2,}", text)
+    shown = (escape(part) if _REMARK.match(part) else _formula(part) for part in others)
+    return "&ensp; ".join([_formula(first), *shown])
+
+
+def _formula(text: str) -> str:
+    parts = _parts(_Tokens(_TOKEN.findall(text)), "")
+    return f"<math>{_joined(parts)}</math>"
+
+
+class _Tokens:
+    """Tokens one by one; the next can be looked at."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self.tokens, self.at = tokens, 0
+
+    def __iter__(self) -> _Tokens:
+        return self
+
+    def __next__(self) -> str:
+        if self.at == len(self.tokens):
+            raise StopIteration
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def peek(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def closes(self, closing: str) -> bool:
+        return closing in self.tokens[self.at :]
+
+
+def _parts(tokens: _Tokens, closing: str) -> list[_Part]:
+    """What stands before the closing bracket, or before the end, fractions made."""
+    found: list[_Part] = []
+    spaced = False
+    for token in tokens:
+        if token == closing:
+            break
+        if token.isspace():
+            spaced = True
+            continue
+        found.append(replace(_scripted(_part(token, tokens), tokens), spaced=spaced))
+        spaced = False
+    return _with_fractions(found)
+
+
+def _part(token: str, tokens: _Tokens) -> _Part:
+    closing = CLOSING.get(token, "")
+    if closing and tokens.closes(closing):
+        inner = _joined(_parts(tokens, closing))
+        xml = f"<mrow>{_sign(token)}{inner}{_sign(closing)}</mrow>"
+        return _Part(xml, inner=inner if token in "({" else None)
+    if token == "√" and tokens.peek().strip():
+        under = _scripted(_part(next(tokens), tokens), tokens)
+        return _Part(f"<msqrt>{under.inner or under.xml}</msqrt>")
+    if token[0].isdigit() and token not in {**RAISED, **LOWERED}:
+        return _Part(f"<mn>{token}</mn>")
+    if token[0].isalpha():
+        alone = len(token.rstrip("\u0304")) > 1 and token not in FUNCTIONS
+        if alone and tokens.peek() not in (*LOWERED, "_", "("):
+            return _Part(f"{_WORD}{escape(token)}</mtext>", factor=False)
+        return _Part(f"<mi>{escape(token)}</mi>")
+    return _Part(_sign(token), factor=token in _FACTORS)
+
+
+def _sign(token: str) -> str:
+    close = ' lspace="0" rspace="0"' if token in _FACTORS else ""
+    return f'<mo stretchy="false"{close}>{escape(token)}</mo>'
+
+
+def _scripted(base: _Part, tokens: _Tokens) -> _Part:
+    """With the indices and exponents that follow it."""
+    below, above = "", ""
+    while True:
+        sign = tokens.peek()
+        if sign in ("_", "^") and tokens.tokens[tokens.at + 1 : tokens.at + 2]:
+            next(tokens)
+            one = _part(next(tokens), tokens)
+            script = one.inner or one.xml.replace("mtext>", "mi>")
+        elif sign and sign in RAISED:
+            script = _sign(RAISED[next(tokens)]) if sign in "⁺⁻⁽⁾′" else _small(tokens, RAISED)
+        elif sign and sign in LOWERED:
+            script = _small(tokens, LOWERED)
+        else:
+            break
+        if sign == "_" or sign in LOWERED:
+            below += script
+        else:
+            above += script
+    if not (below or above):
+        return base
+    rows = "".join(f"<mrow>{script}</mrow>" for script in (below, above) if script)
+    kind = "msubsup" if below and above else "msub" if below else "msup"
+    return _Part(f"<{kind}><mrow>{base.xml}</mrow>{rows}</{kind}>")
+
+
+def _small(tokens: _Tokens, signs: dict[str, str]) -> str:
+    sign = signs[next(tokens)]
+    return f"<mn>{sign}</mn>" if sign.isdigit() else f"<mi>{sign}</mi>"
+
+
+def _with_fractions(parts: list[_Part]) -> list[_Part]:
+    stroke, found, at = _sign("/"), list[_Part](), 0
+    while at < len(parts):
+        part = parts[at]
+        if part.xml == stroke:
+            above = list(_factors(found[::-1], tight=not part.spaced, backwards=True))[::-1]
+            below = list(_factors(parts[at + 1 :], tight=not part.spaced, backwards=False))
+            if above and below:
+                del found[-len(above) :]
+                rows = "".join(f"<mrow>{_bare(side)}</mrow>" for side in (above, below))
+                found.append(_Part(f"<mfrac>{rows}</mfrac>", spaced=above[0].spaced))
+                at += 1 + len(below)
+                continue
+        found.append(part)
+        at += 1
+    return found
+
+
+def _factors(parts: Sequence[_Part], *, tight: bool, backwards: bool) -> Iterator[_Part]:
+    """The parts from the stroke on that belong to the fraction."""
+    for number, part in enumerate(parts):
+        if not part.factor or (tight and not backwards and number and part.spaced):
+            return
+        if part.xml == _sign("/"):
+            return
+        yield part
+        if tight and backwards and part.spaced:
+            return
+
+
+def _bare(side: Sequence[_Part]) -> str:
+    """Without the brackets that a fraction makes needless."""
+    (first, *others) = side
+    return first.inner if first.inner is not None and not others else _joined(side)
+
+
+def _joined(parts: Sequence[_Part]) -> str:
+    """A blank between factors is a narrow one, beside a word a wide one."""
+    xml, before = "", None
+    for part in parts:
+        if part.spaced and before is not None:
+            beside_word = any(one.xml.startswith(_WORD) for one in (part, before))
+            if beside_word or (part.factor and before.factor):
+                xml += f'<mspace width="{".4" if beside_word else ".2"}em"></mspace>'
+        xml, before = xml + part.xml, part
+    return xml
