@@ -46,6 +46,7 @@ from trainer.training.devices import (
     set_threads,
 )
 from trainer.training.loggers import log_table
+from trainer.training.phases import phases_of
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.experiment_report import make_report
@@ -92,6 +93,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
             say_epochs(config, corpus)
+            say_long_warmups(configs)
         runs = {
             name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
             for name, arm in configs.items()
@@ -224,6 +226,19 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
         name = "The text" if len(corpus.parts) == 1 else f"The text {part.name!r}"
         tokens = f"{len(part.text.train):,}"
         log.info("%s holds %s tokens: this run reads it %.3g times", name, tokens, times)
+
+
+def say_long_warmups(configs: dict[str, RunConfig]) -> None:
+    """Tell which learning rates never reach their peak."""
+    for arm in configs.values():
+        for key, phase in zip(("schedule", "drop.schedule"), phases_of(arm), strict=False):
+            warmup, steps = phase.schedule.warmup_steps, phase.end - phase.start
+            if warmup > steps:
+                log.warning(
+                    "%s.warmup_steps: %d steps, but %s has %d in this phase: its learning rate "
+                    "does not reach its peak",
+                    *(key, warmup, label(arm), steps),
+                )
 
 
 def _branch(config: RunConfig, control: str) -> Path | None:
