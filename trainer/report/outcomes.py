@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from trainer.report.looks import looks
 from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report, is_known
 from trainer.report.statistics import Comparison, Estimate, average, estimate, sign_test
 
@@ -92,6 +93,13 @@ class Outcomes:
         """``DroPE + YaRN``; a model as is has its name alone."""
         model, method = row
         return model if method == AS_IS else f"{model} + {self.method(method)}"
+
+    @cached_property
+    def looks(self) -> dict[str, int]:
+        """How rows and arms look in figures, by their names."""
+        report = self.report
+        arms = (*(arm.name for arm in report.arms), *report.reach)
+        return looks((*map(self.name, self.rows), *arms))
 
     def reference(self, row: Row) -> Row | None:
         """What a row is compared with."""
