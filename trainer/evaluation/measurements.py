@@ -208,7 +208,7 @@ class Prompted:
 
     def _look(self, length: int) -> tuple[int, str]:
         prompts = self._prompts(length)
-        said = [(prompt.answers, prompt.new_tokens, prompt.label) for prompt in prompts]
+        said = [(p.answers, p.new_tokens, p.label, *p.never_first) for p in prompts]
         return len(prompts), fingerprint(said, *(np.array(prompt.tokens) for prompt in prompts))
 
     def measure(
@@ -238,4 +238,4 @@ def _cropped(prompt: Prompt, reads: int) -> Prompt:
     if len(prompt.tokens) <= room:
         return prompt
     tokens = (prompt.tokens[0], *prompt.tokens[len(prompt.tokens) - room + 1 :])
-    return Prompt(tokens, prompt.answers, prompt.new_tokens, prompt.depth, label=prompt.label)
+    return replace(prompt, tokens=tokens, group=None)
