@@ -18,9 +18,11 @@ from trainer.runs.directory import plain
 from trainer.runs.fitted_temperature import FILE
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import control_config, parse
+from trainer.workflows import experiment
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.experiment import label_problems, run_experiment, say_long_warmups
+from trainer.workflows.training_text import open_corpus
 
 EXPECTED = {
     (): ("rope", "RoPE"),
@@ -104,6 +106,23 @@ def measured(monkeypatch):
 
         monkeypatch.setattr(kind, "measure", counting)
     return found
+
+
+def test_the_first_process_opens_the_text_once(base, tmp_path, monkeypatch):
+    opened = []
+
+    def opening(*given):
+        opened.append(open_corpus(*given))
+        return opened[-1]
+
+    def reached(config, corpus, *_, **__):
+        assert [corpus] == opened
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "open_corpus", opening)
+    monkeypatch.setattr(experiment, "train", reached)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(parse(RunConfig, {**base, "run_dir": str(tmp_path)}))
 
 
 def test_a_diverged_run_is_reported_as_one(base, tmp_path, caplog):

@@ -84,12 +84,12 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
     try:
         set_threads(config)
         callbacks = make_all_callbacks(configs)
-        found = on_rank_zero(lambda: _open(config, configs, ranks, lock))
-        if found is not None:
+        opened: list[Corpus] = []
+        found = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened))
+        if isinstance(found, Report):
             return (found, True) if ranks.is_rank_zero else None
         # The first rank has found the text; the others open it where it lies.
-        places = on_rank_zero(lambda: open_corpus(config, ranks.world_size == 1).directories)
-        corpus = open_everywhere(config, places)
+        corpus = open_everywhere(config, found, *opened)
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
             say_epochs(config, corpus)
@@ -160,9 +160,14 @@ def _raise_together(problems: list[str]) -> None:
 
 
 def _open(
-    config: RunConfig, configs: dict[str, RunConfig], ranks: Ranks, lock: RunLock
-) -> Report | None:
-    """Check everything, prepare text and directories; the report of a finished run.
+    config: RunConfig,
+    configs: dict[str, RunConfig],
+    ranks: Ranks,
+    lock: RunLock,
+    opened: list[Corpus],
+) -> Report | list[str]:
+    """Check everything, prepare text and directories; the report of a finished run, or where the
+    text lies, which is then ``opened``.
 
     Raises:
         UserError: with all that is wrong.
@@ -178,7 +183,7 @@ def _open(
         report = _finished_report(finished)
         open_run_directory(config, finished=True)
         return report
-    open_corpus(config, ranks.world_size == 1)
+    opened.append(open_corpus(config, ranks.world_size == 1))
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():
         lock.acquire(directory)
@@ -187,7 +192,7 @@ def _open(
     lock.acquire(directory)  # new, or made anew by overwrite=true
     say_run_directory(directory)
     log_to_file(Path(config.run_dir))
-    return None
+    return list(opened[0].directories)
 
 
 def _finished_report(path: Path) -> Report:
@@ -200,15 +205,17 @@ def _finished_report(path: Path) -> Report:
         ) from None
 
 
-def open_everywhere(config: RunConfig, places: list[str]) -> Corpus:
+def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None = None) -> Corpus:
     """The corpus on every rank, where the first one found it: a node may lack its files.
+
+    ``opened``: what the first one has open.
 
     Raises:
         UserError: on all ranks, with what is wrong on any.
     """
-    corpus, problems = None, ()
+    corpus, problems = opened, ()
     try:
-        corpus = corpus_at(config.data, places)
+        corpus = corpus or corpus_at(config.data, places)
     except UserError as error:
         problems = tuple(f"{problem} (on {os.uname().nodename})" for problem in error.problems)
     if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:

@@ -149,7 +149,9 @@ class UnropeAttention(nn.Module):
         if not any(self.slopes):
             return allowed
         bias = torch.tensor(self.slopes, device=q.device)[:, None, None] * (j - i)
-        return bias.masked_fill(~allowed, -math.inf).to(q.dtype)
+        precise = torch.promote_types(q.dtype, torch.float32)  # CUDA's kernels refuse it
+        kind = precise if q.device.type == "cpu" else q.dtype
+        return bias.masked_fill(~allowed, -math.inf).to(kind)
 
 
 class UnropeMLP(nn.Module):
