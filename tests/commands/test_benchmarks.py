@@ -55,7 +55,7 @@ def test_table_and_numbers(place, capsys):
     assert record["kind"] == "multiple_choice"
     assert record["config"]["tasks"] == ["piqa"]
     first, second = record["models"]
-    assert [first["name"], second["name"]] == ["model", "other/model"]
+    assert [first["name"], second["name"]] == ["model (model)", "model (other/model)"]
     assert first["scores"] == second["scores"]
     score = first["scores"][0]
     assert (score["task"], score["metric"], score["questions"]) == ("piqa", "acc", 2)

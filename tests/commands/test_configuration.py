@@ -113,6 +113,12 @@ def compare(schema, given, path):
         (["drop.at=1.5"], "drop.at: 1.5 is step 1500"),
         (["drop.at=10", "drop.at_tokens=10"], "either drop.at or drop.at_tokens"),
         (["drop.at=10", "drop.to=nop"], "drop.to: unknown encoding 'nop'. Did you mean 'nope'?"),
+        (["drop=late", "positional=nope"], "drop.to: 'nope' is what the layers to drop have"),
+        (["drop=late", "drop.to=rope"], "drop.to: 'rope' is what the layers to drop have"),
+        (
+            ["drop=late", "positional.layers=[rope,nope]", "drop.layers=[1]"],
+            "drop.to: 'nope' is what the layers to drop have",
+        ),
         (["drop.at=10", "drop.layers=[3]"], "drop.layers: layer 3 does not exist"),
         (["positional.encodings.rope.rotary_fraction=1.5"], "rotary_fraction must be in (0, 1]"),
         (["positional.encodings.rope.base=1"], "base must be greater than 1"),

@@ -113,7 +113,7 @@ def test_run_directory_holds_what_is_promised(uninterrupted):
         "log.txt",
     }  # fmt: skip
     assert names >= {"evaluation", "table.md", "table.tex", "table.csv"}
-    assert set(report["drop"]) == {"step", "loss_before", "loss_after", "loss_end"}
+    assert set(report["drop"]) == {"step", "loss_before", "loss_after", "loss_end", "sequences"}
     assert set(report["cells"][0]) >= {"model", "method", "task", "length", "factor", "scores"}
     assert not list(run_dir.rglob("*.partial"))
 

@@ -39,7 +39,9 @@ def test_statements_fit_the_shortest_length_where_they_are_asked_for():
     config = EvaluationConfig(needles=NeedleTaskSettings(needles=12), lengths=[0.5, 1])
     assert config.problems() == config.problems(128) == []
     (problem,) = config.problems(64)
-    assert problem.startswith("evaluation.needles.needles: 12 statements of 3 tokens do not fit 32")
+    assert problem.startswith("evaluation.lengths: 0.5 of 64 tokens is 32, too few for 12 statemen")
+    (problem,) = config.problems(32)
+    assert problem.startswith("evaluation.needles.needles: 12 statements of 3 tokens do not fit 16")
     assert replace(config, tasks=["perplexity"]).problems(64) == []
 
 

@@ -230,6 +230,34 @@ def test_the_code_leaves_padding_out(tiny_decoder, tmp_path):
     assert out[:, 20:].tolist() == ours
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        tempered(coefficient=0.8),
+        tempered(coefficient=0.8, per="query"),
+        layout_changed(long_factors),
+    ],
+    ids=["temperature", "by query", "frequencies"],
+)
+def test_padding_on_either_side_is_no_part_of_the_length(tiny_decoder, tmp_path, change, side):
+    """Six tokens beside 90 of padding are within the training length of 32; fifty are not."""
+    model = tiny_decoder(heads={"nope": 0.5})
+    change(model)
+    hf = loaded(tmp_path, saved(model, tmp_path))
+    rows = [IDS[0, :6], IDS[1]]
+    ids, mask = torch.zeros(2, 2, 96, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(96 - len(row), None) if side == "left" else slice(len(row))
+        ids[i, place], mask[i, place] = row, 1
+    theirs = hf(ids, attention_mask=mask).logits
+    for i, row in enumerate(rows):
+        torch.testing.assert_close(
+            theirs[i, mask[i].bool()], model(row[None])[0], rtol=0, atol=1e-4
+        )
+
+
 def test_the_code_has_a_loss(tiny_decoder, tmp_path):
     model = tiny_decoder(layers=["alibi"])
     hf = loaded(tmp_path, saved(model, tmp_path))

@@ -10,7 +10,12 @@ from tokenizers import Tokenizer
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
 from trainer.interchange.export import directory as export_directory
+from trainer.interchange.export import gate
+from trainer.interchange.export.custom import modeling_unrope
+from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM
 from trainer.interchange.export.directory import export_model, write_files
+from trainer.interchange.export.plan import make_plan
+from trainer.interchange.export.reload import answers
 from trainer.model.decoder import Decoder
 
 
@@ -62,6 +67,39 @@ def test_the_gate_keeps_nothing_that_differs(bilingual, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"differ by .*, more than tolerance=0.0001; nothing"):
         export_model(model, tokenizer, 0, tmp_path / "new" / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_gate_sees_padding_and_lengths_beyond_the_training(bilingual, tmp_path, monkeypatch):
+    """A temperature that follows the length, in code that gets the length wrong."""
+    model, tokenizer = bilingual(layers=["rope_id"], training_length=80)
+    write_files(model, make_plan(model.config, model.layout), tokenizer, 0, tmp_path, "float32")
+    theirs = UnropeForCausalLM.from_pretrained(tmp_path).eval()
+    text_ids = tokenizer.encode(gate.TEXT).ids
+
+    def here(_, asked):
+        return answers(theirs, asked) | {"text_ids": text_ids, "problems": ""}
+
+    def difference():
+        return gate.largest_difference(model.eval(), tmp_path, text_ids, custom=True)
+
+    monkeypatch.setattr(gate, "_ask", here)
+    assert difference() < 1e-5
+
+    forward = modeling_unrope.UnropeModel.forward
+
+    def counts_padding(self, input_ids, past_key_values=None, **others):
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        others["position_ids"] = torch.arange(past, past + input_ids.shape[1])[None]
+        return forward(self, input_ids, past_key_values=past_key_values, **others)
+
+    with monkeypatch.context() as wrong:
+        wrong.setattr(modeling_unrope.UnropeModel, "forward", counts_padding)
+        assert difference() > 1e-3
+
+    table = modeling_unrope.table
+    with monkeypatch.context() as wrong:
+        wrong.setattr(modeling_unrope, "table", lambda s, trained, at: table(s, 10 * trained, at))
+        assert difference() > 1e-3
 
 
 def test_without_transformers_nothing_is_compared(bilingual, tmp_path, monkeypatch, caplog):

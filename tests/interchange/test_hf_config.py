@@ -1,5 +1,6 @@
 """Configurations of published models; that logits agree is tested with the weights."""
 
+import importlib
 import math
 
 import pytest
@@ -102,9 +103,23 @@ def test_the_length_before_extension_may_stand_beside_the_parameters():
     assert layout.training_length == 2048
 
 
-def test_a_share_of_the_channels_rotates():
-    _, layout = read(partial_rotary_factor=0.5)
-    assert layout.spectra[0].rotary_dim == 8
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"])
+def test_a_share_of_the_channels_is_refused_where_transformers_rotates_all_of_them(name):
+    """The reference: what its architecture makes of a configuration with the key."""
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=64, num_attention_heads=4, head_dim=16, partial_rotary_factor=0.5
+    )
+    model = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    rotary = getattr(model, f"{name}RotaryEmbedding")(config)
+    assert config.rope_parameters["partial_rotary_factor"] == 0.5
+    assert 2 * len(rotary.inv_freq) == 16
+    asked = {"architectures": [f"{name}ForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.5}
+    for rope in (None, {"rope_type": "linear", "factor": 2.0}):
+        with pytest.raises(UserError, match=r"here: partial_rotary_factor: 0\.5 with rope_type"):
+            read(**asked, rope_parameters=rope)
+    assert read(**asked | {"partial_rotary_factor": 1.0})[1].spectra[0].rotary_dim == 16
+    _, layout = read(**asked, rope_parameters={"rope_type": "proportional"})
+    assert [f > 0 for f in layout.spectra[0].inv_freq] == [True] * 4 + [False] * 4
 
 
 def test_qwen2_has_biases_and_windows_in_its_upper_layers():

@@ -19,7 +19,7 @@ from trainer.errors import UserError
 from trainer.model import backend_choice, backends
 from trainer.model.backend_choice import Needs, choose_backend
 from trainer.model.backends import BACKENDS, eager, prepared, probabilities
-from trainer.model.masks import Mask, bounds_of
+from trainer.model.masks import Mask, bias, bounds_of
 
 B, HEADS, KV_HEADS, T, D = 2, 4, 2, 12, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 4 + [2] * 7])
@@ -43,6 +43,15 @@ def inputs(new=T, kv_heads=KV_HEADS):
     q = torch.randn(B, HEADS, T, D, generator=generator)
     k, v = (torch.randn(B, kv_heads, T, D, generator=generator) for _ in range(2))
     return q[:, :, -new:], k, v
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_alibis_bias_is_not_rounded_to_16_bits_on_the_cpu(kind):
+    """In bfloat16 keys at a distance of 2,001 and 2,008 would have one bias."""
+    q = torch.zeros(1, 1, 1, 4, dtype=kind)
+    found = bias(Mask(slopes=torch.tensor([2**-8])), range(3000, 3001), range(3001), q)
+    expected = [(j - 3000) / 256 for j in range(3001)]
+    assert found.flatten().tolist() == expected
 
 
 def loop(q, k, v, mask):

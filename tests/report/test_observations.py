@@ -6,7 +6,7 @@ from tests.report.examples import report, statements
 from trainer.report.comparison import certainly_exceeds
 from trainer.report.observations import ROLES, observe
 from trainer.report.outcomes import Outcomes, Result
-from trainer.report.results import Arm, Drop
+from trainer.report.results import PERPLEXITY, Arm, Cell, Drop
 from trainer.report.statistics import estimate, wilson_interval
 
 GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 60, 55), (100, 60, 20, 10)
@@ -176,6 +176,8 @@ def test_a_fitted_coefficient_is_named():
         (Drop(800, 4.0, 6.0, 4.05), True, "98% of the rise is won back"),
         (Drop(800, 4.0, 6.0, 4.4), False, "80% of the rise is won back"),
         (Drop(800, 4.0, 3.9, 3.8), None, "does not rise"),
+        (Drop(800, 7.006, 7.0061, 7.006), None, "(7.006 before, 7.006 after, +0.0%)"),
+        (Drop(800, 4.0, float("nan"), 3.8), None, "missing"),
         (Drop(800, 4.0, 6.0, None), None, "missing"),
     ],
 )
@@ -185,10 +187,47 @@ def test_recalibration_is_measured_by_the_rise_it_wins_back(drop, shown, said):
     assert said in observation.evidence
 
 
+@pytest.mark.parametrize(
+    ("rises", "shown", "said"),
+    [
+        ((2.0, 2.0, 2.0, 2.0), True, "98% (95% interval 98% to 98%) of the rise is won back"),
+        ((5.0, 2.0, 0.5, 0.5), False, "96% (95% interval 8"),  # by one sequence of four
+        ((0.5, -0.4, 0.6, -0.4), None, "does not rise at the drop by more than 1%"),
+    ],
+)
+def test_what_recalibration_wins_back_is_sure_over_the_sequences(rises, shown, said):
+    before = (4.0,) * 4
+    after = tuple(4.0 + rise for rise in rises)
+    # Of each rise 98%, but where they differ a constant of 0.08.
+    left = [0.02 * rise if len(set(rises)) == 1 else 0.08 for rise in rises]
+    sequences = {"before": before, "after": after, "end": tuple(4.0 + x for x in left)}
+    means = [sum(sequences[name]) / 4 for name in ("before", "after", "end")]
+    (observation,) = observe((), {}, drop=Drop(800, *means, sequences))
+    assert observation.shown is shown
+    assert said in observation.evidence
+
+
+@pytest.mark.parametrize(
+    ("spread", "shown"), [(0.01, True), (3.0, False)], ids=["alike", "one window of four"]
+)
+def test_a_rising_loss_is_sure_over_the_windows(spread, shown):
+    """+12.5% in the mean: everywhere, or by one window that most resamples have once or never."""
+    far = (4.5 - spread, 4.5 + spread, 4.5 - spread, 4.5 + spread)
+    cells = [
+        Cell("RoPE", "none", PERPLEXITY, 64, 1.0, last_loss=4.0, by_window=(4.0,) * 4),
+        Cell("RoPE", "none", PERPLEXITY, 512, 8.0, last_loss=4.5, by_window=far),
+    ]
+    (observation,) = observe(results(*cells), {"rope": "RoPE"})
+    assert observation.shown is shown
+    assert "4.000, at 512" not in observation.evidence
+    assert "nats/token, +12.5% (" in observation.evidence
+    assert ("its 95% interval leaves it open" in observation.evidence) is not shown
+
+
 @pytest.mark.parametrize(("slow", "shown"), [(5.0, True), (4.0, False)])
 def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
     arms = {
-        "rope": Arm("RoPE", "rope", 1, 2, 3, None, ((1, 5.0), (2, 3.0), (3, None), (4, 99.0))),
+        "rope": Arm("RoPE", "rope", 1, 2, 3, None, ((1, 4.1), (2, 3.9), (3, None), (4, 99.0))),
         "nope": Arm("NoPE", "nope", 1, 2, 3, None, ((1, slow), (2, slow), (3, 99.0))),
     }
     (observation,) = observe((), {}, arms=arms)

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap
 
-from trainer.report.statistics import Estimate, average, estimate, sign_test, wilson_interval
+from trainer.report.statistics import (
+    Estimate,
+    average,
+    change,
+    estimate,
+    sign_test,
+    wilson_interval,
+)
 
 bits = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=60)
 quarters = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=2, max_size=60)
@@ -40,9 +47,29 @@ def test_an_interval_lies_around_its_mean_whatever_the_order(scores):
     assert estimate(scores[::-1]) == own
 
 
+def test_a_change_has_the_percentile_bootstraps_interval_over_pairs():
+    generator = np.random.default_rng(3)
+    reference = generator.normal(4, 0.5, 80)  # windows differ more than the models on one of them
+    values = 1.03 * reference + generator.normal(0, 0.05, 80)
+    own = change(values.tolist(), reference.tolist())
+    wanted = bootstrap(
+        (values, reference),
+        lambda a, b, axis: a.mean(axis) / b.mean(axis) - 1,
+        n_resamples=20_000,
+        method="percentile",
+        paired=True,
+        rng=np.random.default_rng(4),
+    ).confidence_interval
+    assert own.mean == pytest.approx(values.mean() / reference.mean() - 1)
+    assert (own.low, own.high) == pytest.approx((wanted.low, wanted.high), abs=0.0005)
+    assert own.high - own.low < 0.01
+
+
 def test_without_scores_there_is_no_mean():
     with pytest.raises(ValueError, match="no scores"):
         estimate([])
+    with pytest.raises(ValueError, match="no pairs"):
+        change([], [])
 
 
 def test_an_average_of_independent_estimates_is_surer_than_each():
@@ -50,7 +77,8 @@ def test_an_average_of_independent_estimates_is_surer_than_each():
     own = average(parts)
     assert own.mean == pytest.approx(0.6)
     # Normal theory: variances add, so half widths do in squares.
-    assert own.half == pytest.approx(math.sqrt(0.1**2 + 0.1**2) / 2)
+    assert own.high - own.mean == pytest.approx(math.sqrt(0.1**2 + 0.1**2) / 2)
+    assert own.mean - own.low == pytest.approx(own.high - own.mean)
     assert average(parts[:1]) == parts[0]
 
 

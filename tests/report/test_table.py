@@ -25,13 +25,13 @@ def test_the_mean_comes_first_and_perplexity_last():
     ]
 
 
-def test_a_cell_is_a_mean_half_its_interval_and_a_mark():
+def test_a_cell_is_a_mean_its_interval_and_a_mark():
     better = cell([1.0] * 9 + [0.0] * 11, method="yarn")
     table = by_key(report(cell([0.0] * 20), better))["multi_key"]
     (_, _, (plain,)), (_, _, (yarn,)) = table.rows
-    assert (plain.value, plain.mark, plain.best) == ("0.0", "", False)
+    assert (plain.value, plain.interval, plain.mark, plain.best) == ("0.0", "0.0–16.1", "", False)
     # Wilson: 9 of 20 is 25.8 to 65.8; nine discordant pairs in one direction: p = 2 / 2^9.
-    assert (yarn.value, yarn.half, yarn.mark, yarn.best) == ("45.0", "20.0", "↑", True)
+    assert (yarn.value, yarn.interval, yarn.mark, yarn.best) == ("45.0", "25.8–65.8", "↑", True)
 
 
 def test_columns_are_lengths_and_say_which_was_trained():

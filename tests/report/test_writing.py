@@ -104,7 +104,7 @@ def test_an_experiment_has_its_training_curves_and_its_story(tmp_path):
         "Trained at 64 tokens and tested at up to 512 (8×).",
         "Of 3 observations of the papers: 1 shown, 1 not shown, 1 not judged.",
         "just before 4.100",
-        "100.0 ±0.7 4.000",
+        "100.0 4.000 98.5–100.0",
         "50% of the training sequences carried such statements, at the training length only",
         "right in 1.0% of trials",
         "✓ shown first claim.",

@@ -36,6 +36,31 @@ def test_keys_of_groups_that_may_be_missing_or_are_listed_are_checked():
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("schedule.peak", float("inf")),
+        ("schedule.peak", "-inf"),  # as YAML reads it without a full stop before it
+        ("optimizer.lr", float("nan")),
+        ("optimizer.betas", [0.9, float("nan")]),
+        ("drop.at", float("nan")),
+        ("evaluation.lengths", [1, float("inf")]),
+        ("positional.encodings.nope.temperature", float("nan")),
+        ("callbacks.mine.thresholds", [[float("-inf")]]),
+        ("controls.other.optimizer.lr", float("inf")),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_wherever_they_stand(key, value):
+    *groups, last = key.split(".")
+    values = {last: value}
+    for group in reversed(groups):
+        values = {group: values}
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, {"run_dir": "runs/x", **values})
+    named = [problem for problem in error.value.problems if "expected a finite number" in problem]
+    assert [problem.split(": got")[0] for problem in named] == [key]
+
+
 def test_what_an_earlier_version_kept_of_evaluations_is_left_out():
     """A checkpoint's configuration is read for what it has in common with today's."""
     old = {"enabled": True, "lengths": [1, 2], "trials": 256, "needles": 4, "loss_windows": 96}

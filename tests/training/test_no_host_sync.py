@@ -76,7 +76,7 @@ VARIANTS = {
 
 def steps(base, tmp_path, monkeypatch, changes):
     """Eight updates of a run that drops after six."""
-    monkeypatch.setattr(Drop, "_loss", lambda *_: 0.0)  # waits, three times a run
+    monkeypatch.setattr(Drop, "_losses", lambda *_: [0.0])  # waits, three times a run
     monkeypatch.setattr(Checkpointing, "save", lambda *_: None)  # copies to the CPU
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100}}
     config = parse(RunConfig, merged(merged(base, rare), changes))

@@ -114,7 +114,7 @@ def test_drop_is_recorded_everywhere(run):
     config, trained = run()
     effect = trained.effect
     assert effect["step"] == 6
-    assert set(effect) == {"step", "loss_before", "loss_after", "loss_end"}
+    assert set(effect) == {"step", "loss_before", "loss_after", "loss_end", "sequences"}
     rows = rows_of(config)
     assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
     assert [row["phase"] for row in rows] == [0] * 3 + [1] * 3

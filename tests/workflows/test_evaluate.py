@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from trainer.evaluation.settings import TemperatureSettings
 from trainer.model.backends import BACKENDS
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
-from trainer.runs.models import find_candidate
+from trainer.runs.models import distinct, find_candidate
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.evaluation_request import EvaluationRequest
 
@@ -190,6 +192,23 @@ def test_the_same_model_twice_is_refused(runs, tmp_path):
     twice = replace(request(runs, tmp_path), compare=[str(runs), str(runs)])
     with pytest.raises(UserError, match="is named twice"):
         evaluate_lengths(twice)
+
+
+def test_two_seeds_of_a_recipe_are_told_apart_by_their_directories(runs, tmp_path):
+    other = shutil.copytree(runs, tmp_path / "second")
+    little = {"lengths": [1], "methods": ["none"], "tasks": ["perplexity"]}
+    asked = request(runs, tmp_path / "out", **little)
+    report, _ = evaluate_lengths(replace(asked, checkpoint=str(runs), compare=[str(other)]))
+    assert [cell.model for cell in report.cells] == ["DroPE (tiny)", "DroPE (second)"]
+
+
+def test_models_whose_directories_have_one_name_are_told_apart_by_their_paths(runs):
+    first = find_candidate(str(runs))
+    other = replace(first, given="elsewhere/tiny", path=Path("elsewhere/tiny/checkpoints/last"))
+    names = [candidate.name for candidate in distinct([first, other])]
+    assert names == [f"DroPE ({runs})", "DroPE (elsewhere/tiny)"]
+    with pytest.raises(UserError, match=r"two models are called 'DroPE \(elsewhere/tiny\)'"):
+        distinct([first, other, replace(first, name=names[1], path=Path("third"))])
 
 
 def test_requests_name_what_is_missing():

@@ -11,14 +11,18 @@ import yaml
 from trainer.commands.train import read_config
 from trainer.errors import UserError
 from trainer.evaluation.measurements import Perplexity, Statements
+from trainer.report.health import troubles
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import label, role, without_home
+from trainer.runs.descriptions import checkpoint_label, label, role, without_home
+from trainer.runs.directory import plain
 from trainer.runs.fitted_temperature import FILE
 from trainer.runs.models import find_candidate
-from trainer.runs.parsing import parse
+from trainer.runs.parsing import control_config, parse
+from trainer.workflows import experiment
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.evaluation_request import EvaluationRequest
-from trainer.workflows.experiment import label_problems, run_experiment
+from trainer.workflows.experiment import label_problems, run_experiment, say_long_warmups
+from trainer.workflows.training_text import open_corpus
 
 EXPECTED = {
     (): ("rope", "RoPE"),
@@ -43,6 +47,19 @@ def test_run_before_its_drop_is_what_its_encoding_says():
     assert (role(config, dropped=False), label(config, dropped=False)) == ("rope", "RoPE")
 
 
+def test_checkpoint_of_a_run_without_a_drop_has_the_label_of_its_run():
+    config = read_config(["label=Mine"])
+    assert checkpoint_label(config, config.trainer.max_steps, "last") == "Mine"
+    assert checkpoint_label(config, 5, "step-000005") == "Mine (step-000005)"
+
+
+def test_control_that_keeps_the_encoding_is_called_by_it_and_not_by_the_label_of_the_run():
+    words = ["+experiment=drope_demo", "positional.layers=[half_rope]", "label=Mine"]
+    config = read_config(words)
+    controls = {name: label(control_config(plain(config), name)) for name in config.controls}
+    assert (label(config), controls) == ("Mine", {"rope": "HalfRoPE", "nope": "NoPE from scratch"})
+
+
 def test_home_directory_does_not_get_into_reports():
     values = {"files": [str(Path.home() / "a.txt")], "n": 3, "deep": {"x": f"{Path.home()}/y"}}
     assert without_home(values) == {"files": ["~/a.txt"], "n": 3, "deep": {"x": "~/y"}}
@@ -53,6 +70,13 @@ def test_runs_that_tables_could_not_tell_apart_are_refused():
     configs = {"main": config, "again": config, "other": replace(config, label="Other")}
     (problem,) = label_problems(configs)
     assert problem.startswith("controls.again.label: 'RoPE' is what main is called too")
+
+
+def test_a_learning_rate_that_never_reaches_its_peak_is_named(caplog):
+    config = read_config(["trainer.max_steps=30", "drop.at=20", "drop.schedule.warmup_steps=10"])
+    say_long_warmups({"main": config})
+    (said,) = caplog.messages
+    assert said.startswith("schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase")
 
 
 EVALUATION = {
@@ -82,6 +106,35 @@ def measured(monkeypatch):
 
         monkeypatch.setattr(kind, "measure", counting)
     return found
+
+
+def test_the_first_process_opens_the_text_once(base, tmp_path, monkeypatch):
+    opened = []
+
+    def opening(*given):
+        opened.append(open_corpus(*given))
+        return opened[-1]
+
+    def reached(config, corpus, *_, **__):
+        assert [corpus] == opened
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "open_corpus", opening)
+    monkeypatch.setattr(experiment, "train", reached)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(parse(RunConfig, {**base, "run_dir": str(tmp_path)}))
+
+
+def test_a_diverged_run_is_reported_as_one(base, tmp_path, caplog):
+    changes = {"run_dir": str(tmp_path), "evaluation": EVALUATION, "optimizer": {"lr": 1e30}}
+    report, _ = run_experiment(parse(RunConfig, {**base, **changes}))
+    (arm,) = report.arms
+    assert not arm.finite
+    assert 8 < arm.skipped <= arm.steps == 12
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == troubles(report.arms)
+    assert all(line in (tmp_path / "log.txt").read_text() for line in said)
+    assert not any(observation.shown for observation in report.observations)
 
 
 def test_an_evaluation_that_was_interrupted_goes_on_with_its_next_cell(base, tmp_path, measured):

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
+from trainer.report.health import troubles
 from trainer.report.progress import console
 from trainer.report.results import Report
 from trainer.report.text import terminal_tables
@@ -44,6 +46,8 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
             f"{end} at the end of recalibration.",
             highlight=False,
         )
+    for trouble in troubles(report.arms):
+        out.print(Text(f"Warning: {trouble}", style="bold red"))
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
         out.print(f"{marks[observation.shown]}: {observation.claim} [dim]({observation.source})[/]")

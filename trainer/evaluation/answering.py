@@ -93,12 +93,12 @@ def _answer(
     end: int,
     on_token: Callable[[int, int], bool],
 ) -> None:
-    """Greedily; all are allowed equally many tokens."""
+    """Greedily; all are allowed equally many tokens, and begin with none of the same."""
     tokens, count = [prompt.tokens for prompt in prompts], prompts[0].new_tokens
     if cuts:
         logits, cache = _read(model, tokens, cuts, count)
         continue_from_cache(model, logits, cache, count, end_tokens=(end,), on_token=on_token)
-    elif count == 1 and len(set(map(len, tokens))) == 1:
+    elif count == 1 and not prompts[0].never_first and len(set(map(len, tokens))) == 1:
         # Nothing goes on from here, so that nothing has to be kept.
         ids = torch.tensor(tokens, device=model.embed_tokens.weight.device)
         parts = ids.split(sequences_at_once(model, ids.shape[1], ids.numel()))
@@ -106,7 +106,8 @@ def _answer(
         for row, token in enumerate(found.tolist()):
             on_token(row, token)
     else:
-        generate(model, tokens, count, end_tokens=(end,), on_token=on_token)
+        first = prompts[0].never_first
+        generate(model, tokens, count, end_tokens=(end,), never_first=first, on_token=on_token)
 
 
 def _read(

@@ -106,13 +106,21 @@ class EvaluationConfig:
             found += group.problems()
         if training_length is None or found or STATEMENTS not in self.tasks:
             return found
-        shortest = round(training_length * min(self.lengths))
-        if 3 * self.needles.needles + 2 > shortest:
-            found.append(
-                f"evaluation.needles.needles: {self.needles.needles} statements of 3 tokens do not "
-                f"fit {shortest} tokens."
-            )
-        return found
+        return self._statement_problems(training_length)
+
+    def _statement_problems(self, training_length: int) -> list[str]:
+        """Whether the statements fit the shortest length, and which key is wrong where not."""
+        shortest, least = round(training_length * min(self.lengths)), 3 * self.needles.needles + 2
+        statements = f"{self.needles.needles} statements of 3 tokens"
+        if least > training_length:
+            return [f"evaluation.needles.needles: {statements} do not fit {shortest} tokens."]
+        if least > shortest:
+            return [
+                f"evaluation.lengths: {min(self.lengths):g} of {training_length} tokens is "
+                f"{shortest}, too few for {statements}; expected {least} tokens or more, or fewer "
+                "evaluation.needles.needles."
+            ]
+        return []
 
 
 def part_problems(name: str) -> list[str]:

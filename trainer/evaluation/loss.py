@@ -50,7 +50,23 @@ def losses_by_position(
     reads: int | None = None,
     done: Done = lambda windows: None,
 ) -> Tensor:
-    """Mean loss at every position, ``[T]`` float64 nats, over windows ``[N, T]``.
+    """Mean loss at every position, ``[T]`` float64 nats, over windows ``[N, T]``: the first of
+    :func:`measured_losses`."""
+    return measured_losses(model, windows, end_of_text, batch_tokens, 1, reads=reads, done=done)[0]
+
+
+def measured_losses(
+    model: Decoder,
+    windows: Integers,
+    end_of_text: int,
+    batch_tokens: int,
+    last: int,
+    *,
+    reads: int | None = None,
+    done: Done = lambda windows: None,
+) -> tuple[Tensor, Tensor]:
+    """Mean loss at every position, ``[T]`` float64 nats, over windows ``[N, T]``; and of every
+    window on its ``last`` tokens, ``[N]``.
 
     Every window is read behind one end-of-text token, as in training. Memory is linear in the
     length.
@@ -60,6 +76,7 @@ def losses_by_position(
         windows: tokens, all of which are predicted.
         end_of_text: what stands before each.
         batch_tokens: tokens in one forward pass (at least one sequence).
+        last: tokens at the end of a window.
         reads: the most tokens that are read to predict one, the end-of-text token included (None:
             all before it). The window is then read in pieces of ``reads`` tokens, each from half a
             piece after the one before. Of a piece the second half counts, which has at least
@@ -68,10 +85,12 @@ def losses_by_position(
         done: told the number of windows after each batch.
     """
     total = torch.zeros(windows.shape[1], dtype=torch.float64)
+    by_window = []
     for losses in _losses(model, windows, end_of_text, batch_tokens, reads):
         total += losses.double().sum(dim=0)
+        by_window.append(losses[:, -last:].double().mean(dim=1))
         done(len(losses))
-    return total / len(windows)
+    return total / len(windows), torch.cat(by_window)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from trainer.data.corpus import TokenStream
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.evaluation.answering import answers
-from trainer.evaluation.loss import by_bucket, losses_by_position, windows_with_common_ends
+from trainer.evaluation.loss import by_bucket, measured_losses, windows_with_common_ends
 from trainer.evaluation.prompts import Prompt, Task
 from trainer.evaluation.retrieval import successes
 from trainer.model.decoder import Decoder
@@ -106,11 +106,13 @@ class Perplexity:
         done: Done = _no_progress,
     ) -> dict[str, Any]:
         """Mean losses of buckets of half a training length."""
-        losses = losses_by_position(
-            model, self.windows[length], self.end_of_text, batch_tokens, reads=reads, done=done
+        windows, last = self.windows[length], self._last
+        losses, by_window = measured_losses(
+            model, windows, self.end_of_text, batch_tokens, last, reads=reads, done=done
         )
         edges, means = by_bucket(losses, max(1, self.training_length // 2))
-        return {"edges": edges, "losses": means, "last_loss": losses[-self._last :].mean().item()}
+        of_all, of_each = losses[-last:].mean().item(), tuple(by_window.tolist())
+        return {"edges": edges, "losses": means, "last_loss": of_all, "by_window": of_each}
 
 
 @dataclass
@@ -206,7 +208,7 @@ class Prompted:
 
     def _look(self, length: int) -> tuple[int, str]:
         prompts = self._prompts(length)
-        said = [(prompt.answers, prompt.new_tokens, prompt.label) for prompt in prompts]
+        said = [(p.answers, p.new_tokens, p.label, *p.never_first) for p in prompts]
         return len(prompts), fingerprint(said, *(np.array(prompt.tokens) for prompt in prompts))
 
     def measure(
@@ -236,4 +238,4 @@ def _cropped(prompt: Prompt, reads: int) -> Prompt:
     if len(prompt.tokens) <= room:
         return prompt
     tokens = (prompt.tokens[0], *prompt.tokens[len(prompt.tokens) - room + 1 :])
-    return Prompt(tokens, prompt.answers, prompt.new_tokens, prompt.depth, label=prompt.label)
+    return replace(prompt, tokens=tokens, group=None)

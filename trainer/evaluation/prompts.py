@@ -16,7 +16,8 @@ class Prompt:
     ones. ``new_tokens``: how many tokens it may answer with. ``depth``: where the (first) needle
     begins, 0 at the beginning of the text and 1 at its end. ``group``: trials that differ only
     behind a common beginning have the same number; None: nothing is shared. ``label``: what a
-    result can be averaged by, for instance a category or a length bucket.
+    result can be averaged by, for instance a category or a length bucket. ``never_first``: tokens
+    that an answer does not begin with.
     """
 
     tokens: tuple[int, ...]
@@ -25,6 +26,7 @@ class Prompt:
     depth: float | None = None
     group: int | None = None
     label: str = ""
+    never_first: tuple[int, ...] = ()
 
 
 Score = Callable[[str, Sequence[str]], float]

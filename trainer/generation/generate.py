@@ -27,6 +27,7 @@ def generate(
     *,
     sampling: Sampling = GREEDY,
     end_tokens: Collection[int] = (),
+    never_first: Collection[int] = (),
     on_token: Callable[[int, int], bool | None] | None = None,
 ) -> list[list[int]]:
     """Continue every prompt as if it were alone.
@@ -41,6 +42,7 @@ def generate(
         max_new_tokens: how many tokens to add to each at the most.
         sampling: how they are drawn.
         end_tokens: a prompt that has got one of them has ended.
+        never_first: none of them is the first new token.
         on_token: called with a prompt's index and a token as each comes, for instance to show it;
             returns True to end that prompt.
 
@@ -57,6 +59,8 @@ def generate(
         return new
     rows = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     logits, cache = _read(model, [prompts[row] for row in rows], max_new_tokens)
+    if never_first:
+        logits[:, list(never_first)] = -torch.inf
     return continue_from_cache(
         model,
         logits,

@@ -197,7 +197,20 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     # The one key that counts more beside the parameters than among them.
     if original := values.get("original_max_position_embeddings"):
         merged["original_max_position_embeddings"] = original
+    kind, share = merged.get("rope_type", merged.get("type", "default")), _share(merged)
+    if share != 1 and kind != "proportional":
+        raise UserError(
+            f"partial_rotary_factor: {share:g} with rope_type {kind!r}; transformers rotates whole "
+            "heads of these architectures all the same, or fails. Remove the key where the weights "
+            "were trained so; a part of a head rotates with rope_type 'proportional' alone."
+        )
     return merged
+
+
+def _share(rope: Mapping[str, Any]) -> float:
+    """Of the channels that rotate; 1 where that is malformed, which is found later."""
+    share = rope.get("partial_rotary_factor")
+    return float(share) if isinstance(share, int | float) else 1.0
 
 
 def _rotating(values: Mapping[str, Any], architecture: Architecture, depth: int) -> list[bool]:

@@ -93,7 +93,10 @@ def yarn(
     """YaRN (Peng et al. 2023) as transformers computes it.
 
     NTK-by-parts scaling, and an attention factor of 0.1 ln s + 1 on the rotated channels of queries
-    and keys both. Where the whole head rotates, logits are so multiplied by its square.
+    and keys both. Where the whole head rotates, logits are so multiplied by its square, the paper's
+    temperature. Of heads that rotate in part the paper says nothing: as in transformers the factor
+    is on all pairs of the spectrum, also those that stand still (p-RoPE), and on no channel beyond
+    them (HalfRoPE), where the content of a query and a key is not tempered.
     """
     parts = ntk_by_parts(
         inv_freq, training_length, beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate

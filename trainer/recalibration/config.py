@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,8 +51,6 @@ class DropConfig:
         found = self.schedule.problems("drop.schedule")
         if self.at is not None and self.at_tokens is not None:
             found.append("drop: give either drop.at or drop.at_tokens, not both.")
-        if isinstance(self.at, float) and not math.isfinite(self.at):
-            return [*found, f"drop.at: expected a step or a fraction of the run, got {self.at}."]
         step = self.step(max_steps, tokens_per_step)
         first = 0 if pretrained else 1
         if step is not None and not first <= step < max_steps:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
+from trainer.recalibration.config import DropConfig
 
 
 def drop(
@@ -40,6 +42,36 @@ def drop(
 
     layers_now = (changed(x) if i in chosen else x for i, x in enumerate(layout.layers))
     return replace(layout, layers=tuple(layers_now))
+
+
+def dropped_layout(
+    layout: Layout,
+    positional: PositionalConfig,
+    settings: DropConfig,
+    head_dim: int,
+    qk_norm: bool = False,
+) -> Layout:
+    """The layout of a run after the drop that its configuration asks for.
+
+    Args:
+        layout: before it.
+        positional: the parameters of encodings.
+        settings: what replaces which layers' encoding.
+        head_dim: channels a head.
+        qk_norm: also turn the query and key norms of these layers on.
+
+    Raises:
+        UserError: the new encoding cannot be had.
+    """
+    target = build_layout(
+        replace(positional, layers=[settings.to], windows=[None], heads={}),
+        num_layers=1,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+        training_length=layout.training_length,
+    )
+    (to,) = target.spectra
+    return drop(layout, layers=settings.layers, to=to, qk_norm=qk_norm)
 
 
 def _index(index: int, depth: int) -> int:

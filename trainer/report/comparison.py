@@ -1,4 +1,4 @@
-"""Comparison of two measurements: retrieval by its 95% intervals, loss by a margin."""
+"""Comparison of two measurements: retrieval by its 95% intervals, loss by a margin and its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.report.outcomes import Result
-from trainer.report.statistics import Estimate
+from trainer.report.statistics import Estimate, change
 from trainer.report.words import percent
 
 # With less retrieval than this at the training length a model has not learned the task, and its
@@ -40,11 +40,23 @@ def certainly_exceeds(a: Result, b: Result, times: float) -> bool:
     return p.mean - times * q.mean - least > 0
 
 
-def loss_change(cell: Result, reference: Result) -> float:
-    """Relative difference of two losses: 0.01 when ``cell`` is 1% above ``reference``."""
+def loss_change(cell: Result, reference: Result) -> Estimate:
+    """Relative difference of two losses: 0.01 when ``cell`` is 1% above ``reference``, with its
+    interval over the windows of text that both were measured on; without one, which is then no
+    wider than the value, where their windows are not known."""
     if cell.loss is None or reference.loss is None:
         raise ValueError("a loss that was not measured cannot be compared")
-    return cell.loss / reference.loss - 1
+    if cell.losses and len(cell.losses) == len(reference.losses):
+        return change(cell.losses, reference.losses)
+    only = cell.loss / reference.loss - 1
+    return Estimate(only, only, only)
+
+
+def change_in_words(found: Estimate) -> str:
+    """``+7.5% (+6.9% to +8.0%)``."""
+    if found.low == found.high:
+        return f"{found.mean:+.1%}"
+    return f"{found.mean:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
 
 
 def in_words(cell: Result) -> str:

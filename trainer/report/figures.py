@@ -63,9 +63,9 @@ def _plans(outcomes: Outcomes) -> Iterator[Plan]:
     yield from _contrast(outcomes)
     for task in (task for task in outcomes.scored if len(outcomes.lengths([task])) > 1):
         yield _success(outcomes, task, outcomes.task(task), [task])
-    yield from training_figure(outcomes.report)
+    yield from training_figure(outcomes.report, outcomes.looks)
     yield from _by_position(outcomes)
-    yield from reach_figures(outcomes.report)
+    yield from reach_figures(outcomes.report, outcomes.looks)
     for task in outcomes.scored:
         yield from _by_depth(outcomes, task)
 
@@ -111,7 +111,8 @@ def _chances(report: Report) -> tuple[tuple[float, str], ...]:
 def _success_line(outcomes: Outcomes, row: Row, tasks: list[str], lengths: Iterable[int]) -> Series:
     found = [(n, e) for n in lengths if (e := outcomes.estimate(row, tasks, n)) is not None]
     y, low, high = ([100 * getattr(e, name) for _, e in found] for name in ("mean", "low", "high"))
-    return Series(outcomes.name(row), 0, [n for n, _ in found], y, low, high)
+    name = outcomes.name(row)
+    return Series(name, outcomes.looks[name], [n for n, _ in found], y, low, high)
 
 
 def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
@@ -128,14 +129,12 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
     task = outcomes.scored[0]
     curves = {row: _perplexities(outcomes, row, lengths) for row in chosen}
     left = [
-        Series(outcomes.name(row), i, list(curves[row]), list(curves[row].values()))
-        for i, row in enumerate(chosen)
+        Series(name, outcomes.looks[name], list(curves[row]), list(curves[row].values()))
+        for row in chosen
+        for name in (outcomes.name(row),)
     ]
     tested = outcomes.lengths([task])
-    lines = [_success_line(outcomes, row, [task], tested) for row in chosen]
-    right = [
-        Series(line.label, i, line.x, line.y, line.low, line.high) for i, line in enumerate(lines)
-    ]
+    right = [_success_line(outcomes, row, [task], tested) for row in chosen]
     report = outcomes.report
     scale = perplexity_axis([y for curve in curves.values() for y in curve.values()])
     frames = (

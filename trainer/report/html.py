@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer.report.atomic import write_atomically
 from trainer.report.drawn import Drawn
+from trainer.report.health import troubles
 from trainer.report.outcomes import Outcomes, row_name
 from trainer.report.rendering import base64, render
 from trainer.report.results import PERPLEXITY, Observation, Report
@@ -33,6 +34,7 @@ def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
         filters,
         report=report,
         lead=" ".join(filter(None, (lead(report), tally(report.observations)))),
+        troubles=troubles(report.arms),
         measured=measured(report),
         tables=tables(report),
         figures=figures,

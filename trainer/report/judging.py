@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from trainer.report.comparison import Measured, certainly_exceeds, loss_change, pair_in_words
+from trainer.report.comparison import (
+    Measured,
+    certainly_exceeds,
+    change_in_words,
+    loss_change,
+    pair_in_words,
+)
 from trainer.report.outcomes import Result
-from trainer.report.results import Arm, Observation
+from trainer.report.results import Arm, Observation, is_known
+from trainer.report.statistics import change
 
 _OPEN = " The rates agree with the claim, but their 95% intervals leave it open."
+_OPEN_LOSS = " The change agrees with the claim, but its 95% interval leaves it open."
 
 
 @dataclass(frozen=True)
@@ -78,8 +87,7 @@ def rising_loss(run: Measured, claim: Claim, role: str, margin: float) -> Iterat
     trained, beyond = run.trained(role, "loss"), run.beyond(role, quantity="loss")
     if trained and beyond:
         longest = run.cell(role, beyond[-1])
-        shown = loss_change(longest, trained) > margin
-        yield claim.judged(shown, losses_in_words(longest, trained))
+        yield claim.judged(*above(longest, trained, margin))
 
 
 def same_loss(
@@ -88,7 +96,7 @@ def same_loss(
     """At the training length the first role's loss is at most ``margin`` above the second's."""
     a, b = (run.trained(role, "loss") for role in roles)
     if a and b:
-        yield claim.judged(loss_change(a, b) <= margin, losses_in_words(a, b))
+        yield claim.judged(*within(a, b, margin))
 
 
 def cropping(run: Measured, claim: Claim, role: str, margin: float) -> Iterator[Observation]:
@@ -99,8 +107,8 @@ def cropping(run: Measured, claim: Claim, role: str, margin: float) -> Iterator[
     if loss and retrieval and both:
         longest = run.cell(role, both[-1])
         pair = (retrieval, longest)
-        fallen = judge(run, claim, [pair], 2, (role,), note=f" {losses_in_words(longest, loss)}")
-        holds = loss_change(longest, loss) <= margin
+        holds, said = within(longest, loss, margin)
+        fallen = judge(run, claim, [pair], 2, (role,), note=f" {said}")
         shown = None if fallen.shown is None else fallen.shown and holds
         yield claim.judged(shown, fallen.evidence)
 
@@ -109,24 +117,41 @@ def slower(claim: Claim, fast: Arm, slow: Arm, margin: float) -> Iterator[Observ
     """The training loss averaged over the steps both logged is more than ``margin`` higher."""
     curves = [dict(arm.curve) for arm in (slow, fast)]
     pairs = [(curves[0][step], curves[1][step]) for step in curves[0] if step in curves[1]]
-    finite = [(a, b) for a, b in pairs if a is not None and b is not None]
+    finite = [(a, b) for a, b in pairs if is_known(a) and is_known(b)]
     if finite:
-        a, b = (sum(values) / len(finite) for values in zip(*finite, strict=True))
+        of_slow, of_fast = zip(*finite, strict=True)
+        a, b, found = fmean(of_slow), fmean(of_fast), change(of_slow, of_fast)
         evidence = (
             f"Averaged over the {len(finite)} logged points of training the loss of {slow.name} is "
-            f"{a:.3f}, that of {fast.name} {b:.3f} nats/token ({a / b - 1:+.1%})."
+            f"{a:.3f}, that of {fast.name} {b:.3f} nats/token, {change_in_words(found)}."
         )
-        yield claim.judged(a / b - 1 > margin, evidence)
+        left_open = _OPEN_LOSS if found.low <= margin < found.mean else ""
+        yield claim.judged(found.low > margin, evidence + left_open)
+
+
+def above(a: Result, b: Result, margin: float) -> tuple[bool, str]:
+    """Whether the loss of ``a`` is more than ``margin`` above that of ``b``, beyond the interval of
+    their difference, and the losses in words."""
+    found = loss_change(a, b)
+    left_open = _OPEN_LOSS if found.low <= margin < found.mean else ""
+    return found.low > margin, losses_in_words(a, b) + left_open
+
+
+def within(a: Result, b: Result, margin: float) -> tuple[bool, str]:
+    """The same for at most ``margin`` above it."""
+    found = loss_change(a, b)
+    left_open = _OPEN_LOSS if found.mean <= margin < found.high else ""
+    return found.high <= margin, losses_in_words(a, b) + left_open
 
 
 def losses_in_words(a: Result, b: Result) -> str:
-    """``Text loss at 64 tokens: DroPE 4.388, RoPE 4.083 nats/token (+7.5%).``"""
-    change = f"nats/token ({loss_change(a, b):+.1%})."
+    """``Text loss at 64 tokens: DroPE 4.388, RoPE 4.083 nats/token, +7.5% (+6.9% to +8.0%).``"""
+    end = f"nats/token, {change_in_words(loss_change(a, b))}."
     if a.length == b.length:
         head = f"Text loss at {a.length} tokens: {a.name} {a.loss:.3f}, {b.name} {b.loss:.3f}"
-        return f"{head} {change}"
+        return f"{head} {end}"
     head = f"Text loss of {a.name} at {a.length} tokens {a.loss:.3f}, at {b.length} {b.loss:.3f}"
-    return f"{head} {change}" if a.name == b.name else f"{head} ({b.name}) {change}"
+    return f"{head} {end}" if a.name == b.name else f"{head} ({b.name}) {end}"
 
 
 def _rate(result: Result) -> float:

@@ -65,7 +65,7 @@ def _cell(entry: Entry | None) -> str:
     if entry is None:
         return escaped(MISSING)
     value = f"\\textbf{{{escaped(entry.value)}}}" if entry.best else escaped(entry.value)
-    half = f" {{\\scriptsize $\\pm$ {entry.half}}}" if entry.half else ""
+    interval = f" {{\\scriptsize ({escaped(entry.interval)})}}" if entry.interval else ""
     mark = {"↑": "^{\\uparrow}", "↓": "^{\\downarrow}"}.get(entry.mark)
     loss = f" / {escaped(entry.loss)}" if entry.loss else ""
-    return f"{value}{half}{f'${mark}$' if mark else ''}{loss}"
+    return f"{value}{interval}{f'${mark}$' if mark else ''}{loss}"

@@ -1,10 +1,11 @@
 """The papers' observations held against the numbers of a run.
 
-A claim is *shown* when the numbers support it beyond the 95% interval of the difference (retrieval)
-or beyond a stated margin (loss), *not shown* when they do not, and *not judged* when they cannot
-tell, as for the reach of a model that has not learned the task. Claims about methods that a run
-does not have are left out. "DroPE" is the paper "Extending the Context of Pretrained LLMs by
-Dropping Their Positional Embeddings", "RoPE-ID" is "Frayed RoPE and Long Inputs".
+A claim is *shown* when the numbers support it beyond the 95% interval of the difference, and for a
+loss also beyond a stated margin, *not shown* when they do not, and *not judged* when they cannot
+tell, as for the reach of a model that has not learned the task, or for a drop that cost nothing.
+Claims about methods that a run does not have are left out. "DroPE" is the paper "Extending the
+Context of Pretrained LLMs by Dropping Their Positional Embeddings", "RoPE-ID" is "Frayed RoPE and
+Long Inputs".
 """
 
 from __future__ import annotations
@@ -12,20 +13,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainer.errors import did_you_mean
-from trainer.report.comparison import Measured, certainly_exceeds, loss_change, pair_in_words
+from trainer.report.comparison import (
+    Measured,
+    certainly_exceeds,
+    change_in_words,
+    pair_in_words,
+)
 from trainer.report.judging import (
     Claim,
+    above,
     cropping,
     fall,
     judge,
-    losses_in_words,
     reach,
     rising_loss,
     same_loss,
     slower,
 )
 from trainer.report.outcomes import Result
-from trainer.report.results import Arm, Drop, Observation
+from trainer.report.results import Arm, Drop, Observation, is_known
+from trainer.report.statistics import change
 
 # Role to a short name for claims. A caller maps roles to the display names of its methods.
 ROLES = {
@@ -110,8 +117,8 @@ def _nope(run: Measured, arms: Mapping[str, Arm]) -> Iterator[Observation]:
         worse = certainly_exceeds(rope, nope, 1)
         evidence = pair_in_words(rope, nope)
         if rope.loss is not None and nope.loss is not None:
-            worse = worse or loss_change(nope, rope) > SAME_LOSS
-            evidence += f" {losses_in_words(nope, rope)}"
+            larger, said = above(nope, rope, SAME_LOSS)
+            worse, evidence = worse or larger, f"{evidence} {said}"
         text = (
             "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over "
             f"{SAME_LOSS:.0%} in text loss"
@@ -125,18 +132,36 @@ def _drop(drop: Drop | None) -> Iterator[Observation]:
     text = f"Recalibration wins back at least {KEPT:.0%} of the loss that the drop costs"
     claim = Claim(text, "DroPE, Obs. 3 and Sec. 5.1")
     before, after, end = drop.loss_before, drop.loss_after, drop.loss_end
-    if before is None or after is None or end is None:
+    if not (is_known(before) and is_known(after) and is_known(end)):
         yield claim.judged(None, "Not judged: a loss before, after or at the end is missing.")
-    elif after <= before:
-        what = f"the loss does not rise at the drop ({before:.3f} before, {after:.3f} after)"
-        yield claim.judged(None, f"Not judged: {what}.")
-    else:
-        share = (after - end) / (after - before)
-        evidence = (
-            f"At step {drop.step} the loss rises from {before:.3f} to {after:.3f} nats/token and "
-            f"ends at {end:.3f}: {share:.0%} of the rise is won back."
+        return
+    of_each = {
+        name: [x for x in drop.sequences.get(name, ()) if is_known(x)]
+        for name in ("before", "after", "end")
+    }
+    if not all(of_each.values()):  # a run of an earlier version
+        of_each = {"before": [before], "after": [after], "end": [end]}
+    rise = change(of_each["after"], of_each["before"])
+    if rise.low <= SAME_LOSS:
+        yield claim.judged(
+            None,
+            f"Not judged: the loss does not rise at the drop by more than {SAME_LOSS:.0%} "
+            f"({before:.3f} before, {after:.3f} after, {change_in_words(rise)}).",
         )
-        yield claim.judged(share >= KEPT, evidence)
+        return
+    lost, won = (
+        [a - b for a, b in zip(of_each["after"], of_each[other], strict=True)]
+        for other in ("before", "end")
+    )
+    share = change(won, lost)
+    limits = ""
+    if len(won) > 1:
+        limits = f" (95% interval {1 + share.low:.0%} to {1 + share.high:.0%})"
+    evidence = (
+        f"At step {drop.step} the loss rises from {before:.3f} to {after:.3f} nats/token and "
+        f"ends at {end:.3f}: {1 + share.mean:.0%}{limits} of the rise is won back."
+    )
+    yield claim.judged(1 + share.low >= KEPT, evidence)
 
 
 def _drope(run: Measured) -> Iterator[Observation]:

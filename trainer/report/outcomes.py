@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report
+from trainer.report.looks import looks
+from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report, is_known
 from trainer.report.statistics import Comparison, Estimate, average, estimate, sign_test
 
 AS_IS = "none"
@@ -21,13 +22,15 @@ Row = tuple[str, str]
 @dataclass(frozen=True)
 class Result:
     """What a row reached at one length: ``retrieval`` of the statements that training sequences
-    carry, and ``loss`` on the last tokens; None where it was not measured. ``name``: of the row."""
+    carry, and ``loss`` on the last tokens; None where it was not measured. ``losses``: of every
+    window, the same windows for all; empty where they are not known. ``name``: of the row."""
 
     name: str
     length: int
     factor: float
     retrieval: Estimate | None = None
     loss: float | None = None
+    losses: tuple[float, ...] = ()
 
 
 class Outcomes:
@@ -91,6 +94,13 @@ class Outcomes:
         model, method = row
         return model if method == AS_IS else f"{model} + {self.method(method)}"
 
+    @cached_property
+    def looks(self) -> dict[str, int]:
+        """How rows and arms look in figures, by their names."""
+        report = self.report
+        arms = (*(arm.name for arm in report.arms), *report.reach)
+        return looks((*map(self.name, self.rows), *arms))
+
     def reference(self, row: Row) -> Row | None:
         """What a row is compared with."""
         model, method = row
@@ -125,18 +135,16 @@ class Outcomes:
     def results(self) -> list[Result]:
         """Retrieval and loss of every row at every length at which it has one of them."""
         lengths = {cell.length: cell.factor for cell in self.report.cells}
-        found = (
-            Result(
-                self.name(row),
-                length,
-                factor,
-                self.estimate(row, [STATEMENTS], length),
-                None if (cell := self.cell(row, PERPLEXITY, length)) is None else cell.last_loss,
-            )
-            for row in self.rows
-            for length, factor in sorted(lengths.items())
-        )
-        return [r for r in found if r.retrieval is not None or r.loss is not None]
+        found = []
+        for row in self.rows:
+            for length, factor in sorted(lengths.items()):
+                cell = self.cell(row, PERPLEXITY, length)
+                retrieval = self.estimate(row, [STATEMENTS], length)
+                loss = None if cell is None else cell.last_loss
+                losses = () if cell is None else tuple(x for x in cell.by_window if is_known(x))
+                if retrieval is not None or loss is not None:
+                    found.append(Result(self.name(row), length, factor, retrieval, loss, losses))
+        return found
 
     def _estimate(self, row: Row, task: str, length: int) -> Estimate | None:
         cell = self.cell(row, task, length)

@@ -34,8 +34,9 @@ def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> 
     leaves fewer lines to a panel, over all the others in grey."""
     if not is_panelled(lines):
         named = [
-            replace(line, label=outcomes.name(row), style=number)
-            for number, (row, line) in enumerate(lines.items())
+            replace(line, label=name, style=outcomes.looks[name])
+            for row, line in lines.items()
+            for name in (outcomes.name(row),)
         ]
         return draw(apart(named), frame)
     models = [name for name in outcomes.models if any(model == name for model, _ in lines)]
@@ -43,14 +44,18 @@ def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> 
     by_model = len(models) >= len(methods)
     titles = models if by_model else [outcomes.method(key) for key in methods]
     names = [outcomes.method(key) for key in methods] if by_model else models
+    # What differs within a panel looks as it does alone, with the first that has it.
+    of_first = {row[1 if by_model else 0]: outcomes.name(row) for row in reversed(list(lines))}
+    keys = methods if by_model else models
+    styles = {name: outcomes.looks[of_first[key]] for name, key in zip(names, keys, strict=True)}
     panels: dict[str, list[Series]] = {title: [] for title in titles}
     for (model, method), line in lines.items():
         panel, name = model, outcomes.method(method)
         if not by_model:
             panel, name = name, panel
-        panels[panel].append(replace(line, label=name, style=names.index(name)))
+        panels[panel].append(replace(line, label=name, style=styles[name]))
     marked = any(line.marked for line in lines.values())
-    looks = [Series(name, i, (), (), marked=marked) for i, name in enumerate(names)]
+    looks = [Series(name, styles[name], (), (), marked=marked) for name in names]
     return _multiples(panels, frame, looks)
 
 

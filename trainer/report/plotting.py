@@ -69,7 +69,7 @@ _RC = {
 class Series:
     """A line: ``y`` over ``x`` with NaN where nothing was measured, optionally the 95% interval
     (``low`` to ``high``) and the unsmoothed values (``raw``), each as long as ``x``. ``style``
-    numbers its look, the same number in every figure of a report."""
+    numbers its look (:mod:`trainer.report.looks`); ``opacity``: 1 or less."""
 
     label: str
     style: int
@@ -79,6 +79,7 @@ class Series:
     high: Sequence[float] | None = None
     raw: Sequence[float] | None = None
     marked: bool = True
+    opacity: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,8 @@ def line_style(item: Series) -> dict[str, Any]:
     """Colour, dashes and marker of a line, the same wherever it is drawn."""
     colour = _COLOURS[item.style % len(_COLOURS)]
     look = {"color": colour, "linestyle": _DASHES[item.style // len(_COLOURS) % len(_DASHES)]}
+    if item.opacity < 1:
+        look["alpha"] = item.opacity
     if item.marked:
         look["marker"] = _MARKERS[item.style % len(_MARKERS)]
     return look

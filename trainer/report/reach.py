@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,11 @@ Reaches = dict[str, tuple[Reach, ...]]
 HEAD = ("arm", "step", "dropped", "length", "loss", "retrieval")
 
 
-def reach_figures(report: Report) -> Iterator[Plan]:
-    """``reach`` and ``reach_by_position``, or nothing where no arm was measured in training."""
+def reach_figures(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
+    """``reach`` and ``reach_by_position``, or nothing where no arm was measured in training.
+
+    ``looks``: by the arms' names; of several lengths the longest looks so, shorter ones are paler.
+    """
     arms = {name: history for name, history in report.reach.items() if history}
     if not arms:
         return
@@ -36,7 +39,7 @@ def reach_figures(report: Report) -> Iterator[Plan]:
         "sides.",
         "Line chart over training steps of retrieval, or of loss where that was not measured, with "
         "a line for each length.",
-        lambda: _lines(report, arms),
+        lambda: _lines(report, arms, looks),
         HEAD,
         by_length(arms),
     )
@@ -54,16 +57,18 @@ def reach_figures(report: Report) -> Iterator[Plan]:
     )
 
 
-def _lines(report: Report, arms: Reaches) -> Figure:
+def _lines(report: Report, arms: Reaches, looks: Mapping[str, int]) -> Figure:
     retrieval = any(reach.retrieval for history in arms.values() for reach in history)
     series = []
     for number, (name, history) in enumerate(arms.items()):
         lengths = history[-1].lengths
-        for length in lengths if number == 0 else lengths[-1:]:
+        shown = lengths if number == 0 else lengths[-1:]
+        for rank, length in enumerate(shown, 1):
             label = f"{name}, {factor_label(length / history[-1].training_length)}"
             y = [_value(reach, length, retrieval) for reach in history]
             steps = [reach.step for reach in history]
-            series.append(Series(label, len(series), steps, y, marked=False))
+            strength = rank / len(shown)
+            series.append(Series(label, looks[name], steps, y, marked=False, opacity=strength))
 
     def prepare(axes: Axes) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -25,6 +25,11 @@ PERPLEXITY = "perplexity"
 """The task whose cells have losses by position instead of scores."""
 STATEMENTS = "statements"
 """The task that training sequences can carry, which is what a report calls retrieval."""
+
+
+def is_known(value: float | None) -> TypeGuard[float]:
+    """Whether a number was measured and is finite."""
+    return value is not None and math.isfinite(value)
 
 
 class Json:
@@ -49,7 +54,8 @@ class Cell(Json):
     of the task's prompts, the same trials for all methods and models. ``depths``, ``labels``: of
     every trial, or empty. ``edges``, ``losses``: mean held-out loss from position ``edges[i]``
     (included) to ``edges[i + 1]`` (excluded). ``last_loss``: mean loss on the last tokens, the same
-    tokens at every length. ``seconds``: what it took.
+    tokens at every length; ``by_window``: the same of every window, or empty. ``seconds``: what it
+    took.
     """
 
     model: str
@@ -63,6 +69,7 @@ class Cell(Json):
     edges: tuple[int, ...] = ()
     losses: tuple[float | None, ...] = ()
     last_loss: float | None = None
+    by_window: tuple[float | None, ...] = ()
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -81,7 +88,9 @@ class Cell(Json):
 @dataclass(frozen=True)
 class Arm(Json):
     """One training run of the experiment. ``final_loss`` is the held-out text loss at the training
-    length; ``curve`` holds (step, training loss)."""
+    length; ``curve`` holds (step, training loss). ``skipped``: updates that were left out, because
+    their loss or gradient was not finite; ``rewinds``: how often it went back to a checkpoint;
+    ``finite``: whether all its weights are numbers."""
 
     name: str
     encoding: str
@@ -90,17 +99,22 @@ class Arm(Json):
     tokens: int
     final_loss: float | None = None
     curve: tuple[tuple[int, float | None], ...] = ()
+    skipped: int = 0
+    rewinds: int = 0
+    finite: bool = True
 
 
 @dataclass(frozen=True)
 class Drop(Json):
     """The step at which the positional encoding was dropped, and the loss just before it, just
-    after it, and at the end of recalibration."""
+    after it, and at the end of recalibration; ``sequences``: each of these (``before``, ``after``,
+    ``end``) of every sequence that it is the mean of."""
 
     step: int
     loss_before: float | None
     loss_after: float | None
     loss_end: float | None = None
+    sequences: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ MISSING = "·"
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands in a cell: ``97.3``, half of its interval ``1.2`` (may be empty), the mark ``↑``
-    or ``↓`` of a difference, whether it is the best of its column, and the loss beside it."""
+    """What stands in a cell: ``97.3``, its interval ``92.4–99.1`` (may be empty), the mark ``↑`` or
+    ``↓`` of a difference, whether it is the best of its column, and the loss beside it."""
 
     value: str
-    half: str = ""
+    interval: str = ""
     mark: str = ""
     best: bool = False
     loss: str = ""
@@ -190,7 +190,8 @@ def _column(
         if own is not None:
             held = comparison(row)
             mark = "" if held is None else held.mark
-            column[row] = Entry(percent(own.mean), percent(own.half), mark, own.mean == best)
+            interval = f"{percent(own.low)}–{percent(own.high)}"
+            column[row] = Entry(percent(own.mean), interval, mark, own.mean == best)
     return column
 
 
@@ -237,6 +238,6 @@ def _legend(outcomes: Outcomes) -> str:
     )
     compared = any(outcomes.reference(row) in outcomes.rows for row in outcomes.rows)
     return (
-        f"Success in %, ± half of its 95% interval.{arrows if compared else ''} "
+        f"Success in %, with its 95% interval.{arrows if compared else ''} "
         "Bold: the highest of a column."
     )

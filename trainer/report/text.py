@@ -17,7 +17,7 @@ from trainer.report.results import Report
 from trainer.report.table import MISSING, Entry, Table, tables
 
 WIDTH = 100
-_CELL, _CELL_WITH_LOSS = len("131072 tokens"), len("100.0 ±10.5↑ 4.123")
+_CELL = len("131072 tokens")
 _NAME = 19
 _COLUMNS = 4  # as many as fit into WIDTH beside the names of a model and a method
 
@@ -58,9 +58,9 @@ def markdown_tables(report: Report) -> str:
 
 
 def csv_table(report: Report) -> str:
-    """One row a cell, numbers in full; ``score``, ``low`` and ``high`` are fractions, ``p_value``
-    is that of the exact sign test with the row's reference, ``loss`` is in nats per token. Empty:
-    not measured."""
+    """One row a cell, numbers in full; ``n`` counts trials, or windows of a loss; ``score``,
+    ``low`` and ``high`` are fractions, ``p_value`` is that of the exact sign test with the row's
+    reference, ``loss`` is in nats per token. Empty: not measured."""
     outcomes, rows = Outcomes(report), []
     for cell in report.cells:
         row = (cell.model, cell.method)
@@ -68,7 +68,8 @@ def csv_table(report: Report) -> str:
         held = outcomes.comparison(row, [cell.task], cell.length) if cell.scores else None
         rows.append(
             (
-                *(cell.model, cell.method, cell.task, cell.length, cell.factor, len(cell.scores)),
+                *(cell.model, cell.method, cell.task, cell.length, cell.factor),
+                len(cell.scores or cell.by_window) or "",
                 *((own.mean, own.low, own.high) if own else ("", "", "")),
                 held.p_value if held else "",
                 cell.last_loss,
@@ -91,9 +92,8 @@ def _terminal(table: Table, start: int) -> rich_table.Table:
     )
     for name in ("model",) if table.with_losses else ("model", "method"):
         drawn.add_column(f"\n{name}", overflow="fold", width=_NAME)
-    cell = _CELL_WITH_LOSS if table.with_losses else _CELL
     for head in table.columns[chosen]:
-        drawn.add_column(Text("\n".join(head)), justify="right", width=cell, overflow="fold")
+        drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")
     for model, method, entries, is_last in _grouped(table):
         cells = [_terminal_cell(entry) for entry in entries[chosen]]
         names = (_name(model, method),) if table.with_losses else (model, method)
@@ -123,11 +123,12 @@ def _terminal_cell(entry: Entry | None) -> Text:
     if entry is None:
         return Text(MISSING, style="dim")
     text = Text(f"{entry.value:>5}", style="bold" if entry.best else "")
-    if entry.half:
-        text.append(f" ±{entry.half:<4}", style="dim")
+    if entry.interval:
         text.append(entry.mark or " ", style={"↑": "green", "↓": "red"}.get(entry.mark, ""))
     if entry.loss:
         text.append(f"{entry.loss:>6}", style="cyan")
+    if entry.interval:
+        text.append(f"\n{entry.interval}", style="dim")
     return text
 
 
@@ -149,7 +150,8 @@ def _markdown_cell(entry: Entry | None) -> str:
     if entry is None:
         return MISSING
     value = f"**{entry.value}**" if entry.best else entry.value
-    parts = (value, entry.half and f"±{entry.half}", entry.mark, entry.loss and f"/ {entry.loss}")
+    interval = entry.interval and f"({entry.interval})"
+    parts = (value, interval, entry.mark, entry.loss and f"/ {entry.loss}")
     return " ".join(part for part in parts if part)
 
 

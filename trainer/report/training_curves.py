@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,8 +16,8 @@ from trainer.report.results import Arm, Drop, Report
 _SMOOTHING = 40  # a curve is averaged over this fraction of its points
 
 
-def training_figure(report: Report) -> Iterator[Plan]:
-    """``training``, where an arm has a curve."""
+def training_figure(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
+    """``training``, where an arm has a curve; ``looks``: by the arms' names."""
     arms = [arm for arm in report.arms if arm.curve]
     if not arms:
         return
@@ -31,7 +31,7 @@ def training_figure(report: Report) -> Iterator[Plan]:
         "needle statements and text as the configuration says, so it is not comparable with the "
         "held-out text loss.",
         "Line chart of the training loss of each arm over training steps.",
-        lambda: draw([_line(arm, drop, i) for i, arm in enumerate(arms)], _frame(arms, drop)),
+        lambda: draw([_line(arm, drop, looks[arm.name]) for arm in arms], _frame(arms, drop)),
         ("arm", "step", "training_loss"),
         [(arm.name, step, loss) for arm in arms for step, loss in arm.curve],
     )

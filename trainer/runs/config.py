@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.errors import UserError, did_you_mean
+from trainer.errors import did_you_mean
 from trainer.evaluation.config import EvaluationConfig
 from trainer.model.config import ModelConfig
-from trainer.positional.config import PositionalConfig, build_layout, unknown_encodings
+from trainer.positional.config import PositionalConfig, unknown_encodings
 from trainer.positional.encodings import ENCODINGS
 from trainer.recalibration.config import DropConfig
 from trainer.recalibration.schedule import ScheduleConfig
 from trainer.report.results import STATEMENTS
+from trainer.runs.layouts import layout_problems
 from trainer.runs.logger_config import LoggerConfig
 from trainer.runs.monitoring import MonitorConfig
 from trainer.runs.timeouts import TimeoutConfig
@@ -232,6 +233,15 @@ class RunConfig:
     def problems(self) -> list[str]:
         """All that is impossible in and between the groups, one sentence each."""
         model_problems = self.model.problems()
+        drop_problems = self.drop.problems(
+            self.trainer.max_steps,
+            self.tokens_per_step,
+            self.model.num_hidden_layers,
+            self.model.from_pretrained is not None,
+        )
+        if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
+            near = did_you_mean(self.drop.to, ENCODINGS)
+            drop_problems.append(f"drop.to: unknown encoding {self.drop.to!r}.{near}")
         found = []
         if not re.fullmatch(r"\w[\w.+-]*", self.name):
             found.append(
@@ -249,12 +259,7 @@ class RunConfig:
             *self.trainer.problems(),
             *self.strategy.problems(),
             *self.monitor.problems(),
-            *self.drop.problems(
-                self.trainer.max_steps,
-                self.tokens_per_step,
-                self.model.num_hidden_layers,
-                self.model.from_pretrained is not None,
-            ),
+            *drop_problems,
             *self.evaluation.problems(
                 self.data.sequence_length if self.data.sequence_length > 1 else None
             ),
@@ -269,9 +274,6 @@ class RunConfig:
                 "evaluation.tasks: nothing but statements, which the training text does not carry; "
                 "set data.needles.share, or add perplexity."
             )
-        if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
-            near = did_you_mean(self.drop.to, ENCODINGS)
-            found.append(f"drop.to: unknown encoding {self.drop.to!r}.{near}")
         if self.model.attention_backend == "flash" and self.trainer.precision == "fp32":
             found.append(
                 "model.attention_backend: 'flash' computes in 16 bits only; set "
@@ -285,14 +287,9 @@ class RunConfig:
             )
         found += unknown_encodings(self.positional)
         if not model_problems and self.data.sequence_length > 1:
-            try:
-                build_layout(
-                    self.positional,
-                    num_layers=self.model.num_hidden_layers,
-                    num_key_value_heads=self.model.num_key_value_heads,
-                    head_dim=self.model.head_size,
-                    training_length=self.data.sequence_length,
-                )
-            except UserError as error:
-                found += [problem for problem in error.problems if problem not in found]
+            # Layouts of published weights come with them.
+            drops = self.drop_step is not None and self.model.from_pretrained is None
+            drop = self.drop if drops and not drop_problems else None
+            problems = layout_problems(self.positional, self.model, self.data.sequence_length, drop)
+            found += [problem for problem in problems if problem not in found]
         return found

@@ -57,7 +57,8 @@ def role(config: RunConfig, dropped: bool | None = None) -> str:
 def label(config: RunConfig, dropped: bool | None = None) -> str:
     """The name of a run in tables."""
     name = role(config, dropped)
-    if config.label and dropped is not False:
+    # Before its drop a run is not yet what its label says.
+    if config.label and (config.drop_step is None or dropped is not False):
         return config.label
     if name == "drope":
         return "DroPE"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,29 @@ def find_candidate(given: str, key: str = "checkpoint") -> Candidate:
         raise UserError(*(re.sub("^checkpoint:", f"{key}:", p) for p in error.problems)) from error
 
 
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The models under names that differ: those of one name, such as two seeds of a recipe, with
+    the directory of their run behind it, or with what the user called them.
+
+    Raises:
+        UserError: one is there twice, or the names of two stay the same.
+    """
+    paths = Counter(candidate.path.resolve() for candidate in candidates)
+    for candidate in candidates:
+        if paths[candidate.path.resolve()] > 1:
+            raise UserError(f"compare: {candidate.given!r} is named twice.")
+    shared = Counter(candidate.name for candidate in candidates)
+    for marks in ([c.home.resolve().name for c in candidates], [c.given for c in candidates]):
+        names = [
+            f"{candidate.name} ({mark})" if shared[candidate.name] > 1 else candidate.name
+            for candidate, mark in zip(candidates, marks, strict=True)
+        ]
+        if len(set(names)) == len(names):
+            return [replace(c, name=name) for c, name in zip(candidates, names, strict=True)]
+    twice = next(name for name, times in Counter(names).items() if times > 1)
+    raise UserError(f"compare: two models are called {twice!r}; give one of the runs a label=.")
+
+
 def _find(given: str) -> Candidate:
     path = Path(given)
     if path.suffix == ".gguf" or (path / "config.json").is_file():
@@ -104,7 +128,6 @@ def _find(given: str) -> Candidate:
     state = read_state(path)
     # Only read, not checked: that would run the plugins a checkpoint names.
     config = validated(RunConfig, state["config"])[0]
-    dropped = None if config.drop_step is None else is_dropped(config, state["step"])
     return Candidate(
         given,
         checkpoint_label(config, state["step"], path.name),
@@ -115,6 +138,6 @@ def _find(given: str) -> Candidate:
         checksum(path / MANIFEST),
         config,
         partial(load_decoder, path, state),
-        role(config, dropped),
+        role(config, is_dropped(config, state["step"])),
         state,
     )

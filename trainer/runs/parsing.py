@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import singledispatch
-from typing import Any, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, Protocol, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -60,16 +61,42 @@ def _quoted(expected: str) -> list[str]:
 def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
     """``values`` as the dataclass ``schema``, and a sentence for every unknown key and wrong type.
 
-    Keys of a wrong type have their defaults in the result, so that the rest can be checked too.
+    Keys of a wrong type, and numbers that are not finite, have their defaults in the result, so
+    that the rest can be checked too.
     """
     problems = _unknown_keys(schema, values, "")
     adapter = TypeAdapter(schema)
     try:
-        return adapter.validate_python(values), problems
+        found = adapter.validate_python(values)
     except ValidationError as error:
         problems += dict.fromkeys(_type_problem(e) for e in error.errors())
-        locations = [e["loc"] for e in error.errors()]
-        return adapter.validate_python(_without(values, locations)), problems
+        values = _without(values, [e["loc"] for e in error.errors()])
+        found = adapter.validate_python(values)
+    if infinite := dict(_infinite(dataclasses.asdict(cast(Any, found)))):
+        problems += [
+            f"{'.'.join(place)}: got {value!r}; expected a finite number."
+            for place, value in infinite.items()
+        ]
+        found = adapter.validate_python(_without(values, list(infinite)))
+    return found, problems
+
+
+def _infinite(values: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Where infinities and NaN stand, at any depth, and in lists too: the keys to them, and what
+    is there."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from (((str(key), *place), inner) for place, inner in _infinite(value))
+        elif not _is_finite(value):
+            yield (str(key),), value
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class Schema(Protocol):
@@ -119,6 +146,7 @@ def _(config: RunConfig, values: dict[str, Any], known: Sequence[str]) -> tuple[
     except UserError as error:
         return config, list(error.problems)
     problems = config.problems()
+    values = values | {"controls": config.controls}  # without what was found wrong already
     for name, changes in config.controls.items():
         problems += _control_problems(values, config, name, changes, [*known, *problems])
     return config, problems
@@ -217,7 +245,15 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def control_config(values: dict[str, Any], name: str) -> RunConfig:
-    """The configuration of a control: the run's, without controls, with the control's changes."""
+    """The configuration of a control: the run's, without controls, with the control's changes.
+
+    The run's label is no part of it: it says what the run is, and the control is something else.
+    """
     changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
-    base = {**values, "controls": {}, "run_dir": f"{values['run_dir']}/controls/{name}"}
+    base = {
+        **values,
+        "label": None,
+        "controls": {},
+        "run_dir": f"{values['run_dir']}/controls/{name}",
+    }
     return parse(RunConfig, merged(base, changes))

@@ -29,7 +29,7 @@ from trainer.runs.descriptions import environment, without_home
 from trainer.runs.directory import writable_problem
 from trainer.runs.memory import free_memory, needed_memory
 from trainer.runs.metrics_file import read_metrics
-from trainer.runs.models import DTYPES, Candidate, find_candidate
+from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
 from trainer.runs.origin import origin
 from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.held_out import held_out_corpus
@@ -60,6 +60,8 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
     other = _other(request, candidate, kind)
+    if other is not None:
+        candidate, other = distinct([candidate, other])
     if problems := _chosen_problems(config, candidate.config):
         raise UserError(*problems)
     corpus = held_out_corpus(request.text, candidate)

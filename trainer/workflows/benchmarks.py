@@ -22,7 +22,7 @@ from trainer.evaluation.requests import Encoder
 from trainer.report.atomic import write_atomically
 from trainer.runs.checkpoints import versions
 from trainer.runs.directory import free_place, writable_problem
-from trainer.runs.models import Candidate, find_candidate
+from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.workflows.evaluation_request import BenchmarkRequest
 
 
@@ -37,21 +37,18 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[dict[str, list
     if isinstance(config, MultipleChoiceConfig) and (problems := missing_tasks(config)):
         raise UserError(*problems)
     torch.set_num_threads(request.threads or cores())
-    candidates = [
-        find_candidate(str(request.checkpoint)),
-        *(find_candidate(given, "compare") for given in request.compare),
-    ]
-    first = candidates[0]
+    first = find_candidate(str(request.checkpoint))
+    others = [find_candidate(given, "compare") for given in request.compare]
+    candidates = distinct([first, *others])
     output = Path(request.output or first.home / "evaluation")
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
     scores: dict[str, list[Score]] = {}
     models = []
     for candidate in candidates:
-        model = candidate.name if candidate.name not in scores else str(candidate.path)
-        scores[model] = _scores(candidate, request.evaluation)
-        numbers = [score.to_dict() for score in scores[model]]
-        models.append({"name": model, "path": str(candidate.path), "scores": numbers})
+        own = scores[candidate.name] = _scores(candidate, request.evaluation)
+        numbers = [score.to_dict() for score in own]
+        models.append({"name": candidate.name, "path": str(candidate.path), "scores": numbers})
     record = {
         "kind": name,
         "config": json.loads(json.dumps(asdict(request.evaluation))),

@@ -46,6 +46,7 @@ from trainer.training.devices import (
     set_threads,
 )
 from trainer.training.loggers import log_table
+from trainer.training.phases import phases_of
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.experiment_report import make_report
@@ -83,15 +84,16 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
     try:
         set_threads(config)
         callbacks = make_all_callbacks(configs)
-        found = on_rank_zero(lambda: _open(config, configs, ranks, lock))
-        if found is not None:
+        opened: list[Corpus] = []
+        found = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened))
+        if isinstance(found, Report):
             return (found, True) if ranks.is_rank_zero else None
         # The first rank has found the text; the others open it where it lies.
-        places = on_rank_zero(lambda: open_corpus(config, ranks.world_size == 1).directories)
-        corpus = open_everywhere(config, places)
+        corpus = open_everywhere(config, found, *opened)
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
             say_epochs(config, corpus)
+            say_long_warmups(configs)
         runs = {
             name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
             for name, arm in configs.items()
@@ -158,9 +160,14 @@ def _raise_together(problems: list[str]) -> None:
 
 
 def _open(
-    config: RunConfig, configs: dict[str, RunConfig], ranks: Ranks, lock: RunLock
-) -> Report | None:
-    """Check everything, prepare text and directories; the report of a finished run.
+    config: RunConfig,
+    configs: dict[str, RunConfig],
+    ranks: Ranks,
+    lock: RunLock,
+    opened: list[Corpus],
+) -> Report | list[str]:
+    """Check everything, prepare text and directories; the report of a finished run, or where the
+    text lies, which is then ``opened``.
 
     Raises:
         UserError: with all that is wrong.
@@ -176,7 +183,7 @@ def _open(
         report = _finished_report(finished)
         open_run_directory(config, finished=True)
         return report
-    open_corpus(config, ranks.world_size == 1)
+    opened.append(open_corpus(config, ranks.world_size == 1))
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():
         lock.acquire(directory)
@@ -185,7 +192,7 @@ def _open(
     lock.acquire(directory)  # new, or made anew by overwrite=true
     say_run_directory(directory)
     log_to_file(Path(config.run_dir))
-    return None
+    return list(opened[0].directories)
 
 
 def _finished_report(path: Path) -> Report:
@@ -198,15 +205,17 @@ def _finished_report(path: Path) -> Report:
         ) from None
 
 
-def open_everywhere(config: RunConfig, places: list[str]) -> Corpus:
+def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None = None) -> Corpus:
     """The corpus on every rank, where the first one found it: a node may lack its files.
+
+    ``opened``: what the first one has open.
 
     Raises:
         UserError: on all ranks, with what is wrong on any.
     """
-    corpus, problems = None, ()
+    corpus, problems = opened, ()
     try:
-        corpus = corpus_at(config.data, places)
+        corpus = corpus or corpus_at(config.data, places)
     except UserError as error:
         problems = tuple(f"{problem} (on {os.uname().nodename})" for problem in error.problems)
     if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:
@@ -224,6 +233,19 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
         name = "The text" if len(corpus.parts) == 1 else f"The text {part.name!r}"
         tokens = f"{len(part.text.train):,}"
         log.info("%s holds %s tokens: this run reads it %.3g times", name, tokens, times)
+
+
+def say_long_warmups(configs: dict[str, RunConfig]) -> None:
+    """Tell which learning rates never reach their peak."""
+    for arm in configs.values():
+        for key, phase in zip(("schedule", "drop.schedule"), phases_of(arm), strict=False):
+            warmup, steps = phase.schedule.warmup_steps, phase.end - phase.start
+            if warmup > steps:
+                log.warning(
+                    "%s.warmup_steps: %d steps, but %s has %d in this phase: its learning rate "
+                    "does not reach its peak",
+                    *(key, warmup, label(arm), steps),
+                )
 
 
 def _branch(config: RunConfig, control: str) -> Path | None:

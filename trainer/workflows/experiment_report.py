@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from trainer.data.corpus import Corpus
 from trainer.evaluation.sharing import Share
+from trainer.report.health import troubles
 from trainer.report.outcomes import Outcomes
 from trainer.report.results import Arm, Drop, Reach, Report
 from trainer.runs.config import RunConfig
@@ -18,6 +21,8 @@ from trainer.runs.models import Candidate, find_candidate
 from trainer.runs.origin import origin
 from trainer.training.run import TrainedRun
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
+
+log = logging.getLogger(__name__)
 
 
 def make_report(
@@ -44,6 +49,9 @@ def make_report(
         name: replace(find_candidate(str(runs[name].checkpoint)), name=label(arm))
         for name, arm in configs.items()
     }
+    trained = {name: _arm(arm, arms[name]) for name, arm in configs.items()}
+    for trouble in troubles(list(trained.values())):
+        log.warning("%s", trouble)
     began = time.perf_counter()
     ordered = sorted(arms.values(), key=lambda candidate: reference_first(candidate.role))
     cells = Path(config.run_dir) / "evaluation" / "cells"
@@ -60,15 +68,12 @@ def make_report(
     losses = {
         result.name: result.loss for result in Outcomes(report).results() if result.factor == 1
     }
-    drop = Drop(**runs["main"].effect) if runs["main"].effect else None
-    trained = tuple(
-        _arm(arm, arms[name], losses.get(arms[name].name)) for name, arm in configs.items()
-    )
+    drop = Drop.from_dict(runs["main"].effect) if runs["main"].effect else None
     report = replace(
         report,
         config=without_home(plain(config)),
         made=origin(ordered),
-        arms=trained,
+        arms=tuple(replace(arm, final_loss=losses.get(arm.name)) for arm in trained.values()),
         drop=drop,
         reach={arm.name: _reach(arm) for arm in arms.values()},
         timing={
@@ -81,11 +86,13 @@ def make_report(
             },
         },
     )
-    return with_observations(report, ordered, drop, {arm.name: arm for arm in trained})
+    return with_observations(report, ordered, drop, {arm.name: arm for arm in report.arms})
 
 
-def _arm(config: RunConfig, candidate: Candidate, loss: float | None) -> Arm:
+def _arm(config: RunConfig, candidate: Candidate) -> Arm:
+    """What is known of a run before it is evaluated."""
     rows = read_metrics(Path(config.run_dir) / "metrics.csv")
+    last = rows[-1] if rows else {}
     encoding = " + ".join(dict.fromkeys(config.positional.layers))
     if config.drop_step is not None:
         encoding += f", dropped at step {config.drop_step}"
@@ -95,8 +102,10 @@ def _arm(config: RunConfig, candidate: Candidate, loss: float | None) -> Arm:
         parameters=candidate.parameters,
         steps=config.trainer.max_steps,
         tokens=config.trainer.max_steps * config.tokens_per_step,
-        final_loss=loss,
         curve=tuple((row["step"], row["loss"]) for row in rows),
+        skipped=last.get("skipped_steps", 0),
+        rewinds=len(candidate.state.get("skips", ())),
+        finite=math.isfinite(last.get("parameter_norm", 0.0)),
     )
 
 

@@ -41,7 +41,7 @@ from trainer.report.outcomes import AS_IS, Outcomes
 from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Drop, Report
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
-from trainer.runs.models import DTYPES, Candidate
+from trainer.runs.models import DTYPES, Candidate, distinct
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def with_observations(
 
 def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The models under names that differ, once they were found to fit together."""
-    first, found = candidates[0], []
+    first = candidates[0]
     for candidate in candidates:
         if candidate.tokenizer.to_str() != first.tokenizer.to_str():
             raise UserError(f"compare: {candidate.given!r} has another tokenizer than the first.")
@@ -175,12 +175,7 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
                 f"{candidate.layout.training_length} tokens, the first one of "
                 f"{first.layout.training_length}."
             )
-        if [other.path for other in candidates].count(candidate.path) > 1:
-            raise UserError(f"compare: {candidate.given!r} is named twice.")
-        if candidate.name in {other.name for other in found}:
-            candidate = replace(candidate, name=f"{candidate.name} ({candidate.given})")  # noqa: PLW2901
-        found.append(candidate)
-    return found
+    return distinct(candidates)
 
 
 def _subject(candidate: Candidate, config: EvaluationConfig, device: str) -> Subject:

@@ -51,7 +51,7 @@ def model_card(
         "## Loading",
         f"```python\n{_usage(plan)}```",
         f"{_reason(plan)} {compared} Every sequence of the training began with the end-of-text "
-        "token; the tokenizer puts it before a prompt.",
+        f"token; the tokenizer puts it before a prompt.{_padding(plan, model.layout)}",
         "## Licence",
         "To be chosen by whoever publishes the weights.",
     ]
@@ -156,6 +156,18 @@ def _usage(plan: Plan) -> str:
         f'model = AutoModelForCausalLM.from_pretrained("PATH"{trust})\n'
         'prompt = tokenizer("The", return_tensors="pt")\n'
         "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))\n"
+    )
+
+
+def _padding(plan: Plan, layout: Layout) -> str:
+    """What batches of prompts need, where the encoding follows their lengths."""
+    tempered = any(not spectrum.temperature.is_constant for spectrum in layout.spectra)
+    if plan.is_native or not (tempered or layout.follows_length):
+        return ""
+    return (
+        " What attention does follows the length of the text, which the model counts in the "
+        "`attention_mask`: pass the tokenizer's with every batch that is padded, on either side; "
+        "without one padding counts as text."
     )
 
 

@@ -7,9 +7,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trainer.errors import UserError
 from trainer.evaluation.longbench.rows import KEY, Row, read_rows, root
+from trainer.interchange import hub
 
 
 def test_a_row_is_read_as_it_is_distributed(write_rows):
@@ -62,8 +64,30 @@ def test_the_hubs_archive_is_read_without_unpacking(write_rows, tmp_path, monkey
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     rows = read_rows(root(None) / "qasper.jsonl", Row, KEY)
     assert [row.input for row in rows] == ["Wo saß Ärne?"]
-    assert asked == [(("THUDM/LongBench", "data.zip"), {"repo_type": "dataset"})]
+    # What is on this machine is not asked for.
+    where = ("THUDM/LongBench", "data.zip")
+    assert asked == [(where, {"repo_type": "dataset", "local_files_only": True})]
     assert not (root(None) / "lcc.jsonl").is_file()
+
+
+def test_without_a_network_the_hub_is_not_asked(monkeypatch):
+    """Its client would try again for half a minute."""
+    asked = []
+
+    def nothing_here(*_, **options):
+        asked.append(options)
+        raise LocalEntryNotFoundError("not in the cache")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", nothing_here)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    with pytest.raises(UserError, match=r"could not be loaded .*\(no network: .*refused\)"):
+        root(None)
+    assert [options.get("local_files_only") for options in asked] == [True]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        root(None)
 
 
 def test_without_hub_or_directory_one_sentence_says_what_to_give(monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.data.tokenizer import END_OF_TEXT
 from trainer.errors import UserError
 from trainer.evaluation.longbench.task import middle_out
 from trainer.evaluation.longbench.tasks import LongBenchSettings, longbench_tasks
@@ -84,6 +85,20 @@ def test_the_best_of_several_answers_counts(write_rows, byte_tokenizer):
     assert trec.score("a Date, a Price", ("Date",)) == 0.5
     assert trec.stop("Date\n", ("Date",))
     assert samsum.score("a b\nc", ("x", "c", "b a b")) == pytest.approx(1, abs=1e-7)
+
+
+def test_only_samsum_may_not_begin_with_a_line_break_or_the_end(write_rows, byte_tokenizer):
+    """As in the benchmark's pred.py, which has at least one token before either."""
+    file = write_rows("samsum", {})
+    for name in ("trec", "triviaqa", "qasper"):
+        write_rows(name, {"all_classes": ["a"]})
+    names = ["samsum", "trec", "triviaqa", "qasper"]
+    tasks, _ = longbench_tasks(settings(file, tasks=names), byte_tokenizer, None)
+    first, *others = (task.prompts(2048)[0].never_first for task in tasks)
+    assert [byte_tokenizer.decode([token], skip_special_tokens=False) for token in first] == [
+        *("\n", END_OF_TEXT),
+    ]
+    assert others == [(), (), ()]
 
 
 def test_a_classification_without_classes_is_refused(write_rows, byte_tokenizer):

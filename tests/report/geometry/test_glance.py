@@ -17,20 +17,33 @@ def indicator(values, lengths=(32, 64, 128), wanted="high", trained=64, **more):
     ("values", "wanted", "verdict"),
     [
         ((0.1, 0.9, 0.9), "high", "holds"),
-        ((0.9, 0.6, 0.55), "high", "holds"),
-        ((0.9, 0.6, 0.5), "high", "drifts"),
-        ((0.9, 0.6, 0.3), "high", "breaks"),
-        ((0.9, 0.6, 0.9), "high", "holds"),
-        ((1.0, 2.0, 2.1), "low", "holds"),
-        ((1.0, 2.0, 2.5), "low", "drifts"),
-        ((1.0, 2.0, 4.0), "low", "breaks"),
-        ((1.0, 2.0, 0.5), "low", "holds"),
-        ((0.0, -0.6, -1.0), "high", "breaks"),
+        ((0.6, 0.6, 0.55), "high", "holds"),
+        ((0.6, 0.6, 0.5), "high", "drifts"),
+        ((0.6, 0.6, 0.3), "high", "breaks"),
+        ((0.6, 0.6, 0.9), "high", "holds"),
+        ((2.0, 2.0, 2.1), "low", "holds"),
+        ((2.0, 2.0, 2.5), "low", "drifts"),
+        ((2.0, 2.0, 4.0), "low", "breaks"),
+        ((2.0, 2.0, 0.5), "low", "holds"),
+        ((-0.6, -0.6, -1.0), "high", "breaks"),
         ((0.0, 0.0, math.nan), "high", None),
     ],
 )
 def test_a_change_for_the_worse_from_the_training_length_on_is_judged(values, wanted, verdict):
     assert indicator(values, wanted=wanted).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ((0.9, 0.6, 0.35), "holds"),  # falls by 0.25, and fell by 0.3 before
+        ((0.3, 0.6, 0.35), "holds"),  # in whatever direction
+        ((0.9, 0.6, 0.25), "breaks"),
+        ((0.66, 0.6, 0.5), "drifts"),
+    ],
+)
+def test_a_change_as_within_the_training_length_is_none(values, verdict):
+    assert indicator(values).verdict == verdict
 
 
 def test_what_is_not_beyond_or_means_nothing_is_not_judged():
@@ -39,8 +52,8 @@ def test_what_is_not_beyond_or_means_nothing_is_not_judged():
 
 
 def test_a_change_of_a_value_near_zero_is_measured_by_the_least_size():
-    assert indicator((0.0, 0.001, 0.0), least=0.05).verdict == "holds"
-    assert indicator((0.0, 0.001, 0.0), least=0.0001).verdict == "breaks"
+    assert indicator((0.001, 0.001, 0.0), least=0.05).verdict == "holds"
+    assert indicator((0.001, 0.001, 0.0), least=0.0001).verdict == "breaks"
 
 
 def test_numbers_of_sections_bring_them_back():

@@ -17,12 +17,12 @@ from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
 from trainer.report.geometry.drawing import Panel, by_length
 from trainer.report.geometry.section import Grid, Picture, Section
+from trainer.report.looks import looks
 from trainer.report.plotting import Series
 
 FURTHEST, OWN_SHOWN, PER_INTERVAL = 16, 2, 24
 SETTLED = 0.03
 """How near a ratio must be to its limit to count as having reached it."""
-STYLES = {"RoPE": 1, "HalfRoPE": 3, "high frequency": 5, "RoPE-ID": 4}
 
 
 class SyntheticStudy(Study):
@@ -141,8 +141,7 @@ def _finding(
 def _picture(
     spectra: dict[str, Spectrum], found: dict[str, SyntheticDecay], trained: int
 ) -> Picture:
-    own = [name for name in spectra if name not in STYLES]
-    styles = STYLES | {name: 7 * i for i, name in enumerate(own)}
+    styles = looks(spectra)
     ratio = [
         Series(name, styles[name], one.lengths, one.fsv_ratio.tolist(), marked=False)
         for name, one in reversed(found.items())

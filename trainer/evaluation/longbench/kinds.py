@@ -28,7 +28,9 @@ SYNTHETIC, CODE = "Synthetic", "Code Completion"
 class Kind:
     """``template``: with places for ``context`` and ``input``. ``new_tokens``: of an answer.
     ``metric``: of a prediction and one answer, and in classification the classes. ``first_line``:
-    the rest of an answer does not count, nor do line breaks before it."""
+    the rest of an answer does not count, nor do line breaks before it. ``one_line``: an answer does
+    not begin with a line break, nor with the end of the text, and ends with its first line: the
+    benchmark's ``pred.py`` has it so for SAMSum alone."""
 
     title: str
     category: str
@@ -36,6 +38,7 @@ class Kind:
     new_tokens: int
     metric: Callable[..., float]
     first_line: bool = False
+    one_line: bool = False
 
     def counted(self, text: str) -> str:
         """The part of a continuation that is scored."""
@@ -135,7 +138,7 @@ KINDS = {
     "multi_news": Kind("MultiNews", SUMMARY, _NEWS, 512, rouge_l),
     "trec": Kind("TREC", FEW_SHOT, _TYPE, 64, classification, first_line=True),
     "triviaqa": Kind("TriviaQA", FEW_SHOT, _TRIVIA, 32, qa_f1, first_line=True),
-    "samsum": Kind("SAMSum", FEW_SHOT, _DIALOGUE, 128, rouge_l, first_line=True),
+    "samsum": Kind("SAMSum", FEW_SHOT, _DIALOGUE, 128, rouge_l, True, one_line=True),
     "passage_count": Kind("PassageCount", SYNTHETIC, _COUNT, 32, count),
     "passage_retrieval_en": Kind("PassageRetrieval-en", SYNTHETIC, _ABSTRACT, 32, retrieval),
     "lcc": Kind("LCC", CODE, _FILE, 64, code_similarity),

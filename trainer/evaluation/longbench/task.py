@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trainer.data.tokenizer import end_of_text
 from trainer.errors import UserError
 from trainer.evaluation.longbench.averages import label
 from trainer.evaluation.longbench.kinds import Kind
@@ -55,6 +56,7 @@ class LongBenchTask:
                 tuple(row.answers),
                 kind.new_tokens,
                 label=label(kind.category, row.length),
+                never_first=self._never_first,
             )
             for row, ids in zip(self.rows, self._encoded, strict=True)
         ]
@@ -65,6 +67,13 @@ class LongBenchTask:
         texts = (self.kind.template.format(**vars(row)) for row in self.rows)
         encoded = (self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
         return [np.array([*before, *ids], dtype=np.int32) for ids in encoded]
+
+    @property
+    def _never_first(self) -> tuple[int, ...]:
+        if not self.kind.one_line:
+            return ()
+        line_break = self.tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
+        return (*line_break, end_of_text(self.tokenizer))
 
     def score(self, text: str, answers: Iterable[str]) -> float:
         """That of the answer it agrees with best."""

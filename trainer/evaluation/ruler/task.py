@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from trainer.errors import UserError
 from trainer.evaluation.prompts import Prompt, Score, Stop
+from trainer.evaluation.ruler.published import OneOrder, size, step
 from trainer.evaluation.ruler.question import Kind
 
 PROBE = 64
@@ -50,7 +51,8 @@ class RulerTask:
     """One of the thirteen, as a :class:`~trainer.evaluation.prompts.Task`.
 
     ``bos`` begins every prompt unless it is None. A trial depends on ``seed``, the task, the length
-    and its own number.
+    and its own number. ``published``: sizes and orders are the benchmark's, see
+    :mod:`trainer.evaluation.ruler.published`.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class RulerTask:
         bos: int | None,
         trials: int,
         seed: int,
+        published: bool = False,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -72,12 +75,14 @@ class RulerTask:
         self.before = () if bos is None else (bos,)
         self.trials = trials
         self.seed = seed
+        self.published = published
 
     def prompts(self, length: int) -> list[Prompt]:
         """Trials whose prompt and answer are ``length`` tokens or a little less.
 
         The first trial finds out how many units that takes. The others begin with as many, and are
-        changed where they are too long or leave much over.
+        changed where they are too long or leave much over; with ``published`` only where they are
+        too long, by the benchmark's steps.
 
         Raises:
             UserError: the length is too short for the task.
@@ -86,28 +91,55 @@ class RulerTask:
         small, larger = self._read(length, [(0, least), (0, least + PROBE)])
         per_unit = (len(larger.tokens) - len(small.tokens)) / PROBE
         units = least + math.floor(self._empty(length, small) / per_unit)
-        (first,) = self._fitted(length, [0], units, per_unit)
+        if self.published:
+            (first,) = self._fitted(length, [0], units, per_unit, 0)
+            return self._shrunk(length, size(self.kind, first.low, length))
+        enough = max(per_unit, ENOUGH * length)
+        (first,) = self._fitted(length, [0], units, per_unit, enough)
         # Half of what may stay empty is the middle of what will do.
         units = first.low + round((first.empty - ENOUGH * length / 2) / per_unit)
-        others = self._fitted(length, range(1, self.trials), units, per_unit)
+        others = self._fitted(length, range(1, self.trials), units, per_unit, enough)
         return [trial.prompt for trial in (first, *others) if trial.prompt]
 
+    def _shrunk(self, length: int, units: int) -> list[Prompt]:
+        """All trials with so many units, less a step as often as that is too long."""
+        sizes = dict.fromkeys(range(self.trials), units)
+        found: dict[int, Prompt] = {}
+        while missing := [number for number in sizes if number not in found]:
+            prompts = self._read(length, [(number, sizes[number]) for number in missing])
+            for number, prompt in zip(missing, prompts, strict=True):
+                if self._empty(length, prompt) >= 0:
+                    found[number] = prompt
+                    continue
+                sizes[number] -= step(self.kind, length)
+                if sizes[number] < self.kind.least:
+                    raise self._too_short(length)
+        return [found[number] for number in sizes]
+
     def _fitted(
-        self, length: int, numbers: Sequence[int], units: int, per_unit: float
+        self, length: int, numbers: Sequence[int], units: int, per_unit: float, enough: float
     ) -> list[_Trial]:
         least = self.kind.least
         trials = [_Trial(number, max(least, units), least - 1) for number in numbers]
-        enough = max(per_unit, ENOUGH * length)
         while unfinished := [trial for trial in trials if not trial.done]:
             prompts = self._read(length, [(trial.number, trial.units) for trial in unfinished])
             for trial, prompt in zip(unfinished, prompts, strict=True):
                 trial.learn(prompt, self._empty(length, prompt), per_unit, enough)
         if any(trial.prompt is None for trial in trials):
-            raise UserError(
-                f"evaluation.lengths: expected at least {self._least_length(length)} tokens for "
-                f"RULER's {self.name} with this tokenizer, got {length}."
-            )
+            raise self._too_short(length)
         return trials
+
+    def _too_short(self, length: int) -> UserError:
+        return UserError(
+            f"evaluation.lengths: expected at least {self._least_length(length)} tokens for "
+            f"RULER's {self.name} with this tokenizer, got {length}."
+        )
+
+    def _draws(self, length: int, trial: int) -> Random:
+        rng = (OneOrder if self.published else Random)(f"{self.seed} {self.name} {length} {trial}")
+        if isinstance(rng, OneOrder):
+            rng.order = self.seed
+        return rng
 
     def _empty(self, length: int, prompt: Prompt) -> int:
         return length - prompt.new_tokens - len(prompt.tokens)
@@ -124,9 +156,7 @@ class RulerTask:
         size = max(1, TOKENS_AT_ONCE // length)
         for start in range(0, len(wanted), size):
             questions = [
-                self.kind.question(
-                    Random(f"{self.seed} {self.name} {length} {trial}"), trial, units, length
-                )
+                self.kind.question(self._draws(length, trial), trial, units, length)
                 for trial, units in wanted[start : start + size]
             ]
             encoded = self.tokenizer.encode_batch_fast(

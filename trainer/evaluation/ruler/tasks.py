@@ -43,12 +43,15 @@ TASKS = (*KINDS, *READERS)
 
 @dataclass(frozen=True)
 class RulerSettings:
-    """``trials``: prompts a task and length. ``squad_file``, ``hotpotqa_file``: the questions of
-    qa_1 and qa_2, which are left out without them."""
+    """``trials``: prompts a task and length. ``published``: sizes of haystacks, and orders of
+    needles, words and documents, that all trials share, as in the benchmark's programs; else each
+    has its own. ``squad_file``, ``hotpotqa_file``: the questions of qa_1 and qa_2, which are left
+    out without them."""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
     trials: int = 500
     seed: int = 42
+    published: bool = False
     squad_file: str | None = None
     hotpotqa_file: str | None = None
 
@@ -104,5 +107,6 @@ def ruler_tasks(
                 notes.append(
                     f"{name} has {trials} questions only: evaluation.ruler.{key} holds no more."
                 )
-        tasks.append(RulerTask(name, kind, score, stop, tokenizer, bos, trials, settings.seed))
+        common = tokenizer, bos, trials, settings.seed, settings.published
+        tasks.append(RulerTask(name, kind, score, stop, *common))
     return tasks, notes

@@ -1,7 +1,8 @@
 """The proof of an export: a fresh process loads it as anybody would, and its logits are compared.
 
 Random tokens and text, of lengths up to beyond the training length but no more than 4096 tokens,
-read at once and read with a cache, the last tokens one by one.
+read at once and read with a cache, the last tokens one by one; and prompts of different lengths in
+one batch, with padding on the left, as generation has it, and on the right.
 """
 
 from __future__ import annotations
@@ -50,11 +51,19 @@ def largest_difference(
     Raises:
         UserError: transformers cannot load it, or reads text as other tokens.
     """
-    cases = [*_random_cases(model), text_ids[: model.layout.training_length]]
+    random = _random_cases(model)
+    cases = [*random, text_ids[: model.layout.training_length]]
+    # transformers takes the frequencies of a whole batch from the longest of its rows.
+    by_batch = model.layout.frequencies_follow_length
+    short = random[0][: max(1, model.layout.training_length - DECODED)]
+    prompts = [short] if by_batch else [short, random[-1]]
     request: dict[str, Any] = {
         "custom": custom,
         "text": TEXT,
         "cases": cases,
+        "prompts": prompts,
+        "length": len(random[-1]) + 1,
+        "before": custom or not by_batch,
         "kept": KEPT,
         "decoded": DECODED,
     }
@@ -63,10 +72,13 @@ def largest_difference(
         raise UserError("export: transformers reads text as other tokens than the run did.")
     if answer["problems"]:
         raise UserError(f"export: transformers finds the weights wrong: {answer['problems']}.")
-    differences = []
-    for ids, theirs in zip(cases, answer["logits"], strict=True):
-        ours = _logits(model, ids)
-        differences.append((theirs - ours).abs().max() / ours.abs().max().clamp(min=1))
+    pairs = [(answer["logits"][i], _logits(model, ids)) for i, ids in enumerate(cases)]
+    for row, (ids, tokens, theirs) in enumerate(zip(prompts, *answer["behind"], strict=True)):
+        ours = _continued(model, ids, tokens.tolist())
+        pairs.append((theirs, ours))
+        if answer["before"] is not None:
+            pairs.append((answer["before"][row], ours[0]))
+    differences = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
     return float(torch.stack(differences).max())  # NaN where any is
 
 
@@ -91,6 +103,16 @@ def _logits(model: Decoder, tokens: list[int]) -> Tensor:
     cache = KVCache.empty(model.config, 1, T)
     parts = [model(ids[:, a:b], cache=cache, last=1) for a, b in pairwise([0, *ends])]
     return torch.cat([*parts, model(ids, last=KEPT)], dim=1)[0]
+
+
+@torch.no_grad()
+def _continued(model: Decoder, prompt: list[int], tokens: list[int]) -> Tensor:
+    """``[tokens, vocab]``: the logits from which each of the tokens behind a prompt is chosen."""
+    ids = torch.tensor([prompt + tokens])
+    cache = KVCache.empty(model.config, 1, ids.shape[1])
+    ends = [len(prompt) + place for place in range(len(tokens))]
+    parts = [model(ids[:, a:b], cache=cache, last=1) for a, b in pairwise([0, *ends])]
+    return torch.cat(parts, dim=1)[0]
 
 
 def _ask(directory: Path, request: dict[str, Any]) -> dict[str, Any]:

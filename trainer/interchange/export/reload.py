@@ -30,6 +30,47 @@ def logits(model: torch.nn.Module, tokens: list[int], kept: int, decoded: int) -
     return torch.cat([*parts, whole], dim=1)[0].float()
 
 
+@torch.no_grad()
+def behind_padding(
+    model: Any, prompts: list[list[int]], length: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """``count`` tokens ``[B, count]`` that ``generate`` puts behind prompts padded to ``length`` on
+    their left, and the logits ``[B, count, vocab]`` that it chose them by."""
+    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts])
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[:, length:], torch.stack(out.logits, dim=1).float()
+
+
+@torch.no_grad()
+def before_padding(model: Any, prompts: list[list[int]], length: int) -> Tensor:
+    """Logits ``[B, vocab]`` after prompts that are padded to ``length`` on their right."""
+    ids = torch.tensor([prompt + [0] * (length - len(prompt)) for prompt in prompts])
+    mask = torch.tensor([[1] * len(p) + [0] * (length - len(p)) for p in prompts])
+    states = model.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+    last = torch.stack([row[len(p) - 1] for row, p in zip(states, prompts, strict=True)])
+    return model.get_output_embeddings()(last).float()
+
+
+def answers(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """What is asked of the model itself."""
+    padded = asked["prompts"], asked["length"]
+    return {
+        "logits": [logits(model, case, asked["kept"], asked["decoded"]) for case in asked["cases"]],
+        "behind": behind_padding(model, *padded, asked["decoded"]),
+        "before": before_padding(model, *padded) if asked["before"] else None,
+    }
+
+
 def main(directory: str, question: str, answer: str) -> None:
     """Answer the question in a file with a file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,11 +88,8 @@ def main(directory: str, question: str, answer: str) -> None:
         {
             "text_ids": tokenizer(asked["text"])["input_ids"],
             "problems": json.dumps(problems) if problems else "",
-            "logits": [
-                logits(model.eval(), case, asked["kept"], asked["decoded"])
-                for case in asked["cases"]
-            ],
-        },
+        }
+        | answers(model.eval(), asked),
         answer,
     )
 

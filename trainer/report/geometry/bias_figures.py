@@ -17,10 +17,19 @@ from trainer.report.geometry.side_by_side import (
     unscaled,
     whole_numbers,
 )
+from trainer.report.looks import NUMBERS
 from trainer.report.plotting import Frame, Series
 
 Array = np.ndarray
-STYLES = {"encoded": 1, "nope": 4, "model": 0, "trained": 0, "yarn": 4, "pi": 1, "ntk": 3}
+STYLES = {
+    "encoded": NUMBERS["RoPE"],
+    "nope": NUMBERS["NoPE from scratch"],
+    "model": 1,
+    "trained": NUMBERS["RoPE"],
+    "yarn": NUMBERS["RoPE + YaRN"],
+    "pi": NUMBERS["RoPE + PI"],
+    "ntk": NUMBERS["RoPE + NTK-aware"],
+}
 BESIDE = 32
 """Tokens that a profile by distance shows."""
 

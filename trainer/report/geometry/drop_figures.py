@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from trainer.report.geometry.side_by_side import Cloud, Panel, lines, logarithmic, points, unscaled
+from trainer.report.looks import looks
 from trainer.report.plotting import Frame, Series, draw, paper_style
 
 Array = np.ndarray
-STYLES = (1, 4)
 """Of the model before and of the one after."""
 
 
@@ -39,7 +39,7 @@ def position_figure(
     vertical = (float(trained), "training length")
     curves = [
         Series(name, style, middles.tolist(), loss.tolist(), marked=False)
-        for name, style, loss in zip(names, STYLES, losses, strict=True)
+        for (name, style), loss in zip(looks(names).items(), losses, strict=True)
     ]
     apart = Series(
         f"KL({names[0]} ‖ {names[1]})", 0, middles.tolist(), divergence.tolist(), marked=False
@@ -81,7 +81,7 @@ def indicator_figure(
                 title,
                 [
                     Series(name, style, lengths, values.tolist())
-                    for name, style, values in zip(names, STYLES, both, strict=True)
+                    for (name, style), values in zip(looks(names).items(), both, strict=True)
                 ],
                 Frame("tokens read", "", prepare if number else first, vertical),
             )

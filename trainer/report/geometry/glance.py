@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 Verdict = Literal["holds", "drifts", "breaks"]
 DRIFT, BREAK = 0.1, 1 / 3
-"""Changes for the worse, relative to the training length, from which a value drifts or breaks."""
+"""Changes for the worse, relative to the training length, from which a value drifts or breaks,
+where they are larger than its change within the training length."""
 _WIDTH, _HEIGHT = 120, 34  # of the curve, in its own units
 
 
@@ -57,11 +58,25 @@ class Indicator:
         return change if self.wanted == "low" else -change
 
     @property
+    def usual(self) -> float:
+        """Change of either sign from half the training length to it, relative: what a longer text
+        alone does where the model is at home. 0 where it was not read at half the length."""
+        half = [v for n, v in zip(self.lengths, self.values, strict=True) if 2 * n <= self.trained]
+        size = max(abs(self.within), self.least)
+        return abs(self.within - half[-1]) / size if half else 0.0
+
+    @property
     def verdict(self) -> Verdict | None:
-        """None where nothing beyond the training length was read, or a change means nothing."""
+        """None where nothing beyond the training length was read, or a change means nothing.
+
+        The null is that the model meets longer texts as it meets those within its training length:
+        a change that is not larger than :attr:`usual` holds.
+        """
         if not (self.judged and self.goes_beyond and math.isfinite(self.change)):
             return None
-        return "breaks" if self.change > BREAK else "drifts" if self.change > DRIFT else "holds"
+        if self.change <= max(DRIFT, self.usual):
+            return "holds"
+        return "breaks" if self.change > BREAK else "drifts"
 
     def shown(self, value: float) -> str:
         """``61%`` or ``0.427``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import lightning as L
@@ -13,9 +13,7 @@ from torch import Tensor
 
 from trainer.data.dataset import Batch
 from trainer.model.attention import RMSNorm
-from trainer.positional.config import build_layout
-from trainer.positional.layout import Layout
-from trainer.recalibration.drop import drop
+from trainer.recalibration.drop import dropped_layout
 from trainer.recalibration.gain import input_sizes, set_gains
 from trainer.runs.config import RunConfig
 from trainer.training.callbacks.evaluating import evaluating
@@ -66,50 +64,43 @@ class Drop(L.Callback):
         """Measure at the last step where the loss has come to."""
         last = ends_step(trainer, index)
         if self.effect and last and trainer.global_step == self.config.trainer.max_steps:
-            self.effect["loss_end"] = self._loss(module)
-            self.add_metrics({"drop/loss_end": self.effect["loss_end"]})
+            losses = self._losses(module)
+            loss = fmean(losses)
+            self.effect["loss_end"] = loss
+            self.effect["sequences"] = self.effect.get("sequences", {}) | {"end": losses}
+            log.info(
+                "Step %d: held-out loss %.3f at the end of recalibration", trainer.global_step, loss
+            )
+            self.add_metrics({"drop/loss_end": loss})
 
     def _drop(self, trainer: L.Trainer, module: LanguageModule) -> None:
         model, settings = module.model, self.config.drop
-        before = self._loss(module)
+        before = self._losses(module)
         matched = settings.qk_norm_gain == "matched"
         norms_on = model.config.qk_norm.when == "after_drop"
         if norms_on and matched:
             with evaluating(module):
                 sizes = input_sizes(model, [ids for ids, _ in self._micro_batches(module)])
             set_gains(sizes)
-        model.layout = self.dropped_layout(module)
+        model.layout = dropped_layout(
+            model.layout, self.config.positional, settings, model.config.head_size, norms_on
+        )
+        after = self._losses(module)
         self.effect = {
             "step": trainer.global_step,
-            "loss_before": before,
-            "loss_after": self._loss(module),
+            "loss_before": fmean(before),
+            "loss_after": fmean(after),
+            "sequences": {"before": before, "after": after},
         }
         self._reset_optimizer(trainer, module)
         log.info(
             "Step %d: dropped the encoding (%s); held-out loss %.3f before, %.3f after",
             trainer.global_step,
             settings.to,
-            before,
+            self.effect["loss_before"],
             self.effect["loss_after"],
         )
         self.add_metrics({f"drop/{key}": self.effect[key] for key in ("loss_before", "loss_after")})
-
-    def dropped_layout(self, module: LanguageModule) -> Layout:
-        """The layout after the drop."""
-        config, model = self.config, module.model.config
-        target = build_layout(
-            replace(config.positional, layers=[config.drop.to], windows=[None], heads={}),
-            num_layers=1,
-            num_key_value_heads=1,
-            head_dim=model.head_size,
-            training_length=module.model.layout.training_length,
-        )
-        return drop(
-            module.model.layout,
-            layers=config.drop.layers,
-            to=target.layers[0].spectra[0],
-            qk_norm=model.qk_norm.when == "after_drop",
-        )
 
     def _reset_optimizer(self, trainer: L.Trainer, module: LanguageModule) -> None:
         policy, (optimizer,) = self.config.drop.optimizer_state, trainer.optimizers
@@ -120,10 +111,11 @@ class Drop(L.Callback):
                 if isinstance(submodule, RMSNorm) and name.endswith(("q_norm", "k_norm")):
                     optimizer.state.pop(submodule.weight, None)
 
-    def _loss(self, module: LanguageModule) -> float:
+    def _losses(self, module: LanguageModule) -> list[float]:
+        """Of every sequence of the fixed batch."""
         with evaluating(module) as model:
-            losses = [model.token_losses(*part).mean() for part in self._micro_batches(module)]
-            return torch.stack(losses).mean().item()
+            losses = [model.token_losses(*x).mean(dim=1) for x in self._micro_batches(module)]
+            return torch.cat(losses).tolist()
 
     def _micro_batches(self, module: LanguageModule) -> list[tuple[Tensor, Tensor]]:
         """The fixed batch, inputs and targets, in parts of one size, no larger than those that the

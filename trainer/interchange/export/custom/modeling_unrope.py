@@ -24,14 +24,15 @@ Table = tuple[Tensor, Tensor, Tensor]
 def table(spectrum: dict[str, Any], trained: int, positions: Tensor) -> Table:
     """Cosines and sines ``[B, 1, T, pairs]`` and the factor on the queries ``[B, 1, T or 1, 1]``.
 
-    With n the length of the sequence, or for ``per`` = ``query`` the number of keys a query sees,
-    and C the training length ``trained``, the factor is scale * (1 + coefficient * ln s) **
-    exponent, s = max(n, C) / C. In sequences longer than ``long.length`` the frequencies are
-    those of ``long``, each times kept + (1 - kept) * s ** -power of its ``stretch``, and rotated
-    channels are multiplied by 1 + attention * ln s, both with s = 1 + growth * (n / C - 1).
+    With n the length of the sequence, which ends with its highest position, or for ``per`` =
+    ``query`` the number of keys a query sees, and C the training length ``trained``, the factor is
+    scale * (1 + coefficient * ln s) ** exponent, s = max(n, C) / C. In sequences longer than
+    ``long.length`` the frequencies are those of ``long``, each times kept + (1 - kept) * s **
+    -power of its ``stretch``, and rotated channels are multiplied by 1 + attention * ln s, both
+    with s = 1 + growth * (n / C - 1).
     """
     positions = positions.double()[:, None, :, None]
-    length = positions[:, :, -1:] + 1
+    length = positions.amax(dim=2, keepdim=True) + 1
     inv_freq = torch.tensor(spectrum["inv_freq"], dtype=torch.float64, device=positions.device)
     scale = torch.full_like(length, spectrum["rotary_scale"])
     if (long := spectrum["long"]) is not None:
@@ -148,7 +149,9 @@ class UnropeAttention(nn.Module):
         if not any(self.slopes):
             return allowed
         bias = torch.tensor(self.slopes, device=q.device)[:, None, None] * (j - i)
-        return bias.masked_fill(~allowed, -math.inf).to(q.dtype)
+        precise = torch.promote_types(q.dtype, torch.float32)  # CUDA's kernels refuse it
+        kind = precise if q.device.type == "cpu" else q.dtype
+        return bias.masked_fill(~allowed, -math.inf).to(kind)
 
 
 class UnropeMLP(nn.Module):
@@ -213,16 +216,22 @@ class UnropeModel(UnropePreTrainedModel):
         use_cache: bool | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
-        """Arguments are those of every decoder in transformers; masks are ``[B, Tk]``."""
+        """Arguments are those of every decoder in transformers; masks are ``[B, Tk]``.
+
+        Positions, and with them lengths, count the tokens that the mask keeps, wherever the padding
+        stands; without a mask padding counts as text.
+        """
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache()
-        if position_ids is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
         padding = None if attention_mask is None else attention_mask.bool()
         if padding is not None and padding.all():
             padding = None
+        if position_ids is None and padding is not None:
+            position_ids = (padding.cumsum(dim=1) - 1).clamp(min=0)[:, -x.shape[1] :]
+        elif position_ids is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
         layout = self.config.layout
         trained = layout["training_length"]
         tables = [table(spectrum, trained, position_ids) for spectrum in layout["spectra"]]
