@@ -34,11 +34,22 @@ def test_a_sample_is_the_same_alone_and_among_others(size, seed, data):
     np.testing.assert_array_equal(sample_indices(seed, numbers, size), alone)
 
 
-def test_epochs_and_seeds_are_shuffled_anew():
-    first = sample_indices(0, np.arange(100), 100)
-    assert (first != np.arange(100)).mean() > 0.9
-    assert (first != sample_indices(0, np.arange(100, 200), 100)).mean() > 0.9
-    assert (first != sample_indices(1, np.arange(100), 100)).mean() > 0.9
+@pytest.mark.parametrize("group", [None, 10])
+def test_epochs_and_seeds_are_shuffled_anew(group):
+    """Thirty epochs of five seeds have nothing in common but chance, and are in no order."""
+    orders = [
+        sample_indices(seed, np.arange(100 * epoch, 100 * epoch + 100), 100, group)
+        for seed in range(5)
+        for epoch in range(30)
+    ]
+    if group is not None:  # where in a group, whatever the order of groups
+        orders += [order % group for order in orders] + [order // group for order in orders]
+    whole = np.array([np.arange(100), *orders[:150]])
+    same = (whole[:, None] == whole[None]).mean(axis=2)[np.triu_indices(len(whole), 1)]
+    assert same.max() < 0.2 if group is None else same.max() < 0.4
+    assert abs(same.mean() - 0.01) < 0.001
+    for of_groups in (orders[150:300], orders[300:]):
+        assert len({tuple(order) for order in of_groups}) == len(of_groups)
 
 
 @pytest.mark.parametrize("size", [5, 16])

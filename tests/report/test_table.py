@@ -78,6 +78,21 @@ def test_averages_by_each_part_of_a_label():
     assert [e.value for e in buckets.rows[1][2]] == ["65.0", "10.0"]
 
 
+def test_differences_by_label_are_tested_on_the_pairs_of_trials_with_it():
+    """Nine trials of each label, in turns: of one all are better, of one all are worse, and of the
+    third four are better and five worse. Together 13 are better and 14 worse."""
+    labels = ("a", "b", "c") * 9
+    reference = [0.0, 1.0, 0.0] * 4 + [0.0, 1.0, 1.0] * 5
+    other = [1.0, 0.0, 1.0] * 4 + [1.0, 0.0, 0.0] * 5
+    made = report(
+        cell(reference, task="longbench", labels=labels),
+        cell(other, task="longbench", labels=labels, method="yarn"),
+    )
+    (by_label,) = (t for t in tables(made) if t.detail)
+    assert [e.mark for e in by_label.rows[1][2]] == ["↑", "↓", ""]
+    assert [e.best for e in by_label.rows[1][2]] == [True, False, False]
+
+
 def test_a_label_that_all_trials_share_makes_no_table():
     made = report(cell([0.2, 0.4], task="longbench", labels=("qa", "qa")))
     assert [table.key for table in tables(made)] == ["longbench"]

@@ -63,6 +63,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     assert said in caplog.text
     assert_same_state(checkpoint_of(hurt), checkpoint_of(whole))
     assert rows_of(hurt) == rows_of(whole)
+    assert (last.parent / f"unused-{step_name(12)}" / MANIFEST).is_file()
 
 
 @pytest.fixture
