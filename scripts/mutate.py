@@ -36,12 +36,6 @@ import pytest
 from mutations import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
-MORE = {
-    "recalibration": ["training/test_run.py", "training/test_crossing.py"],
-    "runs": ["training/test_run.py", "workflows/test_evaluate.py"],
-    "evaluation": ["workflows/test_evaluate.py"],
-}
-"""Tests of other rooms that show what a room does in a run."""
 LONGEST = 60.0
 """Seconds, by the clock of the first run, that the tests of one change take together."""
 PRELOADED = "torch", "lightning", "transformers", "hypothesis", "matplotlib.pyplot", "tokenizers"
@@ -170,13 +164,13 @@ class Checkout:
         base = f"--basetemp={self.root.parent / 'tmp'}"
         return int(pytest.main([*words, *options, base], plugins=[plugin]))
 
-    def watch(self, paths: list[str]) -> None:
+    def watch(self, tests: str) -> None:
         """Run tests once and note what each of them executes; those that fail are left out."""
         found = self.root.parent / "watched.pickle"
 
         def job() -> int:
             watch = Watch(self.root)
-            if (code := self.pytest(paths, watch)) not in (0, pytest.ExitCode.TESTS_FAILED):
+            if (code := self.pytest([tests], watch)) not in (0, pytest.ExitCode.TESTS_FAILED):
                 return code
             kept = {name: seen for name, seen in watch.lines.items() if name not in watch.failed}
             found.write_bytes(pickle.dumps((kept, dict(watch.seconds), watch.failed)))
@@ -241,8 +235,7 @@ def score(room: str, checkout: Checkout, at: str | None, minutes: float, seed: i
     if at is not None:
         every = [m for m in every if f"{m.file}:{m.line}:".startswith(f"{at}:")]
     random.Random(seed).shuffle(every)
-    tests = [f"tests/{room}", *(f"tests/{more}" for more in MORE.get(room, ()))]
-    checkout.watch([name for name in tests if (checkout.root / name).exists()])
+    checkout.watch(f"tests/{room}")
     lived, tried = [], 0
     for mutant in every:
         if time.monotonic() > ends:
