@@ -52,7 +52,7 @@ def mutants(source: bytes, file: str) -> list[Mutant]:
     are skipped, and names become those of :data:`SWAPPED` where the file has them. Left alone are
     annotations, decorators, docstrings, messages (f-strings, what is raised or logged), and numbers
     that a module or a class gives a name: sizes of chunks, which change nothing but the time, and
-    defaults.
+    defaults. ``strict`` of ``zip`` stays too, which only watches.
     """
     tree, starts = ast.parse(source), [0]
     for line in source.splitlines(keepends=True):
@@ -83,6 +83,8 @@ def _short(text: str) -> str:
 def _changes(node: ast.AST, inside: bool = False) -> Iterator[tuple[Any, ast.AST, bool]]:
     """Pairs of a node and what takes its place, and whether they are within a function."""
     if isinstance(node, ast.JoinedStr | ast.Assert | ast.pattern) or _is_said(node):
+        return
+    if isinstance(node, ast.keyword) and node.arg == "strict":
         return
     for new in [*_replacements(node), *([ast.Pass()] if _skipped(node) else [])]:
         yield node, new, inside
@@ -142,7 +144,7 @@ def _replacements(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Attribute(node.value, SWAPPED[node.attr], ast.Load())
         case ast.Call():
             for left_out in node.keywords:
-                if left_out.arg is not None:
+                if left_out.arg not in (None, "strict"):
                     kept = [keyword for keyword in node.keywords if keyword is not left_out]
                     yield ast.Call(node.func, node.args, kept)
 

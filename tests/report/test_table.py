@@ -80,7 +80,7 @@ def test_averages_by_each_part_of_a_label():
 
 def test_differences_by_label_are_tested_on_the_pairs_of_trials_with_it():
     """Nine trials of each label, in turns: of one all are better, by less than the trials differ;
-    of one all are worse; of the third as many are better as worse, and one is alike."""
+    of one all are worse; of the third as many are better as worse."""
     labels = ("a", "b", "c") * 9
     reference = [x for i in range(9) for x in (i / 10, 1.0, float(i % 2))]
     other = [x for i in range(9) for x in (i / 10 + 0.05, 0.0, float(0 < i < 5))]

@@ -15,6 +15,7 @@ from trainer.data.encoding import document_hash
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings
+from trainer.evaluation.settings import TemperatureSettings
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
@@ -56,7 +57,8 @@ def config(base, tmp_path_factory):
         "cache_dir": str(directory / "cache"),
     }
     monitor = {"lengths_every": 2, "lengths": [1, 4], "windows": 3, "trials": 5, "probe_every": 2}
-    return parse(RunConfig, merged(base, {"data": data, "monitor": monitor, "run_dir": "x"}))
+    others = {"tokenizer": {"vocab_size": 600}, "run_dir": "x"}
+    return parse(RunConfig, merged(base, {"data": data, "monitor": monitor, **others}))
 
 
 @pytest.fixture(scope="module")
@@ -113,19 +115,21 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
 
     monkeypatch.setattr(measuring, "plan_cells", plan)
     evaluation = EvaluationConfig(
-        lengths=[8, 16],
+        lengths=[20, 40],
+        methods=["none", "temperature", "dope"],
         tasks=["perplexity", "statements", "multi_key", "ruler"],
         windows=4,
         fit_windows=4,
         needles=NeedleTaskSettings(trials=4, needles=2),
         ruler=RulerSettings(trials=2, tasks=["niah_single_2"]),
+        temperature=TemperatureSettings(models="all"),
     )
     with pytest.raises(KeyboardInterrupt):
         measure_models("r", [candidate], evaluation, Text(corpus, candidate), tmp_path)
     assert [seen(windows) for windows in asked["text"].windows.values()] == [{"validation"}] * 2
     perplexity, statements, *prompted = asked["tasks"]
     assert len(prompted) == 2
-    for length in (256, 512):
+    for length in (640, 1280):
         assert seen(perplexity.windows[length]) == {"test"}
         assert seen(statements.trials[length].prompts) == {"test"}
         for task in prompted:
