@@ -38,6 +38,8 @@ from mutations import Mutant, mutants
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 60.0
 """Seconds, by the clock of the first run, that the tests of one change take together."""
+OFTEN = 50
+"""Calls of a function by one test after which no new lines of it are expected."""
 PRELOADED = "torch", "lightning", "transformers", "hypothesis", "matplotlib.pyplot", "tokenizers"
 GIB = 1 << 30
 
@@ -46,17 +48,22 @@ class Watch:
     """A plugin of pytest that notes which lines of the package each test executes, and how long it
     takes. What a fixture executes that several tests share counts for all that use it."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = f"{root}/"
+    def __init__(self, root: Path, room: str) -> None:
+        self.root, self.room = f"{root}/", f"{root}/trainer/{room}/"
         self.lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: set[str] = set()
         self.now: set[tuple[str, int]] = set()
+        self.entered: dict[Any, int] = defaultdict(int)
         self.of_fixtures: dict[str, set[tuple[str, int]]] = defaultdict(set)
 
     def _trace(self, frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
         name = frame.f_code.co_filename
-        if not name.startswith(f"{self.root}trainer/"):
+        if not name.startswith(self.room):
+            return None
+        if event == "call":
+            self.entered[frame.f_code] += 1
+        if self.entered[frame.f_code] > OFTEN:
             return None
         self.now.add((name.removeprefix(self.root), frame.f_lineno))
         return self._trace
@@ -65,6 +72,7 @@ class Watch:
     def pytest_runtest_protocol(self, item: Any) -> Any:
         """Trace a test with its fixtures."""
         self.now = self.lines[item.nodeid]
+        self.entered.clear()
         began = time.perf_counter()
         threading.settrace(self._trace)
         sys.settrace(self._trace)
@@ -164,13 +172,17 @@ class Checkout:
         base = f"--basetemp={self.root.parent / 'tmp'}"
         return int(pytest.main([*words, *options, base], plugins=[plugin]))
 
-    def watch(self, tests: str) -> None:
-        """Run tests once and note what each of them executes; those that fail are left out."""
+    def watch(self, room: str) -> None:
+        """Run the room's tests once, and those of configurations where it has one, and note what
+        each of them executes; those that fail are left out."""
+        tests = [f"tests/{room}"]
+        if (self.root / "trainer" / room / "config.py").exists():
+            tests.append("tests/commands/test_configuration.py")
         found = self.root.parent / "watched.pickle"
 
         def job() -> int:
-            watch = Watch(self.root)
-            if (code := self.pytest([tests], watch)) not in (0, pytest.ExitCode.TESTS_FAILED):
+            watch = Watch(self.root, room)
+            if (code := self.pytest(tests, watch)) not in (0, pytest.ExitCode.TESTS_FAILED):
                 return code
             kept = {name: seen for name, seen in watch.lines.items() if name not in watch.failed}
             found.write_bytes(pickle.dumps((kept, dict(watch.seconds), watch.failed)))
@@ -235,7 +247,7 @@ def score(room: str, checkout: Checkout, at: str | None, minutes: float, seed: i
     if at is not None:
         every = [m for m in every if f"{m.file}:{m.line}:".startswith(f"{at}:")]
     random.Random(seed).shuffle(every)
-    checkout.watch(f"tests/{room}")
+    checkout.watch(room)
     lived, tried = [], 0
     for mutant in every:
         if time.monotonic() > ends:
