@@ -189,6 +189,13 @@ def test_bad_tokenizer_file_is_named(tmp_path, content):
         load_tokenizer(str(path))
 
 
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(config, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"<s>": 0, "a": 1}, unk_token="a")).save(str(path))
+    with pytest.raises(UserError, match=r"tokenizer\.path: the tokenizer has no end-of-text token"):
+        prepare_corpus(config, TokenizerConfig(path=str(path)))
+
+
 def test_a_tokenizer_of_the_hub_without_a_network(monkeypatch):
     def offline(*_, **__):
         raise ConnectionError("no route to the hub")

@@ -26,12 +26,18 @@ def test_with_groups_every_item_comes_once_and_neighbours_stay_together(size, gr
     assert (whole // group == whole[:, :1] // group).all()
 
 
-@given(size=st.integers(1, 10**10), seed=st.integers(0, 2**32), data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_a_sample_is_the_same_alone_and_among_others(size, seed, data):
+@given(
+    size=st.integers(1, 10**10) | st.integers(1, 50),
+    group=st.none() | st.integers(1, 20),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_sample_is_the_same_alone_and_among_others(size, group, seed, data):
     numbers = np.array(data.draw(st.lists(st.integers(0, 3 * size), min_size=1, max_size=8)))
-    alone = [sample_indices(seed, numbers[i : i + 1], size)[0] for i in range(len(numbers))]
-    np.testing.assert_array_equal(sample_indices(seed, numbers, size), alone)
+    alone = [sample_indices(seed, numbers[i : i + 1], size, group)[0] for i in range(len(numbers))]
+    np.testing.assert_array_equal(sample_indices(seed, numbers, size, group), alone)
+    assert 0 <= min(alone) <= max(alone) < size
 
 
 @pytest.mark.parametrize("group", [None, 10])

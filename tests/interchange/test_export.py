@@ -169,7 +169,7 @@ def assert_same_model(model, hf):
     """
     C = model.layout.training_length
     # Up to where another length begins, and beyond; some encodings remember the longest.
-    for length in sorted({C - 1, C, C + 1} & set(range(50))) + [50]:
+    for length in sorted({C - 1, C, C + 1, 50} & set(range(51))):
         theirs = hf(IDS[:, :length]).logits
         torch.testing.assert_close(model(IDS[:, :length]), theirs, rtol=0, atol=1e-4)
     assert 0.1 < theirs.std() < 10
