@@ -117,9 +117,9 @@ def without_norm(path):
 
 
 @torch.no_grad()
-def test_what_the_drop_did_is_computed_again_from_the_checkpoints(run):
+def test_what_the_drop_did_is_computed_again_from_the_checkpoints(finished):
     """Before it with the encoding and without, and from the last one; on held-out text alone."""
-    config, trained = run()
+    config, trained = finished
     corpus = prepare_corpus(config.data, config.tokenizer)
     batch = effect_batch(config, corpus)
 
@@ -142,8 +142,8 @@ def test_what_the_drop_did_is_computed_again_from_the_checkpoints(run):
     assert "drop/loss_before" in rows[3]
 
 
-def test_checkpoint_before_the_drop_rotates_and_the_last_does_not(run):
-    config, trained = run()
+def test_checkpoint_before_the_drop_rotates_and_the_last_does_not(finished):
+    config, trained = finished
     before = read_state(Path(config.run_dir) / "checkpoints" / BEFORE_DROP)["layout"]
     assert any(spectrum["inv_freq"] for spectrum in before["spectra"])
     assert not any(layer["qk_norm"] for layer in before["layers"])
@@ -214,8 +214,8 @@ def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
     assert not torch.allclose(after.layers[1].self_attn.q_norm.weight, torch.ones(16), rtol=0.01)
 
 
-def test_control_branches_off_before_the_drop(run, base, tmp_path):
-    main, _ = run()
+def test_control_branches_off_before_the_drop(run, finished, base, tmp_path):
+    main, _ = finished
     changes = {"run_dir": str(tmp_path / "rope"), "drop": {"enabled": False}}
     config = parse(RunConfig, merged(base, changes))
     (tmp_path / "rope").mkdir()

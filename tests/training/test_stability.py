@@ -86,8 +86,8 @@ def test_a_stuck_step_ends_the_process_with_its_stacks(tmp_path):
     assert "waiting_for_a_rank" in done.stderr
 
 
-def test_a_heartbeat_says_how_far_the_run_is(run):
-    config, _ = run()
+def test_a_heartbeat_says_how_far_the_run_is(finished):
+    config, _ = finished
     beat = json.loads((Path(config.run_dir) / "heartbeat.json").read_text())
     assert beat["step"] == 12
     assert beat["pid"] == os.getpid()

@@ -101,8 +101,8 @@ def module(tmp_path, monkeypatch):
 SHRINK = {"_target_": "my_callbacks.Shrink", "factor": 0.9}
 
 
-def test_a_callback_changes_the_model_before_it_is_logged_and_saved(run):
-    plain, _ = run("plain")
+def test_a_callback_changes_the_model_before_it_is_logged_and_saved(run, finished):
+    plain, _ = finished
     config, _ = run(callbacks={"mine": SHRINK | {"factor": 0.0}})
     path = checkpoint_of(config)
     assert not load_decoder(path, read_state(path)).embed_tokens.weight.any()
