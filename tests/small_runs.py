@@ -52,16 +52,27 @@ def base(tmp_path_factory):
     }
 
 
+def trained_in(directory, base, **changes):
+    """The configuration and the finished run of ``base`` with changes."""
+    config = parse(RunConfig, merged({**base, "run_dir": str(directory)}, changes))
+    directory.mkdir(exist_ok=True)
+    return config, train(config, prepare_corpus(config.data, config.tokenizer))
+
+
 @pytest.fixture
 def run(base, tmp_path):
     """Train with changes to ``base``; returns the configuration and the finished run."""
 
     def go(name="run", **changes):
-        config = parse(RunConfig, merged({**base, "run_dir": str(tmp_path / name)}, changes))
-        (tmp_path / name).mkdir(exist_ok=True)
-        return config, train(config, prepare_corpus(config.data, config.tokenizer))
+        return trained_in(tmp_path / name, base, **changes)
 
     return go
+
+
+@pytest.fixture(scope="session")
+def finished(base, tmp_path_factory):
+    """The run of ``base`` as it is, trained once for all who change nothing in its directory."""
+    return trained_in(tmp_path_factory.mktemp("finished") / "run", base)
 
 
 def decoder_of(trained):

@@ -155,6 +155,7 @@ def compare(schema, given, path):
         (["seed=0,1"], "seed=0,1: several values; write seed=[...] for a list, or --multirun"),
         (["model=nano,llama_135m"], "several values; choose one, or --multirun"),
         (["model=nano", "model=llama_135m"], "model: expected one, got nano, llama_135m."),
+        (["+evaluation=niah", "+evaluation=ruler"], "evaluation: expected one, got niah, ruler."),
         (["+analysis=sinks"], "analysis: unknown group here."),
         (["hydra/launcher=submitit_slurm"], "Hydra's own settings need --multirun"),
         (["evaluation=harness"], "'harness' is for the evaluate command"),

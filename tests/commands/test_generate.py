@@ -71,6 +71,17 @@ def test_several_prompts_are_printed_with_their_continuations(say, model):
     assert said.out == "".join(texts)
 
 
+def test_prompts_of_a_configuration_come_before_those_of_the_command_line(say, model):
+    said = say("prompts=[the]", "prompt=a small text")
+    assert said.out == say("prompt=the", "prompt=a small text").out
+
+
+@pytest.mark.parametrize(("written", "rest"), [(12, ", 2.5 a second"), (2, "")])
+def test_speed_is_that_of_reading_and_of_what_follows_the_first_tokens(written, rest):
+    done = workflow.Continuations(("a", "b"), read=3000, written=written, first=1.5, rest=4.0)
+    assert done.speed() == f"3000 tokens read, 2,000 a second; {written} written{rest}"
+
+
 def test_text_ends_before_a_stop_string(say, model):
     free = continuation(model, "the")
     stop = free[9:12]

@@ -162,7 +162,10 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
     second = snapshots.snapshot(place / "code")
     assert second != first
     assert (second / "trainer/conf/config.yaml").read_text() == "other: 1"
-    assert sorted((place / "code").iterdir()) == sorted([first, second])
+    (place / "conf/config.yaml").rename(place / "conf/other.yaml")
+    third = snapshots.snapshot(place / "code")
+    assert (third / "trainer/conf/other.yaml").is_file()
+    assert sorted((place / "code").iterdir()) == sorted([first, second, third])
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,15 @@ def test_windows_cross_shards_and_any_length_reads_the_same_text(config, monkeyp
     corpus = prepare_corpus(config, BPE)
     stream = corpus.train
     assert len(stream.places) == 3
-    whole = stream.windows(np.array([0]), len(stream))[0]
-    starts = np.array([0, 5, len(stream) // 3, len(stream) - 40])
+    files = [place.directory / f"{place.shard.name}.bin" for place in stream.places]
+    parts = [np.fromfile(path, "<u2") for path in files]
+    whole, edge = np.concatenate(parts), len(parts[0])
+    starts = np.array([0, 5, edge - 40, edge - 39, edge - 1, edge, len(whole) - 40])
     expected = [whole[start : start + 40] for start in starts]
     np.testing.assert_array_equal(stream.windows(starts, 40), expected)
+    over_two = len(parts[1]) + 20  # windows that begin in the first shard and end in the third
+    expected = whole[edge - 10 : edge - 10 + over_two]
+    np.testing.assert_array_equal(stream.windows(np.array([edge - 10]), over_two)[0], expected)
     other = prepare_corpus(replace(config, sequence_length=40), BPE)
     assert other.directories == corpus.directories
 
@@ -182,6 +187,13 @@ def test_bad_tokenizer_file_is_named(tmp_path, content):
         path.write_text(content)
     with pytest.raises(UserError, match=r"tokenizer\.path"):
         load_tokenizer(str(path))
+
+
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(config, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"<s>": 0, "a": 1}, unk_token="a")).save(str(path))
+    with pytest.raises(UserError, match=r"tokenizer\.path: the tokenizer has no end-of-text token"):
+        prepare_corpus(config, TokenizerConfig(path=str(path)))
 
 
 def test_a_tokenizer_of_the_hub_without_a_network(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -58,6 +59,23 @@ def test_restart_reads_on_and_workers_change_nothing(corpus_and_config):
     whole = batches(samples)
     assert_same(batches(samples, start=5), whole[5:])
     assert_same(batches(samples, num_workers=2), whole)
+
+
+def test_another_seed_and_another_epoch_have_another_order(corpus_and_config):
+    """Of blocks and of statements."""
+    samples, other = (TrainingSamples(*corpus_and_config, seed=seed) for seed in (3, 4))
+    size = len(samples.blocks[0])
+    orders = [
+        of.where(np.arange(epoch * size, (epoch + 1) * size))[1]
+        for of in (samples, other)
+        for epoch in range(3)
+    ]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    assert all((a == b).mean() < 0.2 for a, b in itertools.combinations(orders, 2))
+    numbers = np.arange(200)
+    weights = [of.targets(numbers)[1] > 1 for of in (samples, other)]
+    assert weights[0].any()
+    assert (weights[0] != weights[1]).any(axis=1).mean() > 0.3
 
 
 @given(

@@ -92,10 +92,33 @@ def test_trial_states_the_answer_once_and_ends_with_its_name(length):
         assert depth == length - 1 - position
 
 
-def test_needles_lie_everywhere():
-    trials = make_trials(text_of(2000, 256), np.arange(2000), VOCABULARY, 4, seed=1)
-    quarters = np.histogram(trials.depths, bins=4, range=(0, 256))[0]
-    assert quarters.min() > 400
+def test_trials_have_needles_from_the_first_place_to_the_last():
+    """Behind the first token, and right before the question."""
+    trials = make_trials(text_of(4000, 64), np.arange(4000), VOCABULARY, 4, seed=1)
+    begins = 63 - trials.depths
+    assert set(begins) == set(range(1, 61))
+    counts = np.histogram(begins, bins=4, range=(1, 61))[0]
+    assert counts.min() > 800
+
+
+def test_training_sequences_have_statements_from_the_first_token_to_the_last():
+    config = NeedlesConfig(share=1.0, names=(2, 3), mentions=(2, 2))
+    tokens, _ = mix_needles(text_of(4000, 32), np.arange(4000), VOCABULARY, config, 0)
+    begins = [position for row in tokens for position, *_ in statements_in(row)]
+    assert set(begins) == set(range(32 - 2))
+    assert len(begins) == 8000
+
+
+def test_as_few_and_as_many_names_and_mentions_as_are_allowed_are_drawn():
+    config = NeedlesConfig(share=1.0, names=(2, 5), mentions=(3, 20))
+    tokens, _ = mix_needles(text_of(3000, 64), np.arange(3000), VOCABULARY, config, 0)
+    found = [statements_in(row) for row in tokens]
+    assert {len(row) for row in found} == set(range(3, 21))
+    names = [len({name for _, name, _ in row}) for row in found if len(row) == 20]
+    assert set(names) == {2, 3, 4, 5}
+    assert np.bincount(names, minlength=6)[2:].min() > 0.15 * len(names)
+    assert {name for row in found for _, name, _ in row} == set(range(100, 116))
+    assert {number for row in found for *_, number in row} == set(range(200, 290))
 
 
 def test_trials_do_not_depend_on_how_many_are_made():

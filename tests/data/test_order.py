@@ -26,19 +26,36 @@ def test_with_groups_every_item_comes_once_and_neighbours_stay_together(size, gr
     assert (whole // group == whole[:, :1] // group).all()
 
 
-@given(size=st.integers(1, 10**10), seed=st.integers(0, 2**32), data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_a_sample_is_the_same_alone_and_among_others(size, seed, data):
+@given(
+    size=st.integers(1, 10**10) | st.integers(1, 50),
+    group=st.none() | st.integers(1, 20),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_sample_is_the_same_alone_and_among_others(size, group, seed, data):
     numbers = np.array(data.draw(st.lists(st.integers(0, 3 * size), min_size=1, max_size=8)))
-    alone = [sample_indices(seed, numbers[i : i + 1], size)[0] for i in range(len(numbers))]
-    np.testing.assert_array_equal(sample_indices(seed, numbers, size), alone)
+    alone = [sample_indices(seed, numbers[i : i + 1], size, group)[0] for i in range(len(numbers))]
+    np.testing.assert_array_equal(sample_indices(seed, numbers, size, group), alone)
+    assert 0 <= min(alone) <= max(alone) < size
 
 
-def test_epochs_and_seeds_are_shuffled_anew():
-    first = sample_indices(0, np.arange(100), 100)
-    assert (first != np.arange(100)).mean() > 0.9
-    assert (first != sample_indices(0, np.arange(100, 200), 100)).mean() > 0.9
-    assert (first != sample_indices(1, np.arange(100), 100)).mean() > 0.9
+@pytest.mark.parametrize("group", [None, 10])
+def test_epochs_and_seeds_are_shuffled_anew(group):
+    """Thirty epochs of five seeds have nothing in common but chance, and are in no order."""
+    orders = [
+        sample_indices(seed, np.arange(100 * epoch, 100 * epoch + 100), 100, group)
+        for seed in range(5)
+        for epoch in range(30)
+    ]
+    if group is not None:  # where in a group, whatever the order of groups
+        orders += [order % group for order in orders] + [order // group for order in orders]
+    whole = np.array([np.arange(100), *orders[:150]])
+    same = (whole[:, None] == whole[None]).mean(axis=2)[np.triu_indices(len(whole), 1)]
+    assert same.max() < 0.2 if group is None else same.max() < 0.4
+    assert abs(same.mean() - 0.01) < 0.001
+    for of_groups in (orders[150:300], orders[300:]):
+        assert len({tuple(order) for order in of_groups}) == len(of_groups)
 
 
 @pytest.mark.parametrize("size", [5, 16])

@@ -75,9 +75,13 @@ def test_text_that_is_nowhere_says_what_is_missing(config):
     [
         {"min_characters": 50},
         {"validation": 0.2},
+        {"test": 0.1},
+        {"validation_tokens": 50},
+        {"test_tokens": 50},
         {"revision": "second"},
-        {"text_field": "text", "test_tokens": 50},
+        {"text_field": "body"},
     ],
+    ids=str,
 )
 def test_another_request_is_another_text(config, directory, change):
     assert Preparation.of(replace(config, **change), BPE, None).directory != directory

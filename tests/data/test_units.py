@@ -85,14 +85,23 @@ def test_parts_write_the_same_bytes_in_any_order(config, whole):
     assert not any("tmp" in name for name in whole)
 
 
+def exit_code_of(process):
+    """Of a process that ends within a minute."""
+    process.join(60)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        pytest.fail(f"{process.name} did not end")
+    return process.exitcode
+
+
 @pytest.mark.parametrize("writes", range(1, 60, 7))
 def test_an_interrupted_preparation_goes_on_to_the_same_bytes(config, whole, monkeypatch, writes):
     """Killed before its ``writes``-th write to disk."""
     work = work_of(config)
     process = get_context("fork").Process(target=_killed_at, args=(work, writes))
     process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert exit_code_of(process) == -signal.SIGKILL
     finals = work.directory.glob("*.bin")
     assert all(whole[path.name] == path.read_bytes() for path in finals)
     work = work_of(config)
@@ -121,9 +130,9 @@ def test_no_worker_outlives_a_reader_that_is_killed(config, monkeypatch):
     receiver, sender = get_context("fork").Pipe(duplex=False)
     process = get_context("fork").Process(target=_killed_with_workers, args=(config, sender))
     process.start()
+    assert receiver.poll(60)
     workers = receiver.recv()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert exit_code_of(process) == -signal.SIGKILL
     assert len(workers) == 2
     deadline = time.monotonic() + 30
     while any(_runs(worker) for worker in workers):
@@ -243,9 +252,7 @@ def test_a_run_waits_for_another_that_prepares_the_same_text(config, many_pieces
     processes = [get_context("fork").Process(target=_prepare, args=(config,)) for _ in range(3)]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [exit_code_of(process) for process in processes] == [0, 0, 0]
 
 
 def _prepare(config):

@@ -137,6 +137,9 @@ def test_a_second_process_does_not_train_in_the_same_directory(tmp_path):
     run_dir = tmp_path / "run"
     long = "trainer.max_steps=4000"
     with start(run_dir, long) as first:
-        while not (run_dir / "metrics.csv").exists() and first.running():
+        deadline = time.monotonic() + 120
+        while not (run_dir / "metrics.csv").exists():
+            assert first.running()
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         assert "is training in" in refusal(run_dir, long)

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.config import EvaluationConfig
@@ -79,11 +81,19 @@ def test_losses_are_those_of_the_windows(evaluation, model, corpus):
     np.testing.assert_allclose(cell.losses, expected.view(4, 16).mean(dim=1), atol=1e-9)
 
 
-def test_cropped_losses_do_not_depend_on_what_is_out_of_reach(evaluation):
+@torch.no_grad()
+def test_cropped_losses_are_those_of_what_is_in_reach(evaluation, model, corpus):
+    """At 64 tokens, 32 of them read: the last 16 tokens behind the 16 before, those before them
+    behind the 16 before these."""
     cells, _ = evaluation(["crop"])
-    last = {c.length: c.last_loss for c in cells if c.task == "perplexity"}
-    whole = next(c for c in evaluation(["none"])[0] if c.task == "perplexity" and c.length == 64)
-    assert last[64] != whole.last_loss
+    (cell,) = [c for c in cells if c.task == "perplexity" and c.length == 64]
+    losses = []
+    for window in perplexity(corpus).windows[64]:
+        for first in (16, 32):
+            ids = torch.tensor([corpus.end_of_text, *window[first : first + 32]])
+            logits = model(ids[None, :-1])[0].double()
+            losses.append(F.cross_entropy(logits, ids[1:], reduction="none")[16:])
+    assert cell.last_loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
 def test_what_was_measured_is_not_measured_again(evaluation):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+import torch.nn.functional as F
+
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Prompted, Statements
@@ -19,6 +23,46 @@ def test_ranks_share_trials_and_windows(corpus):
     assert (parts[1].prompts == whole.trials[64].prompts[1::2]).all()
     assert sum(len(part.answers) for part in parts) == len(parts[0].depths) * 2 == 6
     assert (perplexity.part(1, 2).windows[32] == perplexity.windows[32][1::2]).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("last", [None, 5])
+def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
+    """Of as many as the shortest length or the training length, unless a number is given."""
+    windows = windows_with_common_ends(corpus.test, 3, [24, 64])
+    task = Perplexity(windows, corpus.end_of_text, 32, last)
+    for length in (24, 64):
+        losses = []
+        for window in windows[length]:
+            ids = torch.tensor([corpus.end_of_text, *window])
+            losses.append(F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none"))
+        mean = torch.stack(losses).mean(dim=0)
+        found = task.measure(model, length, None, 4096)
+        assert found["last_loss"] == pytest.approx(mean[-(last or 24) :].mean().item(), rel=1e-5)
+        assert found["edges"] == (*range(0, length, 16), length)
+        for value, start in zip(found["losses"], found["edges"], strict=False):
+            assert value == pytest.approx(mean[start : start + 16].mean().item(), rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reads", [None, 40, 64, 65])
+def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, corpus, reads):
+    """An end-of-text token and the last of the prompt, in a plain loop."""
+    vocabulary, end = NeedleVocabulary.of(corpus.tokenizer), corpus.end_of_text
+    task = Statements.of(corpus.test, [64], vocabulary, end, 8, 2, 1)
+    seen = []
+    handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    found = task.measure(model, 64, reads, 4096)
+    handle.remove()
+    trials = task.trials[64]
+    cropped = [[end, *prompt[64 - min(reads or 64, 64) + 1 :]] for prompt in trials.prompts]
+    assert torch.cat(seen).tolist() == cropped
+    hits = [
+        float(model(torch.tensor([prompt]))[0, -1].argmax() == answer)
+        for prompt, answer in zip(cropped, trials.answers, strict=True)
+    ]
+    assert found["scores"] == tuple(hits)
+    assert found["depths"] == tuple(round(1 - depth / 64, 4) for depth in trials.depths.tolist())
 
 
 def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):

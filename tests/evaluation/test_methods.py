@@ -57,8 +57,13 @@ def test_every_part_leaves_the_model_as_it_was_and_gives_a_layout_that_runs(fitt
     before = have.model.layout
     changed = layout_of(name, have, 2.0)
     assert have.model.layout == before
+    assert [len(layer.spectra) for layer in changed.layers] == [2, 2]
     have.model.layout = changed
-    assert torch.isfinite(have.model(torch.randint(50, (1, 64)))).all()
+    ids = torch.from_numpy(have.text.windows[64])
+    whole = have.model(ids)
+    part = have.model(ids[:, :40]) if changed.at(40) == changed.at(64) else whole[:, :40]
+    torch.testing.assert_close(part, whole[:, :40], rtol=1e-4, atol=1e-4)
+    assert 0.1 < whole.std() < 10
 
 
 @pytest.mark.parametrize(
@@ -90,6 +95,19 @@ def test_joined_parts_apply_from_left_to_right(fitting):
     weighted = layout_of("pi+weighted_rope", have, 2.0, config)
     assert all(layer.intervention is not None for layer in weighted.layers)
     assert weighted.spectra == layout_of("pi", have, 2.0).spectra
+
+
+@pytest.mark.parametrize("heads", range(1, 8))
+def test_dope_chooses_its_heads_under_the_rescaling_before_it(fitting, heads):
+    have = fitting(model={"num_hidden_layers": 4})
+    config = replace(CONFIG, dope=DopeSettings(heads=heads, stage="post_rope"))
+    ids = torch.from_numpy(have.text.windows[64])
+    rescaled = have.model.layout.rescaled(RESCALINGS["yarn"], 2.0)
+    chosen = dope.select(have.model, ids, config.dope, rescaled)
+    assert layout_of("yarn+dope", have, 2.0, config) == dope.apply(rescaled, chosen)
+    assert layout_of("dope", have, 2.0, config) == dope.apply(
+        have.model.layout, dope.select(have.model, ids, config.dope)
+    )
 
 
 def test_cropping_reads_as_many_tokens_as_in_training(fitting):
@@ -125,14 +143,23 @@ def test_a_temperature_is_for_models_without_positions_unless_all_are_asked_for(
 
 def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
     have = fitting(layers=["nope"])
-    first = layout_of("temperature", have, 2.0)
+    config = replace(CONFIG, temperature=replace(CONFIG.temperature, per="query"))
+    first = layout_of("temperature", have, 2.0, config)
     assert "fitted on validation text" in have.notes[0]
-    assert have.temperature["lengths"] == [64]
+    (spectrum,) = first.spectra
+    assert have.temperature == {
+        "coefficient": spectrum.temperature.coefficient,
+        "per": spectrum.temperature.per,
+        "lengths": [64],
+        "tokens": 2 * 64,
+        "text": "text",
+    }
+    assert spectrum.temperature.per == "query"
     monkeypatch.setattr(
         "trainer.evaluation.methods.fit_coefficient",
         lambda *_: pytest.fail("fitted a second time"),
     )
-    assert layout_of("temperature", have, 2.0) == first
+    assert layout_of("temperature", have, 2.0, config) == first
 
 
 @pytest.mark.parametrize("name", ["longrope", "temperature", "yarn+temperature", "dope", "pi"])

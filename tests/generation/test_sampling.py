@@ -62,6 +62,14 @@ def test_a_token_without_probability_is_never_drawn():
     assert {sampler(logits, [0]).item() for _ in range(20)} == {123}
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_least_draw_takes_no_token_without_probability(monkeypatch, top_p):
+    """Of [0, 1) the generator may draw exactly 0."""
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1))
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0]])
+    assert Sampler(Sampling(1.0, top_p), 1)(logits, [0]).item() == (1 if top_p == 1 else 3)
+
+
 def test_problems_are_all_found():
     assert not Sampling().problems()
     found = " ".join(Sampling(-1, 0, -5).problems())

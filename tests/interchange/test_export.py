@@ -1,6 +1,7 @@
 """Exported models, as transformers loads them, compute what ours compute."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,6 +86,12 @@ NATIVE = {
         {"model": {"qk_norm": PER_HEAD}, "layers": ["half_rope"]},
         tempered(scale=1.3),
     ),
+    "a quarter RoPE, larger and tempered": (
+        "Llama",
+        "proportional",
+        {"model": {"head_dim": 16}, "encodings": {"rope": {"rotary_fraction": 0.25}}},
+        layout_changed(lambda s: replace(s, rotary_scale=1.2).with_temperature(scale=1.3)),
+    ),
     "p-RoPE": ("Llama", "proportional", {"layers": ["p_rope"]}, None),
     "HoPE": ("Llama", "proportional", {"layers": ["hope"]}, None),
     "high frequency": ("Llama", "default", {"layers": ["high_frequency"]}, None),
@@ -160,9 +167,12 @@ def assert_same_model(model, hf):
     Where frequencies change with the length, generation is compared up to there: from then on
     transformers goes on with keys as they were rotated when they were read, ours are rotated anew.
     """
-    theirs = hf(IDS).logits
+    C = model.layout.training_length
+    # Up to where another length begins, and beyond; some encodings remember the longest.
+    for length in sorted({C - 1, C, C + 1, 50} & set(range(51))):
+        theirs = hf(IDS[:, :length]).logits
+        torch.testing.assert_close(model(IDS[:, :length]), theirs, rtol=0, atol=1e-4)
     assert 0.1 < theirs.std() < 10
-    torch.testing.assert_close(model(IDS), theirs, rtol=0, atol=1e-4)
     changes = [s.long.length for s in model.layout.spectra if s.long is not None]
     count = min([25, *(length - 20 for length in changes)])
     out = hf.generate(

@@ -1,6 +1,7 @@
 """What an export leaves behind is what transformers loads in a fresh process, or nothing."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM
 from trainer.interchange.export.directory import export_model, write_files
 from trainer.interchange.export.plan import make_plan
 from trainer.interchange.export.reload import answers
-from trainer.model.decoder import Decoder
 
 
 @pytest.fixture
@@ -44,9 +44,11 @@ def test_the_gate_loads_code_in_a_fresh_process(bilingual, tmp_path):
 
 
 def test_the_gate_compares_what_was_rounded(bilingual, tmp_path):
-    """Folded factors too: the logits are those of the weights in the file."""
-    model, tokenizer = bilingual(layers=["half_rope"])
-    model.layout = model.layout.map(lambda s: s.with_temperature(scale=1.3))
+    """Folded factors too, in another order: the logits are those of the weights in the file."""
+    model, tokenizer = bilingual(encodings={"rope": {"rotary_fraction": 0.25}})
+    model.layout = model.layout.map(
+        lambda s: replace(s, rotary_scale=1.2).with_temperature(scale=1.3)
+    )
     exported = export_model(model, tokenizer, 0, tmp_path / "out", dtype="bfloat16")
     assert exported.difference < 1e-4
     assert load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"].dtype == (
@@ -55,13 +57,14 @@ def test_the_gate_compares_what_was_rounded(bilingual, tmp_path):
 
 
 def test_the_gate_keeps_nothing_that_differs(bilingual, tmp_path, monkeypatch):
+    """Though it differs beyond the training length alone, by a temperature."""
     model, tokenizer = bilingual()
+    plain = model.layout
+    model.layout = plain.map(lambda s: s.with_temperature(coefficient=0.5))
 
-    def tampered(decoder, *rest):
-        other = Decoder(decoder.config, decoder.layout)
-        other.load_state_dict(decoder.state_dict())
-        other.layers[1].mlp.up_proj.weight.data[3, 5] += 0.5
-        write_files(other, *rest)
+    def tampered(decoder, _, *rest):
+        with decoder.using(plain):
+            write_files(decoder, make_plan(decoder.config, plain), *rest)
 
     monkeypatch.setattr(export_directory, "write_files", tampered)
     with pytest.raises(UserError, match=r"differ by .*, more than tolerance=0.0001; nothing"):

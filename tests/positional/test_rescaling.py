@@ -72,6 +72,12 @@ def test_yarn_is_yarn_of_transformers(head_dim, base, factor):
     assert ours.temperature == rope().temperature
 
 
+def test_yarn_ends_its_ramp_at_the_last_channel_as_transformers_does():
+    """All pairs are so fast that one that turns once in C would lie far beyond the last."""
+    expected, _ = theirs("yarn", 16, 5.0, 4.0, original_max_position_embeddings=246)
+    assert_frequencies(slowed(yarn, rope(16, 5.0, 246), 4.0, 246), expected)
+
+
 @pytest.mark.parametrize("fraction", [0.25, 0.5])
 def test_yarn_scales_the_rotated_part_of_a_head_alone_as_transformers_does(fraction):
     expected, attention = theirs(

@@ -32,7 +32,14 @@ def test_at_tokens_is_the_first_step_by_which_so_many_were_seen(tokens, per_step
 
 
 @pytest.mark.parametrize(
-    "drop", [DropConfig(), DropConfig(at=1), DropConfig(at=999), DropConfig(at=0.5)]
+    "drop",
+    [
+        DropConfig(),
+        DropConfig(at=1),
+        DropConfig(at=999),
+        DropConfig(at=0.5),
+        DropConfig(effect_sequences=1),
+    ],
 )
 def test_possible_drops(drop):
     assert drop.problems(1000, 128, 4) == []

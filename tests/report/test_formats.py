@@ -1,15 +1,19 @@
 """Tables in a terminal, as Markdown, LaTeX and CSV."""
 
 import csv
+import math
 import re
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from rich.console import Console
 
 from tests.report.examples import METHODS, cell, example, report, statements
+from trainer.report.html import write_html
 from trainer.report.latex import escaped, latex_tables
 from trainer.report.results import PERPLEXITY
 from trainer.report.text import csv_table, markdown_tables, terminal_tables
@@ -20,8 +24,8 @@ def small():
     return example(models=("RoPE", "DroPE"), methods=("none", "crop", "yarn"), trials=40)
 
 
-def lines(made, width=100):
-    console = Console(width=width, color_system=None)
+def lines(made, width=100, color=None):
+    console = Console(width=width, color_system=color, force_terminal=color is not None)
     with console.capture() as capture:
         console.print(terminal_tables(made))
     return capture.get().splitlines()
@@ -68,6 +72,35 @@ def test_the_only_task_has_the_losses_beside_its_scores():
     assert "| **89.8** (85.5–93.0) / 4.100 |" in markdown_tables(made)
     latex = "\\textbf{89.8} {\\scriptsize (85.5--93.0)} / 4.100 &"
     assert latex in latex_tables(made)
+
+
+def page_of(made):
+    with TemporaryDirectory() as directory:
+        write_html(made, [], Path(directory, "report.html"))
+        return Path(directory, "report.html").read_text()
+
+
+BOLD = {
+    "terminal": (r"\x1b\[1m *(\d+\.\d+)", lambda made: "\n".join(lines(made, color="standard"))),
+    "Markdown": (r"\*\*([\d.]+)\*\*", markdown_tables),
+    "LaTeX": (r"\\textbf\{([\d.]+)\}", latex_tables),
+    "page": (r'class="best">([\d.]+)<', page_of),
+}
+
+
+@pytest.mark.parametrize("kind", BOLD)
+def test_the_best_of_a_column_is_bold_and_nothing_else(kind):
+    """The most successes of a length, all of them where several are alike; the least perplexity."""
+    rates = {("RoPE", 2048): 18, ("RoPE", 4096): 5, ("DroPE", 2048): 6, ("DroPE", 4096): 5}
+    rates |= {("NoPE", 2048): 9, ("NoPE", 4096): 2}
+    cells = [
+        cell([1.0] * hits + [0.0] * (20 - hits), model, length=length)
+        for (model, length), hits in rates.items()
+    ]
+    losses = {"RoPE": 4.0, "DroPE": 3.0, "NoPE": 5.0}
+    cells += [cell([], m, task=PERPLEXITY, last_loss=math.log(x)) for m, x in losses.items()]
+    pattern, made = BOLD[kind]
+    assert re.findall(pattern, made(report(*cells))) == ["90.0", "25.0", "25.0", "3.00"]
 
 
 def test_names_are_text_not_markup():

@@ -254,6 +254,30 @@ def test_an_unknown_role_is_a_mistake_of_the_caller():
         observe((), {"dropee": "DroPE"})
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "exceeds"),
+    [
+        # Newcombe, Statistics in Medicine 17 (1998) 873, Table II, method 10: lower limits
+        # 0.0524, 0.1705, 0.0582, -0.0381, 0, 0.6791.
+        ((56, 70), (48, 80), True),
+        ((9, 10), (3, 10), True),
+        ((6, 7), (2, 7), True),
+        ((5, 56), (0, 29), False),
+        ((0, 10), (0, 20), False),
+        ((10, 10), (0, 20), True),
+        # Which other limits would get wrong: the upper one of the first, the lower one of the
+        # second. The lower limits are -0.018 and -0.016.
+        ((10, 10), (14, 20), False),
+        ((2, 10), (0, 20), False),
+    ],
+)
+def test_exceeding_is_newcombes_lower_limit_above_0(a, b, exceeds):
+    def result(hits, trials):
+        return Result("m", 64, 1.0, estimate([1.0] * hits + [0.0] * (trials - hits)))
+
+    assert certainly_exceeds(result(*a), result(*b), 1) == exceeds
+
+
 def test_exceeding_takes_the_intervals_of_both_sides():
     def result(rate, trials):
         hits = round(rate * trials)

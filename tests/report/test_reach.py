@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 
+import pytest
+
 from tests.report.examples import report
 from trainer.report.figures import write_figures
 from trainer.report.html import write_html
+from trainer.report.reach import reach_figures
 from trainer.report.results import Drop, Reach
 
 EDGES = tuple(range(0, 257, 32))
@@ -48,6 +51,18 @@ def test_numbers_lie_beside_the_figures(tmp_path):
     assert (rows[23]["from_position"], rows[23]["to_position"]) == ("224", "256")
     page = (tmp_path / "report.html").read_text()
     assert "How far models reach while they train" in page
+
+
+def test_the_heat_map_shows_losses_less_the_mean_within_the_training_length():
+    """Of each measurement by itself; the training length is 64 tokens, two parts of eight."""
+    losses = ((5.0, 3.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0), (3.0, 2.0, 2.5, 2.5, 3.0, 3.0, 4.0, 4.0))
+    history = tuple(reach(4 * i, False, losses=of_one) for i, of_one in enumerate(losses))
+    _, plan = reach_figures(report(reach={"DroPE": history}))
+    axes, _ = plan.draw().axes
+    drawn_values = axes.collections[0].get_array().reshape(8, 2).T.tolist()
+    for values, (first, second, *rest) in zip(drawn_values, losses, strict=True):
+        base = (first + second) / 2
+        assert values == pytest.approx([x - base for x in (first, second, *rest)])
 
 
 def test_one_measurement_without_retrieval_is_drawn(tmp_path):

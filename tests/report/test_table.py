@@ -78,6 +78,21 @@ def test_averages_by_each_part_of_a_label():
     assert [e.value for e in buckets.rows[1][2]] == ["65.0", "10.0"]
 
 
+def test_differences_by_label_are_tested_on_the_pairs_of_trials_with_it():
+    """Nine trials of each label, in turns: of one all are better, by less than the trials differ;
+    of one all are worse; of the third as many are better as worse."""
+    labels = ("a", "b", "c") * 9
+    reference = [x for i in range(9) for x in (i / 10, 1.0, float(i % 2))]
+    other = [x for i in range(9) for x in (i / 10 + 0.05, 0.0, float(0 < i < 5))]
+    made = report(
+        cell(reference, task="longbench", labels=labels),
+        cell(other, task="longbench", labels=labels, method="yarn"),
+    )
+    (by_label,) = (t for t in tables(made) if t.detail)
+    assert [e.mark for e in by_label.rows[1][2]] == ["↑", "↓", ""]
+    assert [e.best for e in by_label.rows[1][2]] == [True, False, True]
+
+
 def test_a_label_that_all_trials_share_makes_no_table():
     made = report(cell([0.2, 0.4], task="longbench", labels=("qa", "qa")))
     assert [table.key for table in tables(made)] == ["longbench"]

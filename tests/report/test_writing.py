@@ -16,8 +16,8 @@ from trainer.report.heatmap import Depths
 from trainer.report.html import lead, measured
 from trainer.report.outcomes import Outcomes
 from trainer.report.panels import is_panelled
-from trainer.report.results import PERPLEXITY
-from trainer.report.training_curves import smoothed
+from trainer.report.results import PERPLEXITY, Arm, Drop
+from trainer.report.training_curves import smoothed, training_figure
 from trainer.report.writing import write_renderings
 
 FIGURES = {
@@ -121,6 +121,23 @@ def test_smoothing_is_a_centred_mean_that_skips_what_is_missing():
     assert smoothed([1, nan, 3], 3) == [1, 2, 3]
     assert smoothed([7, 8], 1) == [7, 8]
     assert smoothed([], 3) == []
+
+
+def test_the_jump_at_the_drop_is_drawn_as_a_jump():
+    """Smoothed on each side of it by itself: no drawn value lies between the two levels."""
+    losses = [4.0 + 0.1 * (step % 2) for step in range(120)] + [
+        9.0 + 0.1 * (s % 2) for s in range(80)
+    ]
+    arm = Arm("DroPE", "rope, dropped", 1, 200, 3, None, tuple(enumerate(losses, 1)))
+    (plan,) = training_figure(report(arms=(arm,), drop=Drop(120, 4.0, 9.0)))
+    raw, smooth = (line.get_ydata() for line in plan.draw().axes[0].lines[:2])
+    assert list(raw) == losses
+    half = len(losses) // 40 // 2
+    for i, value in enumerate(smooth):
+        low, high = (0, 120) if i < 120 else (120, 200)
+        near = losses[max(low, i - half) : min(high, i + half + 1)]
+        assert value == pytest.approx(sum(near) / len(near))
+    assert abs(smooth[1] - 4.05) < 0.05 < abs(losses[1] - 4.0)
 
 
 def test_depths_are_rows_of_their_own_until_there_are_many():

@@ -50,9 +50,9 @@ DAMAGES = {
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
-    run, tmp_path, caplog, kind
+    run, finished, tmp_path, caplog, kind
 ):
-    whole, _ = run("whole")
+    whole, _ = finished
     shutil.copytree(whole.run_dir, tmp_path / "hurt")
     last = tmp_path / "hurt" / "checkpoints" / step_name(12)
     harm, said = DAMAGES[kind]
@@ -63,6 +63,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     assert said in caplog.text
     assert_same_state(checkpoint_of(hurt), checkpoint_of(whole))
     assert rows_of(hurt) == rows_of(whole)
+    assert (last.parent / f"unused-{step_name(12)}" / MANIFEST).is_file()
 
 
 @pytest.fixture

@@ -53,7 +53,12 @@ def test_questions_are_fetched_once(tmp_path):
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, "UNROPE_CACHE": str(tmp_path), **environment},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "UNROPE_CACHE": str(tmp_path),
+                **environment,
+            },
         )
         return Path(result.stdout.strip())
 

@@ -64,7 +64,7 @@ def test_dry_run_prints_the_workspace():
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "WANDB_BASE_URL": "http://127.0.0.1:9"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "WANDB_BASE_URL": "http://127.0.0.1:9"},
     )
     made = json.loads(result.stdout)
     assert (made["entity"], made["project"], made["name"]) == ("team", "needles", "Lengths")

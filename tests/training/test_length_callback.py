@@ -231,13 +231,13 @@ def test_other_shapes_compile_nothing(module):
 
 
 def test_speed_is_that_of_training(monkeypatch, base):
-    """Ten steps in 8 seconds of training and 2 of measuring."""
+    """Ten steps since the last row, in 8 seconds of training and 2 of measuring."""
     config = parse(RunConfig, merged(base, {"run_dir": "x"}))
     callback = Metrics(config, Ranks(0, 1, 0, 1), None, lambda step: {})
     times = {"compute": 8.0, "monitor": 2.0}
     stub = SimpleNamespace(timer=SimpleNamespace(read=lambda: times), device=torch.device("cpu"))
-    callback.last_time = 5.0
+    callback.last_time, callback.last_step = 5.0, 4
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: 15.0)
-    found = callback._speed(stub, 10, None)
+    found = callback._speed(stub, 14, None)
     assert found["tokens_per_second"] == pytest.approx(10 * config.tokens_per_step / 8, abs=0.1)
     assert found["time/monitor"] == pytest.approx(0.2)

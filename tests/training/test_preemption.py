@@ -110,7 +110,10 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
         "while True: time.sleep(0.05)\n"
     )
     with Started(script, cwd=tmp_path) as process:
-        while process.running() and process.said("stdout") != "ready\n":
+        deadline = time.monotonic() + 60
+        while process.said("stdout") != "ready\n":
+            assert process.running()
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         for number in (signal.SIGTERM, signal.SIGUSR1):  # one notice, by two ways
             process.signal(number)

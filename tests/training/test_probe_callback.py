@@ -31,10 +31,10 @@ def test_the_last_row_is_the_probe_of_the_saved_model(run, compiled):
         assert row[f"probe/{name}"] == pytest.approx(whole(expected[name]), rel=1e-5)
 
 
-def test_it_looks_at_both_sides_of_the_drop(run):
+def test_it_looks_at_both_sides_of_the_drop(run, finished):
     config, _ = run(monitor={"probe_every": 4})
     rows = {row["step"]: row for row in rows_of(config)}
     assert [step for step, row in rows.items() if "probe/distance" in row] == [4, 6, 8, 12]
-    plain, _ = run("plain")
+    plain, _ = finished
     assert_same_tensors(checkpoint_of(plain), checkpoint_of(config))
     assert without_monitors(rows_of(config)) == rows_of(plain)

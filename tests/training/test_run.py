@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.small_runs import decoder_of
 from trainer.data.corpus import prepare_corpus
+from trainer.data.dataset import TrainingSamples
+from trainer.data.tokenizer import vocabulary_size
 from trainer.errors import UserError
-from trainer.recalibration.gain import input_sizes, set_gains
+from trainer.positional.encodings import make_spectrum
+from trainer.recalibration.drop import drop
 from trainer.runs import state
-from trainer.runs.checkpoints import BEFORE_DROP, read_state, step_name
+from trainer.runs.checkpoints import BEFORE_DROP, load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import TIMES, read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.state import load, read_metadata
 from trainer.training import strategy
-from trainer.training.module import LanguageModule
+from trainer.training.module import LanguageModule, make_decoder
 from trainer.training.run import effect_batch, train
+from trainer.training.strategy import draw_weights
 
 
 def checkpoint_of(config, step=None):
@@ -110,22 +116,38 @@ def without_norm(path):
     }
 
 
-def test_drop_is_recorded_everywhere(run):
-    config, trained = run()
-    effect = trained.effect
-    assert effect["step"] == 6
-    assert set(effect) == {"step", "loss_before", "loss_after", "loss_end", "sequences"}
+@torch.no_grad()
+def test_what_the_drop_did_is_computed_again_from_the_checkpoints(finished):
+    """Before it with the encoding and without, and from the last one; on held-out text alone."""
+    config, trained = finished
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    batch = effect_batch(config, corpus)
+
+    def losses(model):
+        logits = model(batch["input_ids"]).double().transpose(1, 2)
+        return F.cross_entropy(logits, batch["labels"], reduction="none").mean(1).tolist()
+
+    path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
+    model = load_decoder(path, read_state(path))
+    each = {"before": losses(model)}
+    model.layout = drop(model.layout, qk_norm=True)
+    each |= {"after": losses(model), "end": losses(decoder_of(trained))}
+    mean = {f"loss_{when}": sum(values) / len(values) for when, values in each.items()}
+    assert mean["loss_end"] < min(mean["loss_before"], mean["loss_after"])
+    found = dict(trained.effect)
+    sequences = found.pop("sequences")
+    assert sequences == {when: pytest.approx(values) for when, values in each.items()}
+    assert found == {"step": 6} | {name: pytest.approx(value) for name, value in mean.items()}
     rows = rows_of(config)
     assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
     assert [row["phase"] for row in rows] == [0] * 3 + [1] * 3
-    after_drop, last = rows[3], rows[-1]
-    assert after_drop["drop/loss_before"] == effect["loss_before"]
-    assert after_drop["drop/loss_after"] == effect["loss_after"]
-    assert last["drop/loss_end"] == effect["loss_end"]
+    logged = {key: row[f"drop/{key}"] for row in rows for key in mean if f"drop/{key}" in row}
+    assert found == {"step": 6} | logged
+    assert "drop/loss_before" in rows[3]
 
 
-def test_checkpoint_before_the_drop_rotates_and_the_last_does_not(run):
-    config, trained = run()
+def test_checkpoint_before_the_drop_rotates_and_the_last_does_not(finished):
+    config, trained = finished
     before = read_state(Path(config.run_dir) / "checkpoints" / BEFORE_DROP)["layout"]
     assert any(spectrum["inv_freq"] for spectrum in before["spectra"])
     assert not any(layer["qk_norm"] for layer in before["layers"])
@@ -147,13 +169,16 @@ def test_optimizer_policies_at_the_crossing(run):
 
 
 def test_learning_rates_follow_the_phases(run):
+    """Pretraining that the drop cuts short has the schedule of all 12 steps, the 6 after it one of
+    their own; both warm up over two."""
+
+    def falling(done, steps):
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * done / steps)) / 2
+
     config, _ = run(trainer={"log_every": 1})
     rates = [row["learning_rate"] / config.optimizer.lr for row in rows_of(config)]
-    assert rates[0] == pytest.approx(0.5)  # warm-up over two steps
-    assert rates[1] == pytest.approx(1.0)
-    assert rates[6] == pytest.approx(0.5)  # warm-up again after the drop
-    assert rates[7] == pytest.approx(1.0)
-    assert rates[-1] < rates[8]
+    pretraining = [0.5, 1.0, *(falling(t, 10) for t in range(4))]
+    assert rates == pytest.approx([*pretraining, 0.5, 1.0, *(falling(t, 4) for t in range(4))])
 
 
 def test_only_chosen_layers_drop(run):
@@ -165,24 +190,36 @@ def test_only_chosen_layers_drop(run):
     assert last.qk_norm
 
 
-def test_matched_gain_is_the_rms_of_queries_and_keys(run):
-    config, trained = run(drop={"at": None}, model={"qk_norm": {"when": "always"}})
-    corpus = prepare_corpus(config.data, config.tokenizer)
-    ids = effect_batch(config, corpus)["input_ids"]
-    model = decoder_of(trained)
-    first = model.layers[0]
-    set_gains(input_sizes(model, [ids]))
-    inputs = first.input_layernorm(model.embed_tokens(ids))
-    for projection, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm")):
-        raw = getattr(first.self_attn, projection)(inputs).double()
-        weight = getattr(first.self_attn, norm).weight.double()
-        torch.testing.assert_close(
-            weight, raw.pow(2).mean().sqrt().expand_as(weight), rtol=1e-4, atol=0
-        )
+def test_another_encoding_may_take_the_place(run):
+    _, trained = run(drop={"to": "half_rope"})
+    (spectrum,) = decoder_of(trained).layout.spectra
+    assert spectrum == make_spectrum("half_rope", 16, 32, {})
 
 
-def test_control_branches_off_before_the_drop(run, base, tmp_path):
-    main, _ = run()
+@torch.no_grad()
+def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
+    """Of the second layer too, whose input the drop changes."""
+    still = {"qk_norm_gain": "matched", "schedule": {"peak": 1e-12}}
+    config, trained = run(drop=still)
+    path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
+    model = load_decoder(path, read_state(path))
+    batch = effect_batch(config, prepare_corpus(config.data, config.tokenizer))
+    seen = {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "k_proj")):
+            norm = name.replace("proj", "norm")
+            module.register_forward_hook(lambda *args, norm=norm: seen.update({norm: args[2]}))
+    model(batch["input_ids"])
+    after = decoder_of(trained)
+    assert len(seen) == 4
+    for norm, output in seen.items():
+        weight, rms = after.get_parameter(f"{norm}.weight"), output.square().mean().sqrt()
+        torch.testing.assert_close(weight, rms.expand_as(weight), rtol=1e-4, atol=0)
+    assert not torch.allclose(after.layers[1].self_attn.q_norm.weight, torch.ones(16), rtol=0.01)
+
+
+def test_control_branches_off_before_the_drop(run, finished, base, tmp_path):
+    main, _ = finished
     changes = {"run_dir": str(tmp_path / "rope"), "drop": {"enabled": False}}
     config = parse(RunConfig, merged(base, changes))
     (tmp_path / "rope").mkdir()
@@ -231,6 +268,47 @@ def test_compiled_run_agrees_with_the_eager_one(run):
     compiled, _ = run("compiled", trainer={"log_every": 1, "compile": True})
     for a, b in zip(rows_of(eager), rows_of(compiled), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("limit", [0.05, 100.0])
+def test_two_accumulated_steps_are_those_of_autograd_clip_grad_norm_and_plain_adamw(run, limit):
+    """Whole batches, their weighted mean loss; the gradients are far above the limit, or below."""
+    changes = {"micro_batch_size": 2, "gradient_clip": limit, "max_steps": 2, "log_every": 1}
+    config, trained = run(trainer=changes, drop={"at": None}, model={"qk_norm": {"when": "never"}})
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    samples = TrainingSamples(corpus, config.data, config.seed)
+    model = make_decoder(config, vocabulary_size(corpus.tokenizer)).to_empty(device="cpu")
+    draw_weights(model, config.seed)
+    matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
+    rest = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
+    groups = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
+    options = {"betas": config.optimizer.betas, "eps": config.optimizer.eps}
+    optimizer = torch.optim.AdamW(
+        groups, weight_decay=config.optimizer.weight_decay, fused=False, **options
+    )
+    for step, row in enumerate(rows_of(config)):
+        batch = samples.__getitems__(list(range(4 * step, 4 * step + 4)))
+        logits, weights = model(batch["input_ids"]), batch["weights"].flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        loss = (weights * losses).sum() / weights.sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        assert 0.5 < norm < 50
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert row["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * (0.5, 1.0)[step]
+        optimizer.step()
+        optimizer.zero_grad()
+    found = tensors_in(trained.checkpoint)
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        # Adam's steps hardly depend on the size of gradients; its averages do.
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(
+                found[f"optimizer.{name}.{key}"], state[key], rtol=1e-3, atol=1e-9
+            )
+        torch.testing.assert_close(found[f"model.{name}"], parameter.detach(), rtol=0, atol=1e-5)
 
 
 def test_tokens_weigh_the_same_however_the_batch_is_cut(run):

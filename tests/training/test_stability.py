@@ -45,8 +45,20 @@ def test_a_broken_stretch_is_rewound_and_its_samples_left_out(run, monkeypatch):
     rows = rows_of(config)
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert all(np.isfinite(row["loss"]) for row in rows)
-    unused = (Path(config.run_dir) / "checkpoints").glob("unused-*")
-    assert [path.name for path in unused] == ["unused-step-000009"]
+    assert unused(config) == ["unused-step-000009"]
+
+
+def unused(config):
+    found = (Path(config.run_dir) / "checkpoints").glob("unused-*")
+    return sorted(path.name for path in found)
+
+
+def test_the_last_sound_step_is_kept_and_the_first_broken_one_is_not(run, monkeypatch):
+    """With a checkpoint after every step: updates 8 and 9 (samples 28 to 35) break."""
+    poison(monkeypatch, range(28, 36).__contains__)
+    config, _ = run(trainer={"rewind_after": 2, "log_every": 1, "checkpoint_every": 1})
+    assert unused(config) == ["unused-step-000008", "unused-step-000009"]
+    assert read_state(checkpoint_of(config))["skips"] == [[7, 8]]
 
 
 def test_a_run_that_goes_on_breaking_asks_for_a_person(run, monkeypatch):
@@ -74,8 +86,8 @@ def test_a_stuck_step_ends_the_process_with_its_stacks(tmp_path):
     assert "waiting_for_a_rank" in done.stderr
 
 
-def test_a_heartbeat_says_how_far_the_run_is(run):
-    config, _ = run()
+def test_a_heartbeat_says_how_far_the_run_is(finished):
+    config, _ = finished
     beat = json.loads((Path(config.run_dir) / "heartbeat.json").read_text())
     assert beat["step"] == 12
     assert beat["pid"] == os.getpid()

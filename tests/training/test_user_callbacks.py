@@ -38,7 +38,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 class Shrink(L.Callback):
-    """Multiplies the embeddings after every step, and counts."""
+    """Multiplies the embeddings after every step, counts, and draws."""
     def __init__(self, factor, every=1, name="Shrink"):
         self.factor, self.every, self.steps, self.name = factor, every, 0, name
         self.sum = torch.zeros(2, dtype=torch.float64)
@@ -51,7 +51,7 @@ class Shrink(L.Callback):
         self.steps, self.sum = state["steps"], state["sum"]
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         self.steps += 1
-        self.sum = self.sum + float(outputs["loss"])
+        self.sum = self.sum + float(outputs["loss"]) + torch.rand(2)
         with torch.no_grad():
             module.model.embed_tokens.weight.mul_(self.factor)
         module.log("mine/steps", float(self.steps))
@@ -101,8 +101,8 @@ def module(tmp_path, monkeypatch):
 SHRINK = {"_target_": "my_callbacks.Shrink", "factor": 0.9}
 
 
-def test_a_callback_changes_the_model_before_it_is_logged_and_saved(run):
-    plain, _ = run("plain")
+def test_a_callback_changes_the_model_before_it_is_logged_and_saved(run, finished):
+    plain, _ = finished
     config, _ = run(callbacks={"mine": SHRINK | {"factor": 0.0}})
     path = checkpoint_of(config)
     assert not load_decoder(path, read_state(path)).embed_tokens.weight.any()

@@ -18,6 +18,8 @@ from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.evaluation.settings import TemperatureSettings
 from trainer.model.backends import BACKENDS
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
 from trainer.runs.models import distinct, find_candidate
@@ -226,10 +228,12 @@ def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
     assert list(report.methods) == ["none", "crop", "temperature"]
 
 
-def test_a_temperature_fitted_on_more_text_stays(tmp_path):
+def test_a_temperature_fitted_on_more_text_stays_and_another_is_read_as_it_was_kept(tmp_path):
     fitted = {"coefficient": 0.3, "per": "sequence", "lengths": [64], "text": "a", "tokens": 128}
     keep_temperature(tmp_path, fitted)
     keep_temperature(tmp_path, fitted | {"coefficient": 0.5, "tokens": 64})
     assert json.loads((tmp_path / FILE).read_text())["coefficient"] == 0.3
-    keep_temperature(tmp_path, fitted | {"coefficient": 0.5})
-    assert json.loads((tmp_path / FILE).read_text())["coefficient"] == 0.5
+    keep_temperature(tmp_path, fitted | {"coefficient": 0.5, "per": "query"})
+    layout = Layout(32, (LayerEncoding.of((Spectrum(),)),))
+    (spectrum,) = with_fitted_temperature(layout, tmp_path)[0].spectra
+    assert spectrum.temperature == Temperature(0.5, per="query")

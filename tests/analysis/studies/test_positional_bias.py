@@ -195,6 +195,10 @@ def test_yarn_moves_attention_by_so_much(rope):
     np.testing.assert_allclose(found.recall, recall, rtol=1e-3)
     recall[1, 2] = 0
     assert found.semantic == np.unravel_index(recall.argmax(), recall.shape)
+    layer, head = found.semantic
+    for name, layout in (("trained", rope.layout), ("yarn", scaled)):
+        around = attention_around(captured(rope, text, layout)[layer], head, half, 8)
+        np.testing.assert_allclose(found.around[name], around, rtol=1e-3)
     assert found.uniform == pytest.approx(np.mean([2 / (i + 1) for i in second]))
 
 

@@ -1,0 +1,296 @@
+#!/usr/bin/env python
+"""Break the package on purpose, one small change at a time, and see whether its tests notice.
+
+    python scripts/mutate.py --rooms data training --budget 30 --seed 0
+
+Prints a score for every room, the share of changes that made a test fail, and the changes that no
+test noticed, for a person to judge. All of it happens in a copy of the checkout. For each change
+those tests run that execute its line, the quickest first, until one fails; which they are is found
+out by running the room's tests once. ``mutations.py`` says what is changed and what is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mutations import Mutant, mutants
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST = 60.0
+"""Seconds, by the clock of the first run, that the tests of one change take together."""
+OFTEN = 50
+"""Calls of a function by one test after which no new lines of it are expected."""
+PRELOADED = "torch", "lightning", "transformers", "hypothesis", "matplotlib.pyplot", "tokenizers"
+GIB = 1 << 30
+
+
+class Watch:
+    """A plugin of pytest that notes which lines of the package each test executes, and how long it
+    takes. What a fixture executes that several tests share counts for all that use it."""
+
+    def __init__(self, root: Path, room: str) -> None:
+        self.root, self.room = f"{root}/", f"{root}/trainer/{room}/"
+        self.lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.failed: set[str] = set()
+        self.now: set[tuple[str, int]] = set()
+        self.entered: dict[Any, int] = defaultdict(int)
+        self.of_fixtures: dict[str, set[tuple[str, int]]] = defaultdict(set)
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
+        name = frame.f_code.co_filename
+        if not name.startswith(self.room):
+            return None
+        if event == "call":
+            self.entered[frame.f_code] += 1
+        if self.entered[frame.f_code] > OFTEN:
+            return None
+        self.now.add((name.removeprefix(self.root), frame.f_lineno))
+        return self._trace
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Any:
+        """Trace a test with its fixtures."""
+        self.now = self.lines[item.nodeid]
+        self.entered.clear()
+        began = time.perf_counter()
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            self.seconds[item.nodeid] = time.perf_counter() - began
+            for definitions in item._fixtureinfo.name2fixturedefs.values():
+                for definition in definitions:
+                    self.lines[item.nodeid] |= self.of_fixtures[_key(definition)]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Any:
+        """Note what a shared fixture executes by itself, too."""
+        if fixturedef.scope == "function":
+            return (yield)
+        before, self.now = self.now, self.of_fixtures[_key(fixturedef)]
+        try:
+            return (yield)
+        finally:
+            self.now = before
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Tests that fail by themselves tell nothing of a change."""
+        if report.failed:
+            self.failed.add(report.nodeid)
+
+
+def _key(fixturedef: Any) -> str:
+    return f"{fixturedef.baseid}::{fixturedef.argname}"
+
+
+class Only:
+    """A plugin of pytest that keeps some tests, in an order."""
+
+    def __init__(self, wanted: list[str]) -> None:
+        self.place = {name: i for i, name in enumerate(wanted)}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Leave the others out."""
+        items[:] = [item for item in items if item.nodeid in self.place]
+        items.sort(key=lambda item: self.place[item.nodeid])
+
+
+def in_a_child(job: Callable[[], int], seconds: float, said: Path) -> int | None:
+    """What ``job`` returns in a process of its own; None where it takes too long."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * GIB, 2 * GIB))
+        resource.setrlimit(resource.RLIMIT_AS, (16 * GIB, 16 * GIB))
+        try:
+            code = int(job())
+        except BaseException:  # what a change has broken may raise anything
+            code = 1
+        os._exit(code)
+    ends = time.monotonic() + seconds
+    while not (over := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+        if time.monotonic() > ends:
+            break
+        time.sleep(0.02)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # it, or what it has left behind
+    status = os.waitpid(child, 0)[1]
+    return os.waitstatus_to_exitcode(status) if over else None
+
+
+@dataclass
+class Checkout:
+    """A copy of the checkout in ``root``, its tests, and what they were found to execute."""
+
+    root: Path
+    lines: dict[str, set[tuple[str, int]]]
+    seconds: dict[str, float]
+
+    @classmethod
+    def copied(cls, to: Path) -> Checkout:
+        """Of every file that git knows or would add."""
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).is_file():
+                (to / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / name, to / name)
+        return cls(to, {}, {})
+
+    def pytest(self, words: list[str], plugin: Any) -> int:
+        """Run tests in this process."""
+        os.chdir(self.root)
+        sys.path[:] = [str(self.root), *(p for p in sys.path if p and Path(p) != ROOT)]
+        options = ["-o", "addopts=", "-q", "-p", "no:cacheprovider", "--tb=line"]
+        base = f"--basetemp={self.root.parent / 'tmp'}"
+        return int(pytest.main([*words, *options, base], plugins=[plugin]))
+
+    def watch(self, room: str) -> None:
+        """Run the room's tests once, and those of configurations where it has one, and note what
+        each of them executes; those that fail are left out."""
+        tests = [f"tests/{room}"]
+        if (self.root / "trainer" / room / "config.py").exists():
+            tests.append("tests/commands/test_configuration.py")
+        found = self.root.parent / "watched.pickle"
+
+        def job() -> int:
+            watch = Watch(self.root, room)
+            if (code := self.pytest(tests, watch)) not in (0, pytest.ExitCode.TESTS_FAILED):
+                return code
+            kept = {name: seen for name, seen in watch.lines.items() if name not in watch.failed}
+            found.write_bytes(pickle.dumps((kept, dict(watch.seconds), watch.failed)))
+            return 0
+
+        said = self.root.parent / "watched.txt"
+        if in_a_child(job, 3600, said) != 0:
+            sys.exit(f"The tests cannot be run:\n{said.read_text()[-2000:]}")
+        self.lines, self.seconds, failed = pickle.loads(found.read_bytes())
+        print(f"{len(self.lines)} tests, {sum(self.seconds.values()):.0f} s", file=sys.stderr)
+        for name in sorted(failed):
+            print(f"left out, as it does not pass: {name}", file=sys.stderr)
+
+    def tests_of(self, mutant: Mutant, room: str) -> list[str]:
+        """The tests that execute a line, or for lines of no function any of its file; by file, the
+        quickest first."""
+        place = mutant.file, mutant.line
+        names = [name for name, lines in self.lines.items() if place in lines]
+        if not names or not mutant.in_function:
+            names = [n for n, seen in self.lines.items() if any(f == place[0] for f, _ in seen)]
+        if not names:
+            names = [name for name in self.lines if name.startswith(f"tests/{room}/")]
+        left, chosen = LONGEST, []
+        for name in sorted(names, key=lambda name: self.seconds[name]):
+            left -= self.seconds[name]
+            if left > 0 or not chosen:
+                chosen.append(name)
+        return chosen
+
+    def notices(self, mutant: Mutant, room: str) -> bool:
+        """Whether a test fails with this change."""
+        tests = self.tests_of(mutant, room)
+        path = self.root / mutant.file
+        source, times = path.read_bytes(), path.stat()
+
+        def job() -> int:
+            sys.dont_write_bytecode = True
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            cache = self.root.parent / "cache"
+            shutil.rmtree(cache, ignore_errors=True)
+            shutil.copytree(os.environ["UNROPE_CACHE"], cache)
+            os.environ["UNROPE_CACHE"] = str(cache)  # it may prepare other text in that
+            return self.pytest(["-x", *dict.fromkeys(n.split("::")[0] for n in tests)], Only(tests))
+
+        try:
+            path.write_bytes(mutant.applied(source))
+            os.utime(path, (times.st_atime, times.st_mtime + 10))
+            seconds = 60 + 3 * sum(self.seconds[name] for name in tests)
+            code = in_a_child(job, seconds, self.root.parent / "said.txt")
+        finally:
+            path.write_bytes(source)
+            os.utime(path, (times.st_atime, times.st_mtime))  # what is compiled stays true
+        return code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+def score(room: str, checkout: Checkout, at: str | None, minutes: float, seed: int) -> list[Mutant]:
+    """Try changes to a room in random order until the time is over; those that no test notices."""
+    ends = time.monotonic() + 60 * minutes
+    files = sorted((checkout.root / "trainer" / room).rglob("*.py"))
+    names = [str(path.relative_to(checkout.root)) for path in files]
+    every = [m for name in names for m in mutants((checkout.root / name).read_bytes(), name)]
+    if at is not None:
+        every = [m for m in every if f"{m.file}:{m.line}:".startswith(f"{at}:")]
+    random.Random(seed).shuffle(every)
+    checkout.watch(room)
+    lived, tried = [], 0
+    for mutant in every:
+        if time.monotonic() > ends:
+            break
+        tried += 1
+        noticed = checkout.notices(mutant, room)
+        lived += [] if noticed else [mutant]
+        said = "noticed" if noticed else "LIVES"
+        print(f"{room} {tried} {said} {mutant.file}:{mutant.line} {mutant.change}", file=sys.stderr)
+    share = (tried - len(lived)) / max(tried, 1)
+    print(f"| {room} | {len(every)} | {tried} | {tried - len(lived)} | {share:.1%} |", flush=True)
+    return lived
+
+
+def main() -> None:
+    """Try the rooms one after the other, each with its share of the time, and print the table."""
+    rooms = sorted(path.parent.name for path in ROOT.glob("trainer/*/__init__.py"))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rooms", nargs="+", default=rooms, choices=rooms, metavar="ROOM")
+    parser.add_argument("--budget", type=float, default=60, metavar="MINUTES")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at", metavar="FILE[:LINE]", help="changes to this file or line alone")
+    parser.add_argument("--preload", nargs="*", default=PRELOADED, metavar="MODULE")
+    options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    for name in options.preload:  # once, and not in every process
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+    lived: list[Mutant] = []
+    with tempfile.TemporaryDirectory(prefix="unrope-mutants-") as directory:
+        place = Path(directory)
+        for name in ("HOME", "UNROPE_CACHE", "TMPDIR"):  # a change may write what is wrong there
+            (place / name).mkdir()
+            os.environ[name] = str(place / name)
+        os.environ["PYTHONPATH"] = str(place / "checkout")
+        checkout = Checkout.copied(place / "checkout")
+        print("| room | changes | tried | noticed | score |\n| --- | ---: | ---: | ---: | ---: |")
+        for room in options.rooms:
+            minutes = options.budget / len(options.rooms)
+            lived += score(room, checkout, options.at, minutes, options.seed)
+    for mutant in sorted(lived, key=lambda m: (m.file, m.line, m.change)):
+        print(f"- `{mutant.file}:{mutant.line}`: `{mutant.change}`")
+
+
+if __name__ == "__main__":
+    main()

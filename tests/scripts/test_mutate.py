@@ -1,0 +1,94 @@
+"""The mutation run: what it changes, and that it tells changes that a test notices from others."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+
+from scripts.mutations import mutants
+from tests.program import ROOT
+
+SOURCE = '''"""Text: 1 + 1."""
+import logging
+
+log = logging.getLogger(__name__)
+SIZE = 1 << 20
+
+
+@once(3)
+def share(low: int, high: int = 2, *, é=("ü", 1)) -> float:
+    """Not 3 > 2."""
+    if low >= high and é:
+        raise ValueError(f"{low + 1} is not below {high}")
+    log.info("%d", low + 1)
+    found = [x for x in (low, high) if ready(x)]
+    sort(found, reverse=True)
+    return max(found) / 2.5
+'''
+
+
+def test_every_change_is_of_one_place_and_leaves_what_is_said_and_sized_alone():
+    found = mutants(SOURCE.encode(), "a.py")
+    assert [(m.line, m.change, m.in_function) for m in found] == [
+        (9, "1  ->  2", False),
+        (9, "2  ->  3", False),
+        (11, "low >= high and é  ->  low >= high or é", True),
+        (11, "low >= high  ->  low > high", True),
+        (11, "low  ->  high", True),
+        (11, "high  ->  low", True),
+        (12, "raise ValueError(f'{low + 1} is not below {high}')  ->  pass", True),
+        (14, "ready(x)  ->  not ready(x)", True),
+        (14, "low  ->  high", True),
+        (14, "high  ->  low", True),
+        (15, "sort(found, reverse=True)  ->  pass", True),
+        (15, "sort(found, reverse=True)  ->  sort(found)", True),
+        (15, "True  ->  False", True),
+        (16, "max(found) / 2.5  ->  max(found) * 2.5", True),
+        (16, "max  ->  min", True),
+        (16, "2.5  ->  3.75", True),
+    ]
+    before = ast.dump(ast.parse(SOURCE))
+    after = {ast.dump(ast.parse(m.applied(SOURCE.encode()))) for m in found}
+    assert len(after) == len(found)
+    assert before not in after
+
+
+PACKAGE = {
+    "trainer/__init__.py": "",
+    "trainer/small/__init__.py": "",
+    "trainer/small/sums.py": (
+        "def doubled(x):\n    return x + x\n\n\ndef unseen(x):\n    return x - 1\n"
+    ),
+    "tests/__init__.py": "",
+    "tests/small/__init__.py": "",
+    "tests/small/test_sums.py": (
+        "import pytest\nfrom trainer.small.sums import doubled\n\n\n"
+        "@pytest.fixture(scope='module')\ndef two():\n    return doubled(1)\n\n\n"
+        "def test_one(two):\n    assert two > 0\n\n\ndef test_two(two):\n    assert two == 2\n\n\n"
+        "def test_broken():\n    assert doubled(2) == 5\n"
+    ),
+}
+
+
+def test_a_run_works_in_a_copy_and_says_what_no_test_noticed(tmp_path):
+    for name, text in PACKAGE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for name in ("mutate.py", "mutations.py"):
+        (tmp_path / "scripts").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts" / name)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.py")}
+    script = tmp_path / "scripts" / "mutate.py"
+    words = [sys.executable, script, "--rooms", "small", "--preload"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.py")} == before
+    assert "left out, as it does not pass: tests/small/test_sums.py::test_broken" in done.stderr
+    assert "| small | 3 | 3 | 1 | 33.3% |" in done.stdout
+    assert done.stdout.splitlines()[-2:] == [
+        "- `trainer/small/sums.py:6`: `1  ->  2`",
+        "- `trainer/small/sums.py:6`: `x - 1  ->  x + 1`",
+    ]

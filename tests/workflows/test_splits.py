@@ -1,0 +1,143 @@
+"""Which part of the text each reader sees: every split of this corpus is of words of its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from trainer.data.corpus import prepare_corpus
+from trainer.data.dataset import TrainingSamples
+from trainer.data.encoding import document_hash
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.ruler.tasks import RulerSettings
+from trainer.evaluation.settings import TemperatureSettings
+from trainer.positional.config import PositionalConfig, build_layout
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import merged, parse
+from trainer.runs.ranks import Ranks
+from trainer.training.callbacks.lengths import measurements
+from trainer.training.callbacks.probe import Probe
+from trainer.training.run import effect_batch
+from trainer.workflows import analyze, measuring
+from trainer.workflows.analysis_request import AnalysisConfig
+from trainer.workflows.measuring import Text, measure_models
+
+WORDS = {"train": "appel rivur stoon", "validation": "quarz quivir", "test": "zebbra zefyr"}
+SHARES = {"train": (0.0, 0.8, 800), "validation": (0.8, 0.9, 100), "test": (0.9, 1.0, 100)}
+"""Of the hashes, from and to, and how many documents have one in between."""
+
+
+def documents_of(split):
+    """Documents of one size, with hashes that belong to the split."""
+    low, high, count = SHARES[split]
+    found, number = [], 0
+    while len(found) < count:
+        text = f"{WORDS[split]} {number:06d}. ".ljust(40, "-")
+        if low <= document_hash(text) / 2**64 < high:
+            found.append(text)
+        number += 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def config(base, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("marked")
+    path = directory / "a.jsonl"
+    texts = [text for split in WORDS for text in documents_of(split)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = {
+        "files": [str(path)],
+        "validation": 0.1,
+        "test": 0.1,
+        "cache_dir": str(directory / "cache"),
+    }
+    monitor = {"lengths_every": 2, "lengths": [1, 4], "windows": 3, "trials": 5, "probe_every": 2}
+    others = {"tokenizer": {"vocab_size": 600}, "run_dir": "x"}
+    return parse(RunConfig, merged(base, {"data": data, "monitor": monitor, **others}))
+
+
+@pytest.fixture(scope="module")
+def corpus(config):
+    return prepare_corpus(config.data, config.tokenizer)
+
+
+@pytest.fixture
+def seen(corpus):
+    """The splits whose words stand in rows of tokens, or in texts."""
+
+    def look(rows):
+        texts = rows if isinstance(rows[0], str) else corpus.tokenizer.decode_batch(rows)
+        found = " ".join(texts)
+        return {split for split, words in WORDS.items() if any(w in found for w in words.split())}
+
+    return look
+
+
+def test_training_and_the_tokenizer_see_the_training_text_alone(config, corpus, seen):
+    targets, _ = TrainingSamples(corpus, config.data, 0).targets(np.arange(400))
+    assert seen(targets) == {"train"}
+    held_out = "".join(WORDS["validation"] + WORDS["test"])
+    known = [token.strip("Ġ") for token in corpus.tokenizer.get_vocab()]
+    assert not [token for token in known if len(token) > 2 and token in held_out]
+    assert "appel" in known
+
+
+def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen):
+    assert seen(effect_batch(config, corpus)["labels"].numpy()) == {"validation"}
+    perplexity, statements = measurements(config, corpus, Ranks(0, 1, 0, 1))
+    for length in (32, 128):
+        assert seen(perplexity.windows[length]) == {"validation"}
+        assert seen(statements.trials[length].prompts) == {"validation"}
+    drop = SimpleNamespace(effect={})
+    assert seen(Probe(config, corpus, drop, print).ids.numpy()) == {"validation"}
+
+
+def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_test_text(
+    config, corpus, seen, monkeypatch, tmp_path
+):
+    """Haystacks too, of every task that has some."""
+    layout = build_layout(
+        PositionalConfig(), num_layers=2, num_key_value_heads=1, head_dim=16, training_length=32
+    )
+    candidate = SimpleNamespace(
+        name="tiny", fingerprint="", config=None, layout=layout, bos_token=None, run=config
+    )
+    asked = {}
+
+    def plan(subjects, recipes, tasks, lengths, text):
+        asked.update(tasks=tasks, text=text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, "plan_cells", plan)
+    evaluation = EvaluationConfig(
+        lengths=[20, 40],
+        methods=["none", "temperature", "dope"],
+        tasks=["perplexity", "statements", "multi_key", "ruler"],
+        windows=4,
+        fit_windows=4,
+        needles=NeedleTaskSettings(trials=4, needles=2),
+        ruler=RulerSettings(trials=2, tasks=["niah_single_2"]),
+        temperature=TemperatureSettings(models="all"),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        measure_models("r", [candidate], evaluation, Text(corpus, candidate), tmp_path)
+    assert [seen(windows) for windows in asked["text"].windows.values()] == [{"validation"}] * 2
+    perplexity, statements, *prompted = asked["tasks"]
+    assert len(prompted) == 2
+    for length in (640, 1280):
+        assert seen(perplexity.windows[length]) == {"test"}
+        assert seen(statements.trials[length].prompts) == {"test"}
+        for task in prompted:
+            assert seen([prompt.tokens for prompt in task.task.prompts(length)]) == {"test"}
+
+
+def test_analyses_look_at_test_text(corpus, seen):
+    layout = SimpleNamespace(training_length=32)
+    candidate = SimpleNamespace(layout=layout, bos_token=None)
+    ids = analyze._texts(corpus, replace(AnalysisConfig(), length=64, texts=4), candidate)
+    assert seen(ids.numpy()) == {"test"}
