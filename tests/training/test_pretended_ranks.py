@@ -9,7 +9,7 @@ import pytest
 from scripts.rehearse import sent
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.recalibration.drop import drop
-from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.rehearsal import rank_of
 
@@ -21,13 +21,14 @@ def module():
     """A function that makes the module of one rank, with its optimizer, in place of the last."""
     with ExitStack() as stack:
 
-        def make(rank, name="fsdp2", **strategy):
+        def make(rank, name="fsdp2", optimizer="adamw", **strategy):
             stack.close()
             config = RunConfig(
                 model=ModelConfig(
                     32, 48, LAYERS, 2, 1, None, 50, qk_norm=QKNormConfig("after_drop")
                 ),
                 strategy=StrategyConfig(name=name, **strategy),
+                optimizer=OptimizerConfig(name=optimizer),
                 trainer=TrainerConfig(batch_size=4 * RANKS, micro_batch_size=2),
             )
             made = stack.enter_context(rank_of(config, Ranks(rank, RANKS, rank % 4, 4)))
@@ -85,3 +86,12 @@ def test_a_hybrid_reduces_shards_between_its_groups(module):
     assert counts(calls)["allreduce"] == LAYERS + 1 + 1
     sizes = {name: [size for other, size in calls if other == name] for name, _ in calls}
     assert sum(sizes["allreduce"]) - 4 * 10 == sum(sizes["reduce_scatter_base"]) / 4
+
+
+def test_muon_exchanges_shards_twice_for_as_many_matrices_as_there_are_ranks(module):
+    """Of every group a rank sends its shards in bfloat16, and gets one matrix whole."""
+    made, optimizer = module(rank=3, optimizer="muon")
+    exchanges = [size for name, size in step(made, optimizer) if name == "alltoall_base"]
+    matrices = [p for n, p in made.model.named_parameters() if "layers" in n and p.ndim == 2]
+    assert len(exchanges) == 2 * -(-len(matrices) // RANKS)
+    assert sum(exchanges) <= 2 * 2 * 2 * sum(p.numel() for p in matrices) / RANKS
