@@ -14,6 +14,8 @@ from trainer.workflows import plan as plans
 from trainer.workflows.plan import Gpu, flops, parameters
 
 PUBLISHED = {
+    "drope_494m": (494_005_120, 357_870_464),
+    "rope_id_1b": (962_807_040, 634_471_680),
     "smollm_360m": (361_821_120, 314_635_200),
     "smollm_1_7b": (1_711_376_384, 1_610_713_088),
     "llama2_7b": (6_738_415_616, 6_476_271_616),
