@@ -107,8 +107,8 @@ def measured(report: Report) -> list[tuple[str, str]]:
     for task in outcomes.scored:
         counts = sorted({len(c.scores) for c in report.cells if c.task == task and c.scores})
         least = "" if counts[0] == counts[-1] else f"{counts[0]:,} to "
-        text = f"{least}{counted(counts[-1], 'trial')} at each length, the same for all models and methods"
-        words.append((outcomes.task(task), text))
+        text = f"{least}{counted(counts[-1], 'trial')} at each length"
+        words.append((outcomes.task(task), f"{text}, the same for all models and methods"))
     if any(cell.task == PERPLEXITY for cell in report.cells):
         text = "held-out text; windows of all lengths end with the same tokens"
         words.append((outcomes.task(PERPLEXITY), text))

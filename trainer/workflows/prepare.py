@@ -105,10 +105,9 @@ def _described(work: Preparation) -> str:
     manifest = text.manifest
     counts = ", ".join(f"{split} {count:,}" for split, count in manifest.tokens.items())
     bad = f"; {counted(manifest.bad_rows, 'malformed row')} left out" if manifest.bad_rows else ""
-    return (
-        f"{describe(work.config)}: tokens {counts}; "
-        f"{counted(sum(manifest.documents.values()), 'document')}{bad}; in {without_home(str(work.directory))}"
-    )
+    documents = counted(sum(manifest.documents.values()), "document")
+    place = without_home(str(work.directory))
+    return f"{describe(work.config)}: tokens {counts}; {documents}{bad}; in {place}"
 
 
 def _verified(work: Preparation) -> str:

@@ -181,9 +181,9 @@ class ClusterPictures:
         return Picture(
             "clusters_snapshots",
             clouds(rows),
-            f"Keys and the queries that read them in {counted(len(rows), 'head')}, {which}. Every row is one "
-            f"plane, that of the first two principal components at {first.length:,} tokens "
-            f"{before(self.versions)}; a sample of {len(first.positions)} or more points a "
+            f"Keys and the queries that read them in {counted(len(rows), 'head')}, {which}. Every "
+            f"row is one plane, that of the first two principal components at {first.length:,} "
+            f"tokens {before(self.versions)}; a sample of {len(first.positions)} or more points a "
             "cloud; in brackets the stable rank of the keys.",
             ("layer", "kv_head", "length", "version", "group", "position", "x", "y"),
             points,

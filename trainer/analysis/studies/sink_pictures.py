@@ -134,8 +134,8 @@ class SinkPictures:
                 cell=(step, step),
                 height=2.35,
             ),
-            f"Attention of {counted(len(shown), 'head')} on the first text, in cells of {step} × {step} "
-            "tokens (logarithmic colour; grey: not seen). A bright left edge is the sink, a bright "
+            f"Attention of {counted(len(shown), 'head')} on the first text, in cells of "
+            f"{step} × {step} tokens (logarithmic colour; grey: not seen). A bright left edge is the sink, a bright "
             "diagonal is attention on what came just before.",
             ("layer", "head", "from_query", "from_key", "attention"),
             [
