@@ -135,8 +135,8 @@ class SinkPictures:
                 height=2.35,
             ),
             f"Attention of {counted(len(shown), 'head')} on the first text, in cells of "
-            f"{step} × {step} tokens (logarithmic colour; grey: not seen). A bright left edge is the sink, a bright "
-            "diagonal is attention on what came just before.",
+            f"{step} × {step} tokens (logarithmic colour; grey: not seen). A bright left edge is "
+            "the sink, a bright diagonal is attention on what came just before.",
             ("layer", "head", "from_query", "from_key", "attention"),
             [
                 (one.layer, one.head, int(i) * step, int(j) * step, float(one.cells[i, j]))
