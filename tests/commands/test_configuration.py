@@ -37,9 +37,10 @@ def test_every_experiment_is_valid_or_says_which_weights_it_needs(name, monkeypa
     (problem,) = problems(*words)
     if Path(weights).is_absolute():
         assert f"there is no directory {weights!r}" in problem
+        assert "scripts/fetch_smollm2.py" in problem
     else:
         assert f"model weights {weights!r} are not on this machine" in problem
-        assert "give model.from_pretrained=/path or go online" in problem
+        assert f"hf download {weights} --local-dir DIR) and give model.from_pretrained=" in problem
 
 
 @pytest.mark.parametrize(

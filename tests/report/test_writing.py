@@ -13,10 +13,11 @@ import pytest
 from tests.report.examples import DEPTHS, EXPERIMENT, TRAINED, cell, example, report, statements
 from trainer.report.figures import write_figures
 from trainer.report.heatmap import Depths
-from trainer.report.html import lead, measured
+from trainer.report.html import lead, measured, tally
 from trainer.report.outcomes import Outcomes
 from trainer.report.panels import is_panelled
 from trainer.report.results import PERPLEXITY, Arm, Drop
+from trainer.report.table import tables
 from trainer.report.training_curves import smoothed, training_figure
 from trainer.report.writing import write_renderings
 
@@ -262,6 +263,13 @@ def test_the_lead_is_made_of_the_numbers():
     assert lead(report(cell([1.0] * 10))).endswith(
         "RoPE reaches 100.0% (72.2–100.0) there in Multi-key needles."
     )
+
+
+def test_one_is_no_plural():
+    one = report(cell([1.0]), observations=EXPERIMENT["observations"][:1])
+    assert dict(measured(one))["Multi-key needles"].startswith("1 trial at each length")
+    assert tally(one.observations) == "Of 1 observation of the papers: 1 shown."
+    assert tables(one)[0].note == "1 trial a cell."
 
 
 def test_what_was_measured_is_said_in_words(small):

@@ -12,10 +12,16 @@ import lightning.pytorch.accelerators
 import pytest
 import torch
 
+from trainer.data.config import DataConfig
+from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
+from trainer.training import devices
 from trainer.training.devices import (
+    cpu_seconds,
+    device_problems,
     device_type,
+    in_words,
     numerics,
     open_gpus,
     set_environment,
@@ -126,3 +132,31 @@ def test_deterministic_algorithms_are_asked_for_while_training(gpu, run, monkeyp
     run(trainer={"deterministic": True})
     assert seen == [True] * 12
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(1, "1 second"), (150, "2 minutes"), (9 * 3600, "9 hours"), (3.4e8, "11 years")],
+)
+def test_durations_in_words(seconds, said):
+    assert in_words(seconds) == said
+
+
+def test_a_run_for_gpus_is_not_begun_on_a_cpu_by_itself(monkeypatch):
+    """SmolLM-360M on 31.5 billion tokens, at the peak of a core: 6 N D operations."""
+    monkeypatch.setattr(devices, "cores", lambda: 2)
+    large = ModelConfig(
+        hidden_size=960, intermediate_size=2560, num_hidden_layers=32,
+        num_attention_heads=15, num_key_value_heads=5, head_dim=64, vocab_size=49152,
+    )  # fmt: skip
+    long = RunConfig(
+        model=large,
+        data=DataConfig(sequence_length=2048),
+        trainer=TrainerConfig(max_steps=30_000, batch_size=512),
+    )
+    assert cpu_seconds(long) == pytest.approx(6 * 362e6 * 30_000 * 512 * 2048 / 2e11, rel=0.01)
+    (problem,) = device_problems(long)
+    assert problem.startswith("trainer.accelerator: torch sees no GPU")
+    assert "about 11 years" in problem
+    asked = replace(long, trainer=replace(long.trainer, accelerator="cpu"))
+    assert device_problems(asked) == device_problems(RunConfig()) == []

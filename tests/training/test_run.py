@@ -17,6 +17,7 @@ from trainer.data.tokenizer import vocabulary_size
 from trainer.errors import UserError
 from trainer.positional.encodings import make_spectrum
 from trainer.recalibration.drop import drop
+from trainer.report.outcomes import Result
 from trainer.runs import state
 from trainer.runs.checkpoints import BEFORE_DROP, load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig
@@ -24,6 +25,7 @@ from trainer.runs.metrics_file import TIMES, read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.state import load, read_metadata
 from trainer.training import strategy
+from trainer.training.loggers import kept_dashboards, log_table
 from trainer.training.module import LanguageModule, make_decoder
 from trainer.training.run import effect_batch, train
 from trainer.training.strategy import draw_weights
@@ -253,13 +255,21 @@ def test_tensorboard_events_are_written(run):
     assert list(Path(config.run_dir).rglob("events.out.tfevents*"))
 
 
-def test_wandb_runs_offline_without_a_key(run, monkeypatch, tmp_path):
+def test_wandb_runs_offline_without_a_key_and_has_one_directory_with_the_report(
+    run, monkeypatch, tmp_path, capfd, caplog
+):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    config, _ = run(logger={"wandb": True})
+    with kept_dashboards():
+        config, _ = run(logger={"wandb": True})
+        log_table(config, [Result("DroPE", 32, 1.0, None, 4.0)])
     (record,) = Path(config.run_dir).rglob("*.wandb")
-    assert record.stat().st_size > 0
+    content = record.read_bytes()
+    assert b"gradient_norm" in content
+    assert b"evaluation/loss/DroPE" in content
+    assert "wandb" not in capfd.readouterr().err  # nothing of its own, no warning
+    (said,) = [r.getMessage() for r in caplog.records if "Weights & Biases" in r.getMessage()]
+    assert said.endswith(f"offline; wandb sync {record.parent}")
 
 
 def test_compiled_run_agrees_with_the_eager_one(run):

@@ -50,6 +50,7 @@ def findings(report: GeometryReport) -> list[str]:
 def summary(report: GeometryReport) -> list[str]:
     """What changes with the length, and of what the page says more."""
     from trainer.report.geometry.glance import glance
+    from trainer.report.words import counted
 
     C, length = report.training_length, report.length
     indicators = glance([section.numbers for section in report.sections])
@@ -65,7 +66,7 @@ def summary(report: GeometryReport) -> list[str]:
             + (f" → {one.shown(one.beyond):7} {one.verdict or ''}" if one.goes_beyond else "")
             for one in indicators
         ),
-        f"{said} findings about: {titles}.",
+        f"{counted(said, 'finding')} about: {titles}.",
     ]
 
 

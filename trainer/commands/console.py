@@ -35,9 +35,10 @@ def set_up_console(quiet: bool = False) -> None:
 
 def print_report(report: Report, run_dir: str, existing: bool) -> None:
     """The tables, the observations in words, and where the rest lies."""
-    out = Console(width=WIDTH)
+    out = Console()
+    out.width = min(WIDTH, out.width) if out.is_terminal else WIDTH
     if report.cells:
-        out.print(terminal_tables(report))
+        out.print(terminal_tables(report, out.width))
     if (drop := report.drop) is not None:
         losses = (drop.loss_before, drop.loss_after, drop.loss_end)
         before, after, end = ("?" if x is None else f"{x:.3f}" for x in losses)

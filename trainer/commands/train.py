@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from trainer.runs.config import RunConfig
 
 
+CPU_TOKENS = 10**9
+"""More than this no CPU trains a published model on."""
+
+
 def read_config(words: Sequence[str]) -> RunConfig:
     """The checked configuration of a command line.
 
@@ -39,11 +43,26 @@ def read(composed: Composed) -> RunConfig:
     except UserError as error:
         if not any(problem.startswith("model weights") for problem in error.problems):
             raise
-        config, problems = None, error.problems
+        config, problems = None, (*error.problems, *_elsewhere(composed))
     if found := [*problems, *unprepared(composed.values["data"])]:
         raise UserError(*found)
     assert config is not None
     return config
+
+
+def _elsewhere(composed: Composed) -> list[str]:
+    """What a run whose weights are missing also needs, and what shows the same without."""
+    import torch
+
+    tokens = composed.values["trainer"]["max_tokens"]
+    found = [
+        "experiment: on any machine +experiment=drope_smollm2_135m_local drops the encoding of "
+        "published weights too (python scripts/fetch_smollm2.py gets them), and "
+        "+experiment=drope_demo that of a model it trains, in minutes."
+    ]
+    if isinstance(tokens, int) and tokens > CPU_TOKENS and not torch.cuda.is_available():
+        found.insert(0, f"trainer.max_tokens: {tokens:,} tokens take GPUs, and torch sees none.")
+    return found
 
 
 def read_run(composed: Composed, found: Sequence[str] = (), *, weights: bool = True) -> RunConfig:

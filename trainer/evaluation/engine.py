@@ -23,6 +23,7 @@ from trainer.model.flops import forward_flops
 from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
 from trainer.report.results import Cell
+from trainer.report.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,8 @@ def _measured(
 ) -> Measured:
     missing = [plan for plan in plans if not store.has("cell", plan.key)]
     total = _work(missing)
-    log.info("%d cells, %d of them measured before", len(plans), len(plans) - len(missing))
+    there = len(plans) - len(missing)
+    log.info("%s, %d measured before", counted(len(plans), "cell"), there)
     results = Measured()
     with Progress("Evaluating", max(total, 1.0), silent=process > 0) as progress:
         counter = _Counter(progress)

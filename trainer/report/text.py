@@ -1,8 +1,7 @@
-"""The tables of a report for a terminal of 100 columns, as Markdown and as CSV."""
+"""The tables of a report for a terminal of 80 columns or more, as Markdown and as CSV."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from textwrap import wrap
 
@@ -11,7 +10,7 @@ from rich import table as rich_table
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from trainer.report.outcomes import AS_IS_TITLE, Outcomes
+from trainer.report.outcomes import Outcomes, row_name
 from trainer.report.rendering import csv_text
 from trainer.report.results import Report
 from trainer.report.table import MISSING, Entry, Table, tables
@@ -19,7 +18,6 @@ from trainer.report.table import MISSING, Entry, Table, tables
 WIDTH = 100
 _CELL = len("131072 tokens")
 _NAME = 19
-_COLUMNS = 4  # as many as fit into WIDTH beside the names of a model and a method
 
 CSV_HEAD = (
     "model",
@@ -37,15 +35,17 @@ CSV_HEAD = (
 )
 
 
-def terminal_tables(report: Report) -> RenderableType:
-    """Every table but the details, at most ``WIDTH`` columns wide; one with more than four columns
-    continues below. What the cells mean stands below the last table that it is true of."""
+def terminal_tables(report: Report, width: int = WIDTH) -> RenderableType:
+    """Every table but the details, at most ``width`` columns wide; one with more lengths than fit,
+    which are four in 80 columns, continues below. What the cells mean stands below the last table
+    that it is true of."""
+    fitting = max(1, (width - _NAME) // (_CELL + 1))
     shown: list[RenderableType] = []
     made = [table for table in tables(report) if not table.detail]
     for table, following in pairwise([*made, None]):
         assert table is not None
-        for start in range(0, len(table.columns), _COLUMNS):
-            shown.append(_terminal(table, start))
+        for start in range(0, len(table.columns), fitting):
+            shown.append(_terminal(table, start, fitting))
         shown.append(Text(f"{table.note}\n", style="dim"))
         if following is None or following.legend != table.legend:
             shown.append(Text(f"{table.legend}\n", style="dim"))
@@ -79,8 +79,8 @@ def csv_table(report: Report) -> str:
     return csv_text(CSV_HEAD, rows)
 
 
-def _terminal(table: Table, start: int) -> rich_table.Table:
-    chosen = slice(start, start + _COLUMNS)
+def _terminal(table: Table, start: int, count: int) -> rich_table.Table:
+    chosen = slice(start, start + count)
     drawn = rich_table.Table(
         title=Text(table.title + (" (continued)" if start else "")),
         title_justify="left",
@@ -90,33 +90,20 @@ def _terminal(table: Table, start: int) -> rich_table.Table:
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for name in ("model",) if table.with_losses else ("model", "method"):
-        drawn.add_column(f"\n{name}", overflow="fold", width=_NAME)
+    drawn.add_column("\nmodel", overflow="fold", width=_NAME)
     for head in table.columns[chosen]:
         drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")
-    for model, method, entries, is_last in _grouped(table):
-        cells = [_terminal_cell(entry) for entry in entries[chosen]]
-        names = (_name(model, method),) if table.with_losses else (model, method)
-        # At blanks and hyphens where there are any.
-        shown = (Text("\n".join(wrap(name, _NAME, drop_whitespace=False))) for name in names)
-        drawn.add_row(*shown, *cells, end_section=is_last)
-    return drawn
-
-
-def _name(model: str, method: str) -> str:
-    """Of a row with losses, which leave room for one name."""
-    if method == AS_IS_TITLE:
-        return model
-    return f"{model} + {method}" if model else f"  + {method}"
-
-
-def _grouped(table: Table) -> Iterator[tuple[str, str, tuple[Entry | None, ...], bool]]:
-    """Rows with the model's name in its first one only, and whether it is the model's last."""
     before = None
     for (model, method, entries), following in pairwise([*table.rows, None]):  # type: ignore[misc]
+        name = row_name(model, method, first=model != before)
+        # At blanks and hyphens where there are any; below the model's name its methods.
+        indent = ("", "") if model != before else ("  ", "    ")
+        shown = wrap(name, _NAME, initial_indent=indent[0], subsequent_indent=indent[1])
+        cells = [_terminal_cell(entry) for entry in entries[chosen]]
         last = following is None or following[0] != model
-        yield "" if model == before else model, method, entries, last
+        drawn.add_row(Text("\n".join(shown)), *cells, end_section=last)
         before = model
+    return drawn
 
 
 def _terminal_cell(entry: Entry | None) -> Text:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
+from trainer.cores import cores
 from trainer.model.backend_choice import backend_problem
+from trainer.report.words import counted
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, device_type, share_of_cores
 
@@ -21,11 +23,25 @@ RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """Variables that torch reads, by its present and its older names."""
 
 
+OPERATIONS = 1e11
+"""Of a core a second, where matrix products of float32 are quick."""
+
+LONGEST_ON_CPU = 30 * 86400
+"""Seconds of training that nobody means to start."""
+
+
 def device_problems(config: RunConfig) -> list[str]:
     """What this machine cannot do of what the configuration asks for, one sentence each."""
     device, found = device_type(config), []
     if config.trainer.accelerator == "gpu" and device == "cpu":
         found.append("trainer.accelerator: 'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
+    by_itself = device == "cpu" and config.trainer.accelerator == "auto"
+    if by_itself and (seconds := cpu_seconds(config)) > LONGEST_ON_CPU:
+        found.append(
+            "trainer.accelerator: torch sees no GPU, and on this machine's CPU the run would take "
+            f"about {in_words(seconds)}; trainer.accelerator=cpu starts it all the same. "
+            "+experiment=drope_demo and drope_smollm2_135m_local show a drop on a CPU."
+        )
     half = config.trainer.precision == "bf16"
     if device == "cuda" and half and not torch.cuda.is_bf16_supported(False):
         found.append(
@@ -35,6 +51,25 @@ def device_problems(config: RunConfig) -> list[str]:
     if problem := backend_problem(config.model.attention_backend, device):
         found.append(problem)
     return found
+
+
+def cpu_seconds(config: RunConfig) -> float:
+    """About how long the training takes on this machine's cores: 6 operations a parameter and
+    token (Kaplan et al. 2020)."""
+    model = config.model
+    heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_size
+    block = model.hidden_size * (heads + 3 * model.intermediate_size)
+    vocabulary = model.vocab_size or config.tokenizer.vocab_size
+    parameters = model.num_hidden_layers * block + vocabulary * model.hidden_size
+    tokens = config.trainer.max_steps * config.tokens_per_step
+    return 6 * parameters * tokens / (OPERATIONS * (config.trainer.threads or cores()))
+
+
+def in_words(seconds: float) -> str:
+    """``9 hours``, ``41 days``, ``11 years``."""
+    units = {"year": 365 * 86400, "day": 86400, "hour": 3600, "minute": 60, "second": 1}
+    unit, size = next((u, n) for u, n in units.items() if seconds >= 2 * n or n == 1)
+    return counted(round(seconds / size), unit)
 
 
 def set_threads(config: RunConfig) -> None:
@@ -70,8 +105,11 @@ def _value(names: tuple[str, ...]) -> str | None:
 
 
 def open_gpus(config: RunConfig, ranks: Ranks) -> None:
-    """Say in the log what is set for the GPUs, and make the directory of NCCL's flight recorder."""
+    """Say in the log what is set for the GPUs, and make the directory of NCCL's flight recorder;
+    without any, about how long it will take where that is long."""
     if device_type(config) == "cpu":
+        if (seconds := cpu_seconds(config)) > 3600:
+            log.info("On this machine's CPU about %s", in_words(seconds))
         return
     said = [
         f"{ranks.world_size} x {torch.cuda.get_device_name()}",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import netrc
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from lightning.pytorch.loggers.logger import Logger
@@ -17,6 +20,8 @@ from trainer.report.outcomes import Result
 from trainer.report.reach import HEAD, Reaches, by_length
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import on_rank_zero
+
+log = logging.getLogger(__name__)
 
 
 def other_loggers(config: RunConfig) -> list[Logger]:
@@ -29,20 +34,7 @@ def other_loggers(config: RunConfig) -> list[Logger]:
     loggers: list[Logger] = []
     settings = config.logger
     if settings.wandb:
-        from lightning.pytorch.loggers import WandbLogger
-
-        loggers.append(
-            WandbLogger(
-                name=dashboard_name(config),
-                group=config.name,
-                project=settings.project,
-                entity=settings.entity,
-                id=on_rank_zero(lambda: wandb_id(Path(config.run_dir))),
-                resume="allow",
-                save_dir=config.run_dir,
-                offline=settings.offline or not has_wandb_key(),
-            )
-        )
+        loggers.append(_wandb(config, on_rank_zero(lambda: wandb_id(Path(config.run_dir)))))
     if settings.tensorboard:
         from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -56,20 +48,71 @@ def other_loggers(config: RunConfig) -> list[Logger]:
     return loggers
 
 
+def _wandb(config: RunConfig, identity: str) -> Logger:
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
+
+    settings = config.logger
+    logger = WandbLogger(
+        name=dashboard_name(config),
+        group=config.name,
+        project=settings.project,
+        entity=settings.entity,
+        id=identity,
+        resume="allow",
+        save_dir=config.run_dir,
+        # Not Lightning's `offline`, which sets a deprecated variable for the whole process.
+        mode="offline" if settings.offline or not has_wandb_key() else None,
+        experiment=_kept.pop(identity, None) if _kept is not None else None,
+        reinit="create_new",  # that of the run stays open while its controls train
+        settings=wandb.Settings(silent=True),  # a screen of history otherwise
+    )
+    logger._wandb_init.pop("anonymous", None)  # wandb warns of it, whatever its value
+    return logger
+
+
 def dashboard_name(config: RunConfig) -> str:
     """The run's name, with the control's where it is one: ``drope_demo/nope``."""
     place = Path(config.run_dir)
     return f"{config.name}/{place.name}" if place.parent.name == "controls" else config.name
 
 
+_kept: dict[str, Any] | None = None
+"""Within :func:`kept_dashboards` the runs of wandb that are open, by their ids."""
+
+
+@contextmanager
+def kept_dashboards() -> Iterator[None]:
+    """Within it, what was closed on Weights & Biases stays open until the end: what follows the
+    training goes into the same run, which offline could not be continued."""
+    global _kept  # noqa: PLW0603
+    _kept = {}
+    try:
+        yield
+    finally:
+        runs, _kept = _kept, None
+        for run in runs.values():
+            _finish(run)
+
+
 def close(loggers: list[Logger]) -> None:
-    """Finalize the loggers of a run; wandb allows one active run in a process."""
+    """Finalize the loggers of a run."""
     for logger in loggers:
         logger.finalize("success")
-    if any(type(logger).__name__ == "WandbLogger" for logger in loggers):
-        import wandb
+        run = getattr(logger, "_experiment", None)  # that was begun; asking for it begins one
+        if type(logger).__name__ != "WandbLogger" or run is None:
+            continue
+        if _kept is None:
+            _finish(run)
+        else:
+            _kept[run.id] = run
 
-        wandb.finish()
+
+def _finish(run: Any) -> None:
+    """End a run on Weights & Biases, and say where it is."""
+    place = f"offline; wandb sync {Path(run.dir).parent}" if run.offline else run.url
+    run.finish()
+    log.info("Weights & Biases, %s: %s", run.name, place)
 
 
 def log_table(

@@ -37,6 +37,7 @@ from trainer.runs.checkpoints import (
     step_name,
 )
 from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import label
 from trainer.runs.ranks import Ranks, current_ranks, device_of, device_type, on_rank_zero
 from trainer.runs.starting_point import (
     NUMERICS,
@@ -114,8 +115,7 @@ def train(
         with numerics(config):
             effect, broken = _fit(config, corpus, start, skips, own, callbacks)
         if broken is None:
-            name = step_name(config.trainer.max_steps)
-            path = Path(config.run_dir) / "checkpoints" / name
+            path = Path(config.run_dir) / "checkpoints" / step_name(config.trainer.max_steps)
             return TrainedRun(path, effect, time.perf_counter() - began)
         skips = rewind_run(config, *broken)
         own = make_callbacks(config.callbacks)
@@ -147,7 +147,7 @@ def _fit(
     skips = start.state.get("skips", []) if skips is None else skips
     samples = TrainingSamples(corpus, config.data, config.seed)
     module = LanguageModule(config, model, ranks, pretrained, start.checkpoint is not None)
-    title = f"Training {config.label or config.name}"
+    title = f"Training {label(config)}"
     with Progress(
         title, config.trainer.max_steps, config.tokens_per_step, silent=not ranks.is_rank_zero
     ) as progress:

@@ -24,6 +24,7 @@ from trainer.model.config import ModelConfig
 from trainer.report.geometry.page import GeometryReport, write_geometry_report
 from trainer.report.geometry.section import Section
 from trainer.report.progress import Progress
+from trainer.report.words import counted
 from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.descriptions import environment, without_home
 from trainer.runs.directory import writable_problem
@@ -77,7 +78,8 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
 
     first = target(candidate)
     studies, notes = _studies(first, kind)
-    log.info("%s: %d x %d tokens", candidate.name, *ids.shape)
+    texts, length = ids.shape
+    log.info("%s: %s of %s tokens", candidate.name, counted(texts, "text"), f"{length:,}")
     sections = _run(studies, first) if studies else []
     if other is not None:
         second = target(other)

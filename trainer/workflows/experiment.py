@@ -45,7 +45,7 @@ from trainer.training.devices import (
     set_environment,
     set_threads,
 )
-from trainer.training.loggers import log_table
+from trainer.training.loggers import kept_dashboards, log_table
 from trainer.training.phases import phases_of
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
@@ -70,7 +70,8 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     """
     lock = RunLock()
     try:
-        return _run_experiment(config, lock)
+        with kept_dashboards():
+            return _run_experiment(config, lock)
     finally:
         lock.release()
 

@@ -16,6 +16,7 @@ from trainer.data.sources import describe
 from trainer.data.units import Advance
 from trainer.errors import UserError
 from trainer.report.progress import Progress
+from trainer.report.words import counted
 from trainer.runs.descriptions import without_home
 from trainer.workflows.prepare_request import PrepareRequest
 from trainer.workflows.training_text import pretrained_tokenizer
@@ -63,10 +64,10 @@ def _run(work: Preparation, request: PrepareRequest) -> bool:
         nonlocal progress
         size = sum(file.text_bytes for file in plan.files)
         log.info(
-            "Preparing %s: about %s of text in %d files, about %s tokens, into %s",
+            "Preparing %s: about %s of text in %s, about %s tokens, into %s",
             describe(work.config),
             f"{size / 2**20:,.0f} MiB",
-            len(plan.files),
+            counted(len(plan.files), "file"),
             "?" if plan.tokens is None else f"{plan.tokens:,}",
             without_home(str(work.directory)),
         )
@@ -103,11 +104,10 @@ def _described(work: Preparation) -> str:
     text = open_prepared(work.directory)
     manifest = text.manifest
     counts = ", ".join(f"{split} {count:,}" for split, count in manifest.tokens.items())
-    bad = f"; {manifest.bad_rows} malformed rows left out" if manifest.bad_rows else ""
-    return (
-        f"{describe(work.config)}: tokens {counts}; {sum(manifest.documents.values()):,} "
-        f"documents{bad}; in {without_home(str(work.directory))}"
-    )
+    bad = f"; {counted(manifest.bad_rows, 'malformed row')} left out" if manifest.bad_rows else ""
+    documents = counted(sum(manifest.documents.values()), "document")
+    place = without_home(str(work.directory))
+    return f"{describe(work.config)}: tokens {counts}; {documents}{bad}; in {place}"
 
 
 def _verified(work: Preparation) -> str:

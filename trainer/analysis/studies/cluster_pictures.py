@@ -23,6 +23,7 @@ from trainer.report.geometry.drawing import (
 from trainer.report.geometry.section import Picture
 from trainer.report.geometry.side_by_side import logarithmic
 from trainer.report.plotting import Series
+from trainer.report.words import counted
 
 COSINES = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
 LENGTH = "length of the text (tokens)"
@@ -180,9 +181,9 @@ class ClusterPictures:
         return Picture(
             "clusters_snapshots",
             clouds(rows),
-            f"Keys and the queries that read them in {len(rows)} heads, {which}. Every row is one "
-            f"plane, that of the first two principal components at {first.length:,} tokens "
-            f"{before(self.versions)}; a sample of {len(first.positions)} or more points a "
+            f"Keys and the queries that read them in {counted(len(rows), 'head')}, {which}. Every "
+            f"row is one plane, that of the first two principal components at {first.length:,} "
+            f"tokens {before(self.versions)}; a sample of {len(first.positions)} or more points a "
             "cloud; in brackets the stable rank of the keys.",
             ("layer", "kv_head", "length", "version", "group", "position", "x", "y"),
             points,

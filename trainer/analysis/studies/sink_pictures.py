@@ -14,6 +14,7 @@ from trainer.report.geometry.drawing import Panel, by_length, over_heads
 from trainer.report.geometry.entropy_figures import Scale, heat_maps
 from trainer.report.geometry.section import Picture
 from trainer.report.plotting import Series
+from trainer.report.words import counted
 
 HEADER = ("version", "measure", "from_position", "to_position", "mean", "low", "high")
 
@@ -133,9 +134,9 @@ class SinkPictures:
                 cell=(step, step),
                 height=2.35,
             ),
-            f"Attention of {len(shown)} heads on the first text, in cells of {step} × {step} "
-            "tokens (logarithmic colour; grey: not seen). A bright left edge is the sink, a bright "
-            "diagonal is attention on what came just before.",
+            f"Attention of {counted(len(shown), 'head')} on the first text, in cells of "
+            f"{step} × {step} tokens (logarithmic colour; grey: not seen). A bright left edge is "
+            "the sink, a bright diagonal is attention on what came just before.",
             ("layer", "head", "from_query", "from_key", "attention"),
             [
                 (one.layer, one.head, int(i) * step, int(j) * step, float(one.cells[i, j]))
