@@ -430,7 +430,7 @@ def test_a_hub_id_without_a_network(tmp_path):
     done = run_python(FIND, tmp_path, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
     nothing, unfinished, found, snapshot = done.stdout.splitlines()
     assert nothing == (
-        "model weights 'somebody/some-model' are not on this machine; give "
+        "model weights 'somebody/some-model' are not on this machine (HF_HUB_OFFLINE is set); give "
         "model.from_pretrained=/path or go online."
     )
     assert "are not on this machine (there is no 'model.safetensors' in" in unfinished

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainer.errors import UserError, did_you_mean
 from trainer.interchange.hf_config import from_hf_config
+from trainer.interchange.hub import no_hub
 from trainer.interchange.tensor_files import INDEX, FileTensor, read_headers, weights_problem
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -241,6 +242,9 @@ def _from_hub(model_id: str) -> Path:
     wanted = ["config.json", "tokenizer.json", "model*.safetensors", INDEX]
     reason = ""
     for local in (True, False):
+        if not local and (away := no_hub()) is not None:
+            reason = reason or f" ({away})"
+            break
         try:
             found = snapshot_download(model_id, allow_patterns=wanted, local_files_only=local)
         except HfHubHTTPError as error:
