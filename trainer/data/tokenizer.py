@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.data.config import TokenizerConfig
 from trainer.errors import UserError
+from trainer.interchange.hub import cached_or_downloaded
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents and begins every sequence."""
@@ -57,7 +58,8 @@ def load_tokenizer(path: str) -> Tokenizer:
         try:
             from huggingface_hub import hf_hub_download
 
-            tokenizer = Tokenizer.from_file(hf_hub_download(path, "tokenizer.json"))
+            file = cached_or_downloaded(hf_hub_download, path, "tokenizer.json")
+            tokenizer = Tokenizer.from_file(file)
         except Exception as error:  # whatever transports raise, and tokenizers' bare Exception
             raise UserError(
                 f"tokenizer.path: there is no file {path!r}, and no such model could be had from "

@@ -1,8 +1,9 @@
-"""Whether the Hugging Face hub can be asked at all."""
+"""The Hugging Face hub, asked only where it can be reached."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -26,3 +27,20 @@ def no_hub() -> str | None:
     except OSError as error:
         return f"no network: {error.strerror or error}"
     return None
+
+
+def cached_or_downloaded(download: Callable[..., str], *what: str, **options: str) -> str:
+    """The path that ``hf_hub_download`` gives: without a word to the hub where the file is on this
+    machine.
+
+    Raises:
+        OSError: it is not, and the hub cannot be reached; or as the client raises.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return download(*what, local_files_only=True, **options)
+    except LocalEntryNotFoundError:
+        if reason := no_hub():
+            raise OSError(reason) from None
+        return download(*what, **options)

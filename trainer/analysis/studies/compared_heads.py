@@ -16,7 +16,7 @@ SHOWN = 10
 MEASURES = {
     "distance": "mean distance (tokens)",
     "entropy": "entropy (1: uniform)",
-    "sink_mass": "attention on the first token",
+    "sink_mass": "attention on the first token, all queries",
     "diagonal": "Aᶜ, its own token",
     "previous": "Aᶜ, the previous token",
 }
@@ -91,8 +91,8 @@ def heads_part(was: ByMeasure, now: ByMeasure, names: Names) -> Part:
 def _most_changed(was: ByMeasure, now: ByMeasure, at: tuple[int, ...]) -> str:
     return (
         f"Layer {at[0]} head {at[1]} changed most: its mean distance goes from "
-        f"{was['distance'][at]:.1f} to {now['distance'][at]:.1f} tokens and its attention on "
-        f"the first token from {100 * was['sink_mass'][at]:.1f}% to "
+        f"{was['distance'][at]:.1f} to {now['distance'][at]:.1f} tokens and the attention "
+        f"of all its queries on the first token from {100 * was['sink_mass'][at]:.1f}% to "
         f"{100 * now['sink_mass'][at]:.1f}%. Over all heads the mean distance goes from "
         f"{was['distance'].mean():.1f} to {now['distance'].mean():.1f} tokens and the entropy "
         f"from {was['entropy'].mean():.2f} to {now['entropy'].mean():.2f}."

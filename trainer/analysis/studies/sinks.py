@@ -202,7 +202,8 @@ class SinksStudy(Study):
                 "Attention on the first token",
                 found.rotated.sink_weight,
                 "high",
-                "mean over heads" if there else "mean over heads; no head here has a sink",
+                "by the queries near each length, mean over heads"
+                + ("" if there else "; no head here has a sink"),
                 percent=True,
                 least=0.01,
                 judged=there,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from trainer.errors import UserError
-from trainer.interchange.hub import no_hub
+from trainer.interchange.hub import cached_or_downloaded
 
 HUB_NAME = "THUDM/LongBench"
 HUB_FILE = "data.zip"
@@ -78,16 +78,10 @@ def root(directory: str | None) -> Traversable:
     if directory is not None:
         return Path(directory)
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
-    kept = {"repo_type": "dataset", "local_files_only": True}
     try:
-        try:
-            path = hf_hub_download(HUB_NAME, HUB_FILE, **kept)
-        except LocalEntryNotFoundError:
-            if reason := no_hub():
-                raise OSError(reason) from None
-            path = hf_hub_download(HUB_NAME, HUB_FILE, repo_type="dataset")
+        path = cached_or_downloaded(hf_hub_download, HUB_NAME, HUB_FILE, repo_type="dataset")
         return zipfile.Path(path, "data/")
     except (OSError, ValueError, HfHubHTTPError, zipfile.BadZipFile) as error:
         raise UserError(

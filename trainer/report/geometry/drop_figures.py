@@ -38,8 +38,8 @@ def position_figure(
 
     vertical = (float(trained), "training length")
     curves = [
-        Series(name, style, middles.tolist(), loss.tolist(), marked=False)
-        for (name, style), loss in zip(looks(names).items(), losses, strict=True)
+        Series(name, looks(names)[name], middles.tolist(), loss.tolist(), marked=False)
+        for name, loss in zip(names, losses, strict=True)
     ]
     apart = Series(
         f"KL({names[0]} ‖ {names[1]})", 0, middles.tolist(), divergence.tolist(), marked=False
@@ -80,8 +80,8 @@ def indicator_figure(
             Panel(
                 title,
                 [
-                    Series(name, style, lengths, values.tolist())
-                    for (name, style), values in zip(looks(names).items(), both, strict=True)
+                    Series(name, looks(names)[name], lengths, values.tolist())
+                    for name, values in zip(names, both, strict=True)
                 ],
                 Frame("tokens read", "", prepare if number else first, vertical),
             )
