@@ -57,7 +57,7 @@ def test_the_heat_map_shows_losses_less_the_mean_within_the_training_length():
     """Of each measurement by itself; the training length is 64 tokens, two parts of eight."""
     losses = ((5.0, 3.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0), (3.0, 2.0, 2.5, 2.5, 3.0, 3.0, 4.0, 4.0))
     history = tuple(reach(4 * i, False, losses=of_one) for i, of_one in enumerate(losses))
-    _, plan = reach_figures(report(reach={"DroPE": history}))
+    _, plan = reach_figures(report(reach={"DroPE": history}), {"DroPE": 0})
     axes, _ = plan.draw().axes
     drawn_values = axes.collections[0].get_array().reshape(8, 2).T.tolist()
     for values, (first, second, *rest) in zip(drawn_values, losses, strict=True):

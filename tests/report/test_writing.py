@@ -129,7 +129,7 @@ def test_the_jump_at_the_drop_is_drawn_as_a_jump():
         9.0 + 0.1 * (s % 2) for s in range(80)
     ]
     arm = Arm("DroPE", "rope, dropped", 1, 200, 3, None, tuple(enumerate(losses, 1)))
-    (plan,) = training_figure(report(arms=(arm,), drop=Drop(120, 4.0, 9.0)))
+    (plan,) = training_figure(report(arms=(arm,), drop=Drop(120, 4.0, 9.0)), {"DroPE": 0})
     raw, smooth = (line.get_ydata() for line in plan.draw().axes[0].lines[:2])
     assert list(raw) == losses
     half = len(losses) // 40 // 2
