@@ -237,15 +237,15 @@ class Checkout:
 
 
 def score(room: str, checkout: Checkout, at: str | None, minutes: float, seed: int) -> list[Mutant]:
-    """Try changes to a room in random order until the time is over; those that no test notices."""
-    ends = time.monotonic() + 60 * minutes
+    """Try changes to a room in random order until the time is over, which begins when its tests
+    have run once; those that no test notices."""
     names = [str(path.relative_to(checkout.root)) for path in checkout.files(room)]
     every = [m for name in names for m in mutants((checkout.root / name).read_bytes(), name)]
     if at is not None:
         every = [m for m in every if f"{m.file}:{m.line}:".startswith(f"{at}:")]
     random.Random(seed).shuffle(every)
     checkout.watch(room)
-    lived, tried = [], 0
+    lived, tried, ends = [], 0, time.monotonic() + 60 * minutes
     for mutant in every:
         if time.monotonic() > ends:
             break
@@ -264,7 +264,7 @@ def main() -> None:
     rooms = sorted(path.parent.name for path in ROOT.glob("trainer/*/__init__.py"))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rooms", nargs="+", default=rooms, choices=rooms, metavar="ROOM")
-    parser.add_argument("--budget", type=float, default=60, metavar="MINUTES")
+    parser.add_argument("--budget", type=float, default=60, metavar="MINUTES", help="of changes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at", metavar="FILE[:LINE]", help="changes to this file or line alone")
     parser.add_argument("--preload", nargs="*", default=PRELOADED, metavar="MODULE")
