@@ -5,13 +5,15 @@
 
 Prints a score for every room, the share of changes that made a test fail, and the changes that no
 test noticed, for a person to judge. All of it happens in a copy of the checkout. For each change
-those tests run that execute its line, the quickest first, until one fails; which they are is found
+those tests run that call its function, the quickest first, until one fails; which they are is found
 out by running the room's tests once. ``mutations.py`` says what is changed and what is left alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import builtins
+import compileall
 import importlib
 import importlib.util
 import os
@@ -23,7 +25,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -33,62 +34,47 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutations import Mutant, mutants
+from mutations import SEEN, Mutant, marked, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
-LONGEST = 60.0
+LONGEST = 45.0
 """Seconds, by the clock of the first run, that the tests of one change take together."""
-OFTEN = 50
-"""Calls of a function by one test after which no new lines of it are expected."""
 PRELOADED = "torch", "lightning", "transformers", "hypothesis", "matplotlib.pyplot", "tokenizers"
 GIB = 1 << 30
+Place = tuple[str, int]
+"""A function: its file and line."""
 
 
 class Watch:
-    """A plugin of pytest that notes which lines of the package each test executes, and how long it
-    takes. What a fixture executes that several tests share counts for all that use it."""
+    """A plugin of pytest that notes which marked functions each test calls, and how long it takes.
+    What a fixture calls that several tests share counts for all that use it."""
 
-    def __init__(self, root: Path, room: str) -> None:
-        self.root, self.room = f"{root}/", f"{root}/trainer/{room}/"
-        self.lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
+    def __init__(self) -> None:
+        self.called: dict[str, set[Place]] = defaultdict(set)
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: set[str] = set()
-        self.now: set[tuple[str, int]] = set()
-        self.entered: dict[Any, int] = defaultdict(int)
-        self.of_fixtures: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        self.now: set[Place] = set()
+        self.of_fixtures: dict[str, set[Place]] = defaultdict(set)
+        setattr(builtins, SEEN, self._see)
 
-    def _trace(self, frame: Any, event: str, _: Any) -> Callable[..., Any] | None:
-        name = frame.f_code.co_filename
-        if not name.startswith(self.room):
-            return None
-        if event == "call":
-            self.entered[frame.f_code] += 1
-        if self.entered[frame.f_code] > OFTEN:
-            return None
-        self.now.add((name.removeprefix(self.root), frame.f_lineno))
-        return self._trace
+    def _see(self, place: Place) -> None:
+        self.now.add(place)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
-        """Trace a test with its fixtures."""
-        self.now = self.lines[item.nodeid]
-        self.entered.clear()
-        began = time.perf_counter()
-        threading.settrace(self._trace)
-        sys.settrace(self._trace)
+        """Watch a test with its fixtures."""
+        self.now, began = self.called[item.nodeid], time.perf_counter()
         try:
             return (yield)
         finally:
-            sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
             self.seconds[item.nodeid] = time.perf_counter() - began
             for definitions in item._fixtureinfo.name2fixturedefs.values():
                 for definition in definitions:
-                    self.lines[item.nodeid] |= self.of_fixtures[_key(definition)]
+                    self.called[item.nodeid] |= self.of_fixtures[_key(definition)]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Any:
-        """Note what a shared fixture executes by itself, too."""
+        """Note what a shared fixture calls by itself, too."""
         if fixturedef.scope == "function":
             return (yield)
         before, self.now = self.now, self.of_fixtures[_key(fixturedef)]
@@ -147,10 +133,10 @@ def in_a_child(job: Callable[[], int], seconds: float, said: Path) -> int | None
 
 @dataclass
 class Checkout:
-    """A copy of the checkout in ``root``, its tests, and what they were found to execute."""
+    """A copy of the checkout in ``root``, its tests, and what they were found to call."""
 
     root: Path
-    lines: dict[str, set[tuple[str, int]]]
+    called: dict[str, set[Place]]
     seconds: dict[str, float]
 
     @classmethod
@@ -174,47 +160,59 @@ class Checkout:
 
     def watch(self, room: str) -> None:
         """Run the room's tests once, and those of configurations where it has one, and note what
-        each of them executes; those that fail are left out."""
+        each of them calls; those that fail are left out."""
         tests = [f"tests/{room}"]
         if (self.root / "trainer" / room / "config.py").exists():
             tests.append("tests/commands/test_configuration.py")
         found = self.root.parent / "watched.pickle"
 
         def job() -> int:
-            watch = Watch(self.root, room)
+            watch = Watch()
+            sys.dont_write_bytecode = True
             if (code := self.pytest(tests, watch)) not in (0, pytest.ExitCode.TESTS_FAILED):
                 return code
-            kept = {name: seen for name, seen in watch.lines.items() if name not in watch.failed}
+            kept = {name: seen for name, seen in watch.called.items() if name not in watch.failed}
             found.write_bytes(pickle.dumps((kept, dict(watch.seconds), watch.failed)))
             return 0
 
         said = self.root.parent / "watched.txt"
-        if in_a_child(job, 3600, said) != 0:
+        before = {path: path.read_bytes() for path in self.files(room)}
+        for path, source in before.items():
+            path.write_text(marked(source, str(path.relative_to(self.root))))
+        try:
+            code = in_a_child(job, 3600, said)
+        finally:
+            for path, source in before.items():
+                path.write_bytes(source)
+            compileall.compile_dir(self.root / "trainer", quiet=1)
+        if code != 0:
             sys.exit(f"The tests cannot be run:\n{said.read_text()[-2000:]}")
-        self.lines, self.seconds, failed = pickle.loads(found.read_bytes())
-        print(f"{len(self.lines)} tests, {sum(self.seconds.values()):.0f} s", file=sys.stderr)
+        self.called, self.seconds, failed = pickle.loads(found.read_bytes())
+        print(f"{len(self.called)} tests, {sum(self.seconds.values()):.0f} s", file=sys.stderr)
         for name in sorted(failed):
             print(f"left out, as it does not pass: {name}", file=sys.stderr)
 
-    def tests_of(self, mutant: Mutant, room: str) -> list[str]:
-        """The tests that execute a line, or for lines of no function any of its file; by file, the
-        quickest first."""
-        place = mutant.file, mutant.line
-        names = [name for name, lines in self.lines.items() if place in lines]
-        if not names or not mutant.in_function:
-            names = [n for n, seen in self.lines.items() if any(f == place[0] for f, _ in seen)]
+    def files(self, room: str) -> list[Path]:
+        """The sources of a room."""
+        return sorted((self.root / "trainer" / room).rglob("*.py"))
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """The tests that call the function of a change, the quickest first: for a change of none,
+        or of one that is called nowhere here, those that call any of its file, or all."""
+        place = mutant.file, mutant.function
+        names = [name for name, called in self.called.items() if place in called]
         if not names:
-            names = [name for name in self.lines if name.startswith(f"tests/{room}/")]
+            names = [n for n, seen in self.called.items() if any(f == place[0] for f, _ in seen)]
         left, chosen = LONGEST, []
-        for name in sorted(names, key=lambda name: self.seconds[name]):
+        for name in sorted(names or self.called, key=lambda name: self.seconds[name]):
             left -= self.seconds[name]
             if left > 0 or not chosen:
                 chosen.append(name)
         return chosen
 
-    def notices(self, mutant: Mutant, room: str) -> bool:
+    def notices(self, mutant: Mutant) -> bool:
         """Whether a test fails with this change."""
-        tests = self.tests_of(mutant, room)
+        tests = self.tests_of(mutant)
         path = self.root / mutant.file
         source, times = path.read_bytes(), path.stat()
 
@@ -239,21 +237,20 @@ class Checkout:
 
 
 def score(room: str, checkout: Checkout, at: str | None, minutes: float, seed: int) -> list[Mutant]:
-    """Try changes to a room in random order until the time is over; those that no test notices."""
-    ends = time.monotonic() + 60 * minutes
-    files = sorted((checkout.root / "trainer" / room).rglob("*.py"))
-    names = [str(path.relative_to(checkout.root)) for path in files]
+    """Try changes to a room in random order until the time is over, which begins when its tests
+    have run once; those that no test notices."""
+    names = [str(path.relative_to(checkout.root)) for path in checkout.files(room)]
     every = [m for name in names for m in mutants((checkout.root / name).read_bytes(), name)]
     if at is not None:
         every = [m for m in every if f"{m.file}:{m.line}:".startswith(f"{at}:")]
     random.Random(seed).shuffle(every)
     checkout.watch(room)
-    lived, tried = [], 0
+    lived, tried, ends = [], 0, time.monotonic() + 60 * minutes
     for mutant in every:
         if time.monotonic() > ends:
             break
         tried += 1
-        noticed = checkout.notices(mutant, room)
+        noticed = checkout.notices(mutant)
         lived += [] if noticed else [mutant]
         said = "noticed" if noticed else "LIVES"
         print(f"{room} {tried} {said} {mutant.file}:{mutant.line} {mutant.change}", file=sys.stderr)
@@ -267,7 +264,7 @@ def main() -> None:
     rooms = sorted(path.parent.name for path in ROOT.glob("trainer/*/__init__.py"))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rooms", nargs="+", default=rooms, choices=rooms, metavar="ROOM")
-    parser.add_argument("--budget", type=float, default=60, metavar="MINUTES")
+    parser.add_argument("--budget", type=float, default=60, metavar="MINUTES", help="of changes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at", metavar="FILE[:LINE]", help="changes to this file or line alone")
     parser.add_argument("--preload", nargs="*", default=PRELOADED, metavar="MODULE")
