@@ -159,7 +159,7 @@ def test_many_lines_are_shared_out_among_panels():
     assert is_panelled([(model, str(i)) for model in ("RoPE", "DroPE") for i in range(5)])
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize(("factors", "within"), [((0.25, 0.5), 0), ((0.5, 1), 1), ((2, 4), 0)])
 def test_the_training_length_is_marked_where_it_was_measured(tmp_path, factors, within):
     made = [cell([1.0, 0.0], length=int(TRAINED * factor)) for factor in factors]
