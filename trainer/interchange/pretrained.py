@@ -223,6 +223,11 @@ def find_pretrained(given: str) -> Path:
     Raises:
         UserError: there is none.
     """
+    if not given:
+        raise UserError(
+            "model.from_pretrained: expected a directory, a .gguf file or a model of the hub, got "
+            "nothing; null begins from nothing."
+        )
     path = Path(given).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
