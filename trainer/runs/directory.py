@@ -63,8 +63,8 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
-    """Make or reopen the directory of a run, and write its mark and ``config.yaml``.
+def check_run_directory(config: RunConfig, finished: bool = False) -> None:
+    """See that a run may have its directory; changes nothing.
 
     ``finished``: the run is reported on already, so its evaluation may not differ either.
 
@@ -73,11 +73,12 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
     """
     directory = Path(config.run_dir)
     record = directory / "config.yaml"
-    if config.overwrite and directory.is_dir() and any(directory.iterdir()):
-        if problems := overwrite_problems(directory):
+    is_used = directory.is_dir() and any(directory.iterdir())
+    if config.overwrite:
+        if is_used and (problems := overwrite_problems(directory)):
             raise UserError(*problems)
-        shutil.rmtree(directory)
-    if directory.is_dir() and any(directory.iterdir()) and not record.exists():
+        return
+    if is_used and not record.exists():
         raise UserError(
             f"run_dir: {config.run_dir!r} holds other files and no run; choose another run_dir."
         )
@@ -95,9 +96,21 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
                 "Choose another name=, or overwrite=true to start again; "
                 f"`python -m trainer evaluate checkpoint={config.run_dir}` evaluates a run anew.",
             )
+
+
+def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
+    """Make or reopen the directory of a run, and write its mark and ``config.yaml``.
+
+    Raises:
+        UserError: as :func:`check_run_directory`.
+    """
+    check_run_directory(config, finished)
+    directory = Path(config.run_dir)
+    if config.overwrite and directory.is_dir():
+        shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_mark(directory)
-    write_atomically(record, yaml.safe_dump(plain(config), sort_keys=False))
+    write_atomically(directory / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
     return directory
 
 

@@ -22,6 +22,7 @@ from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import (
+    check_run_directory,
     log_to_file,
     open_run_directory,
     plain,
@@ -187,6 +188,9 @@ def _open(
         report = _finished_report(finished)
         open_run_directory(config, finished=True)
         return report
+    for arm in configs.values():
+        if not config.overwrite or arm is config:  # which takes the controls' directories with it
+            check_run_directory(arm)
     opened.append(open_corpus(config, ranks.world_size == 1))
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():

@@ -285,5 +285,7 @@ METRICS = ("a,b\n1,2\n", "step\nx\n", "step,loss\n1,x\n", "step,loss\n-,1\n",
            "step,loss\n\x00,1\n")  # fmt: skip
 COEFFICIENTS = (float("nan"), 1e300, -1, "a", None)
 FITTED = {"coefficient": 0.1, "per": "sequence", "lengths": [1], "text": "", "tokens": 3}
-TEMPERATURES = ("", "[]", "{}", DEEP_LIST, b"\xff", json.dumps({**FITTED, "per": "day"}),
-                *(json.dumps({**FITTED, "coefficient": value}) for value in COEFFICIENTS))  # fmt: skip
+TEMPERATURES = (
+    *("", "[]", "{}", DEEP_LIST, b"\xff", json.dumps({**FITTED, "per": "day"})),
+    *(json.dumps({**FITTED, "coefficient": value}) for value in COEFFICIENTS),
+)

@@ -31,7 +31,7 @@ model.hidden_size=null | model.hidden_size: got None
 model.num_hidden_layers=100000 | model.num_hidden_layers: expected at most 2,048
 model.num_hidden_layers=0 | model.num_hidden_layers
 model.num_attention_heads=1000000000 | model.num_attention_heads: expected at most
-model.num_attention_heads=5 | model.num_attention_heads: 5 heads do not divide
+model.num_attention_heads=5 model.num_key_value_heads=1 | 5 heads do not divide
 model.num_key_value_heads=0 | model.num_key_value_heads
 model.vocab_size=99999999999999999999 | model.vocab_size: expected at most
 model.vocab_size=10 | model.vocab_size: 10 embeddings
@@ -96,8 +96,8 @@ data=files data.files=[none/*.txt] | names no file in
 data=files data.files=[notes.doc] | there is no file 'notes.doc'
 data=files data.files=[circle] | 'circle' cannot be read
 data=files data.files=[broken.py] | is not in .txt
-data=files data.files=[""] | an empty address names no file
-data=files data.files=text.txt | data.files: got 'text.txt'
+data=files 'data.files=[""]' | an empty address names no file
+data.files=text.txt | data.files: got 'text.txt'
 data=files data.files=["@none"] | the list 'none' cannot be read
 data=files data.files=["@empty.txt"] | the list 'empty.txt' names no file
 data=files data.files=["s3://a:b@c/d"] | an address with a password
