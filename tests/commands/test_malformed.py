@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 
-from tests.commands.malformed import runs, words
+from tests.commands.malformed import files, runs, words
 from trainer.__main__ import main
 from trainer.commands import configuration
 from trainer.commands.config_files import ConfigFiles
@@ -56,6 +56,7 @@ def source(base, tmp_path_factory):
     continue_metrics(place / "begun" / "metrics.csv", 9)
     shutil.rmtree(place / "run" / "checkpoints" / "step-000009")
     (place / "text.txt").write_text("Three short words.")
+    (place / "lines.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(90)))
     (place / "empty.txt").touch()
     (place / "broken.py").write_text("1 / 0")
     (place / "others").mkdir()
@@ -71,12 +72,15 @@ def bounds():
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.MonkeyPatch.context() as patch:
-        compose = functools.cache(configuration.compose_with_hydra)
-        patch.setattr(
-            configuration,
-            "compose_with_hydra",
-            lambda root, lines, files, found=(): copy.deepcopy(compose(root, tuple(lines), files)),
-        )
+        original = configuration.compose_with_hydra
+        cached = functools.cache(original)
+
+        def compose(root, lines, files, problems=()):
+            if files.own is not None:  # which another test may have written
+                return original(root, lines, files, problems)
+            return copy.deepcopy(cached(root, tuple(lines), files))
+
+        patch.setattr(configuration, "compose_with_hydra", compose)
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
         yield
     resource.setrlimit(resource.RLIMIT_AS, before)
@@ -91,9 +95,9 @@ def too_long(*_):
 def refused(monkeypatch, capsys):
     """Runs a command line in a directory; its one message, once it has changed nothing there."""
 
-    def go(place, line):
+    def go(place, line, several=False, cache="cache"):
         monkeypatch.chdir(place)
-        monkeypatch.setenv("UNROPE_CACHE", str(place / "cache"))
+        monkeypatch.setenv("UNROPE_CACHE", cache)
         before = files_of(place)
         signal.signal(signal.SIGALRM, too_long)
         signal.alarm(SECONDS)
@@ -103,7 +107,7 @@ def refused(monkeypatch, capsys):
         said = capsys.readouterr().err
         assert stop.value.code == 2, said
         assert "Traceback" not in said
-        assert said.count("error:") == 1, said
+        assert said.count("error:") == 1 or several, said
         after = files_of(place)
         assert not [name for name in {*before, *after} if before.get(name) != after.get(name)]
         assert not Path("harm").exists()
@@ -258,3 +262,62 @@ def test_a_run_directory_that_is_damaged(damaged, kind):
 def test_a_temperature_that_is_none(damaged, text):
     said = damaged(runs.content("temperature.json", text, vouched=False), READERS["generate"])
     assert "holds no temperature" in said
+
+
+OWN = "--config-dir conf +experiment=own"
+
+
+@pytest.mark.parametrize("kind", files.GROUPS)
+def test_a_group_of_a_user_that_is_damaged(tmp_path, refused, kind):
+    content, said = files.GROUPS[kind]
+    files.group(tmp_path, content)
+    assert said in refused(tmp_path, f"prepare {OWN}")
+
+
+def test_an_experiment_without_its_first_line(tmp_path, refused):
+    content, said = files.NO_MARK
+    files.group(tmp_path, content)
+    (tmp_path / "conf" / "experiment" / "own.yaml").write_text(content)
+    assert said in refused(tmp_path, f"prepare {OWN}")
+
+
+@pytest.mark.parametrize("name", files.TEXTS)
+def test_text_that_is_none(tmp_path, refused, name):
+    content, said = files.TEXTS[name]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert said in refused(tmp_path, f"prepare data=files data.files=[{name}]", several=True)
+
+
+@pytest.mark.parametrize("kind", files.MODELS)
+def test_a_configuration_of_a_published_model(tmp_path, refused, kind):
+    config, said = files.MODELS[kind]
+    files.model(tmp_path, config, weights=files.NO_TENSORS)
+    assert said in refused(tmp_path, "generate checkpoint=published prompt=a", several=True)
+
+
+@pytest.mark.parametrize("kind", files.WEIGHTS)
+def test_weights_of_a_published_model(tmp_path, refused, kind):
+    weights, said = files.WEIGHTS[kind]
+    files.model(tmp_path, weights=weights)
+    assert said in refused(tmp_path, "generate checkpoint=published prompt=a", several=True)
+
+
+@pytest.mark.parametrize("kind", files.INDEXES)
+def test_an_index_of_published_weights(tmp_path, refused, kind):
+    index, said = files.INDEXES[kind]
+    files.model(tmp_path, index=index)
+    assert said in refused(tmp_path, "generate checkpoint=published prompt=a", several=True)
+
+
+PLACES = """
+UNROPE_CACHE=text.txt | 'text.txt
+UNROPE_CACHE=/proc/cache | /proc/cache
+UNROPE_CACHE=text.txt/below | text.txt
+UNROPE_CACHE=circle | circle
+"""
+
+
+@pytest.mark.parametrize(("place", "said"), rows(PLACES))
+def test_a_cache_that_is_no_place(source, refused, place, said):
+    words = "prepare data=files data.files=[lines.jsonl]"
+    assert said in refused(source, words, cache=place.partition("=")[2])

@@ -7,15 +7,11 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from trainer.model.config import LARGEST
+
 MOST = {
     **dict.fromkeys(("threads", "workers", "num_workers", "gpus_per_node"), 1024),
-    "num_hidden_layers": 2048,
-    "num_attention_heads": 1024,
-    "num_key_value_heads": 1024,
-    "head_dim": 1 << 16,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 24,
-    "vocab_size": 1 << 24,
+    **LARGEST,
     "max_new_tokens": 1 << 24,
     "trials": 1_000_000,
     "lengths": 1e6,

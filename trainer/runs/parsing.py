@@ -82,7 +82,12 @@ def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
             if not any(p.startswith(f"{where}: expected a group") for p in problems)
         ]
         values = _without(values, [e["loc"] for e in error.errors()])
-        found = adapter(schema).validate_python(values)
+        try:
+            found = adapter(schema).validate_python(values)
+        except ValidationError as again:  # of a group where a value belongs
+            wrong = {e["loc"][0] for e in again.errors()}
+            values = {key: value for key, value in values.items() if key not in wrong}
+            found = adapter(schema).validate_python(values)
     if infinite := dict(_infinite(dataclasses.asdict(cast(Any, found)))):
         problems += [
             f"{'.'.join(place)}: got {value!r}; expected a finite number."
