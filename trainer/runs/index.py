@@ -8,8 +8,10 @@ that it must have.
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
+import pickletools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from trainer.errors import UserError
+from trainer.formats import read_content
 
 FILE = ".metadata"
 LARGEST = 1 << 30
@@ -55,6 +58,17 @@ DTYPES = {
     ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
 
+OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"),
+    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+    *("GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
+    *("BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
+}
+"""What the machine may do: as much as DCP's writer asks of it, in any of pickle's protocols from 2.
+Others ask for memory before they read, or are known to fail aloud in the interpreter itself."""
+
 T = TypeVar("T")
 
 
@@ -65,12 +79,11 @@ def read_index(directory: Path) -> Metadata:
         UserError: it is damaged, or holds what has no place there.
     """
     try:
-        size = (directory / FILE).stat().st_size
-        if size > LARGEST:
-            raise pickle.UnpicklingError(f"it has {size:,} bytes")
-        with (directory / FILE).open("rb") as file:
-            loaded = _Unpickler(file).load()
-        return _metadata(loaded, directory)
+        data = read_content(directory / FILE, LARGEST)
+        for opcode, _, _ in pickletools.genops(data):
+            if opcode.name not in OPCODES:
+                raise Refused(f"the opcode {opcode.name} has no place in a checkpoint's index.")
+        return _metadata(_Unpickler(io.BytesIO(data)).load(), directory)
     except Refused as error:
         raise UserError(
             f"checkpoint: the index of {directory.name!r} is refused: {error}"
