@@ -13,13 +13,16 @@ from trainer.stopping import partial_directory, stopping_at_once
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_signal_ends_the_work_and_what_is_half_written_goes(tmp_path, kept):
-    with (
-        pytest.raises(PreemptedError, match=r"Stopped \(SIGTERM\)") as stop,
-        stopping_at_once("Stopped", signal.SIGTERM, kept=kept),
-        partial_directory(tmp_path / "model") as partial,
-    ):
-        (partial / "weights").write_text("half")
-        os.kill(os.getpid(), signal.SIGTERM)
+    def work():
+        with (
+            stopping_at_once("Stopped", signal.SIGTERM, kept=kept),
+            partial_directory(tmp_path / "model") as partial,
+        ):
+            (partial / "weights").write_text("half")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(PreemptedError, match=r"Stopped \(SIGTERM\)") as stop:
+        work()
     assert stop.value.kept == kept
     assert not list(tmp_path.iterdir())
 
