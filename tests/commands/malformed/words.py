@@ -5,18 +5,18 @@ model.hiden_size=3 | Did you mean 'hidden_size'
 modle.hidden_size=3 | Did you mean 'model'
 optimizer.lr=fast | optimizer.lr: got 'fast'
 optimizer.lr=[1,2] | optimizer.lr: got
-optimizer.lr=nan | optimizer.lr: expected a finite number, got nan
-optimizer.lr=inf | optimizer.lr: expected a finite number, got inf
+optimizer.lr=nan | expected a finite number
+optimizer.lr=inf | expected a finite number
 optimizer.lr=-inf | optimizer.lr
-optimizer.lr="nan" | optimizer.lr: expected a finite number, got nan
+optimizer.lr="nan" | expected a finite number
 optimizer.lr=0 | optimizer.lr: expected a positive number
 optimizer.eps=-1 | optimizer.eps: expected a positive number
 optimizer.betas=[1,1] | optimizer.betas
 optimizer.betas=[0.9] | optimizer.betas
-optimizer.betas=[nan,0.9] | optimizer.betas[0]: expected a finite number
-optimizer.weight_decay=nan | optimizer.weight_decay: expected a finite number
+optimizer.betas=[nan,0.9] | expected a finite number
+optimizer.weight_decay=nan | expected a finite number
 optimizer.name=adam | Did you mean 'adamw'
-schedule.peak=inf | schedule.peak: expected a finite number, got inf
+schedule.peak=inf | expected a finite number
 schedule.peak=0 | schedule.peak
 schedule.warmup_steps=-1 | schedule.warmup_steps
 schedule.final=2 | schedule.final
@@ -77,11 +77,11 @@ positional.windows=[0] | window of 0
 positional.windows=[] | positional.windows
 +positional.heads.nope=2.0 | positional.heads.nope: expected a share from 0 to 1
 +positional.heads.nope=-1 | positional.heads.nope: expected a share from 0 to 1
-+positional.heads.nope=nan | positional.heads.nope: expected a finite number
++positional.heads.nope=nan | expected a finite number
 +positional.heads.nope=0.123 | is not a whole number of them
 +positional.heads.rop=0.5 | unknown encoding 'rop'
 +positional.encodings.rope.bass=1 | bass
-positional.encodings.rope.base=nan | positional.encodings.rope.base: expected a finite number
+positional.encodings.rope.base=nan | expected a finite number
 positional.encodings.rope.base=-5 | base
 positional.encodings.rope.base=big | base
 +positional.encodings.rope=5 | positional.encodings.rope
@@ -106,7 +106,7 @@ data.sequence_length=-1 | data.sequence_length
 data.sequence_length=1 | data.sequence_length
 data.sequence_length=4294967296 | data.sequence_length
 data.validation=0 | data.validation
-data.validation=nan | data.validation: expected a finite number
+data.validation=nan | expected a finite number
 data.test=1.5 | data.test
 data.test_tokens=0 | data.test_tokens
 data.min_characters=-1 | data.min_characters
@@ -171,7 +171,7 @@ strategy=dpp | Did you mean 'ddp'
 strategy.shard_size=2 | strategy.shard_size
 strategy.cpu_offload=true | strategy.cpu_offload
 strategy.timeouts.start=0 | strategy.timeouts.start
-strategy.timeouts.start=nan | strategy.timeouts.start: expected a finite number
+strategy.timeouts.start=nan | expected a finite number
 logger=wandbb | Did you mean 'wandb'
 monitor.lengths=[0] | monitor.lengths
 monitor.lengths=[] | monitor.lengths
@@ -181,7 +181,7 @@ evaluation=extention | Did you mean 'extension'
 evaluation.lengths=[] | evaluation.lengths
 evaluation.lengths=[0] | evaluation.lengths: expected positive multiples
 evaluation.lengths=[-1] | evaluation.lengths: expected positive multiples
-evaluation.lengths=[nan] | evaluation.lengths[0]: expected a finite number
+evaluation.lengths=[nan] | expected a finite number
 evaluation.lengths=[1e300] | evaluation.lengths[0]: expected at most
 evaluation.lengths=[1e6] data.sequence_length=4096 | evaluation.lengths: expected multiples
 evaluation.lengths=[0.01] | evaluation.lengths: expected multiples
@@ -198,7 +198,7 @@ evaluation.windows=100000000000 | evaluation.windows: held-out text of
 evaluation.last=0 | evaluation.last
 evaluation.last=100000 | evaluation.last: 100000 tokens are more than
 evaluation.batch_tokens=0 | evaluation.batch_tokens
-evaluation.temperature.grid=[nan] | evaluation.temperature.grid[0]: expected a finite number
+evaluation.temperature.grid=[nan] | expected a finite number
 evaluation.temperature.grid=[1e300] | evaluation.temperature.grid
 evaluation.temperature.grid=[-1] | evaluation.temperature.grid
 evaluation.temperature.grid=[] | evaluation.temperature.grid
@@ -291,7 +291,7 @@ export checkpoint=RUN to=text.txt | is a file
 export checkpoint=RUN to=text.txt/x | is a file
 export checkpoint=RUN to=/proc/x | cannot be written
 export checkpoint=RUN to=out dtype=fp8 | dtype
-export checkpoint=RUN to=out tolerance=nan | tolerance: expected a finite number
+export checkpoint=RUN to=out tolerance=nan | expected a finite number
 export checkpoint=RUN to=out tolerance=-1 | tolerance
 export checkpoint=RUN to=out threads=100000 | threads: expected at most
 inspect | checkpoint: give a run directory
