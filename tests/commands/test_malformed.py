@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import re
 import resource
 import shlex
@@ -22,13 +23,14 @@ import yaml
 
 from tests.commands.malformed import files, runs, words
 from trainer.__main__ import main
-from trainer.commands import configuration
+from trainer.commands import config_files, configuration
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.configuration import compose_words
 from trainer.commands.train import read_run
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.directory import open_run_directory
 from trainer.runs.metrics_file import continue_metrics
+from trainer.runs.saved_state import check_resumable
 from trainer.training.run import train
 
 MEMORY, SECONDS = 2 << 30, 20
@@ -68,7 +70,7 @@ def source(base, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def bounds():
-    """Memory for all of them, and one composition for each choice of groups."""
+    """Memory for all of them; files of ``conf/`` are read, and composed, once for all."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +82,14 @@ def bounds():
                 return original(root, lines, files, problems)
             return copy.deepcopy(cached(root, tuple(lines), files))
 
+        read, directory = config_files.read_file, config_files.config_directory()
+        known = functools.cache(read)
         patch.setattr(configuration, "compose_with_hydra", compose)
+        patch.setattr(
+            config_files,
+            "read_file",
+            lambda path: (known if path.is_relative_to(directory) else read)(path),
+        )
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
         yield
     resource.setrlimit(resource.RLIMIT_AS, before)
@@ -249,6 +258,13 @@ def test_a_checkpoint_whose_files_are_others(damaged, harm, command):
 @pytest.mark.parametrize("harm", values(runs.RESUMED).values(), ids=values(runs.RESUMED))
 def test_a_state_that_training_cannot_go_on_from(damaged, harm):
     assert re.match("checkpoint: |data: ", damaged(harm, RESUME))
+
+
+def test_the_same_state_as_it_was_written_goes_on(damaged):
+    """What is refused here is the harm that is done to it."""
+    assert re.match("checkpoint: .*step: 5", damaged(runs.state_with("step", 5), RESUME))
+    state = json.loads((runs.newest(Path("hurt")) / "state.json").read_text())
+    check_resumable(Path("step-000009"), {**state, "step": 9})
 
 
 @pytest.mark.parametrize("kind", IN_RUN)

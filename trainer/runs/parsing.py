@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import singledispatch
+from functools import cache, singledispatch
 from typing import Any, Protocol, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import ValidationError
@@ -24,7 +24,7 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
     """Keys that the dataclass does not have, at any depth, and groups that are no mappings."""
     if not isinstance(values, dict):
         return [f"{path}: expected a group of keys, got {values!r}."]
-    hints = get_type_hints(schema)
+    hints = _hints(schema)
     found = []
     for key, value in values.items():
         where = f"{path}.{key}" if path else str(key)
@@ -37,6 +37,10 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
             for inner in filter(dataclasses.is_dataclass, get_args(hints[key])):
                 found += [p for group in groups for p in _unknown_keys(inner, group, where)]
     return found
+
+
+_hints = cache(get_type_hints)
+"""The types of a dataclass's fields, looked up once."""
 
 
 def _listed(value: Any) -> list[Any]:

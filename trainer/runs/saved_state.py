@@ -24,6 +24,7 @@ from trainer.model.config import ModelConfig
 from trainer.positional.first_format import from_first_format
 from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
+from trainer.report.results import Reach
 from trainer.runs.metrics_file import BUCKETS
 from trainer.runs.numbers import number_problems
 
@@ -123,11 +124,30 @@ class SavedCertificate:
 
 
 @dataclass(frozen=True)
+class SavedDrop:
+    """What the drop did; nothing before it."""
+
+    step: Count | None = None
+    loss_before: float | None = None
+    loss_after: float | None = None
+    loss_end: float | None = None
+    sequences: dict[str, list[float | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SavedLengths:
+    """What was measured of lengths while the run trained."""
+
+    history: list[Reach] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class SavedCallbacks:
     """States of the run's own callbacks."""
 
     Metrics: SavedMetrics
-    Drop: dict[str, float]
+    Drop: SavedDrop
+    Lengths: SavedLengths = field(default_factory=SavedLengths)
 
 
 @dataclass(frozen=True)

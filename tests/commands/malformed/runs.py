@@ -78,7 +78,10 @@ RESUMED = [
     ("certificate.last_step", ("f" * 16, "", 3)),
     ("callbacks", (GONE, {}, {"Metrics": {}, "Drop": {}})),
     ("callbacks.Metrics.pending", (3, {"a": "b"})),
-    ("callbacks.Drop.step", ("x", None)),
+    ("callbacks.Drop", (3, [])),
+    ("callbacks.Drop.step", ("x", -1)),
+    ("callbacks.Drop.sequences", (3, {"before": ["x"]})),
+    ("callbacks.Lengths", (3, {"history": [3]}, {"history": [{}]})),
     ("data", (GONE, {"corpus": "x", "order": "y", "texts": []})),
     ("step", (5, 10**9)),
     ("user_callbacks", (3, {"a": 3})),
@@ -279,7 +282,7 @@ MARKS = ("[]", "{}", "3", '{"format": "x"}', '{"format": 99, "program": "unrope"
          '{"format": 1, "program": "another"}', DEEP_LIST, b"\xff")  # fmt: skip
 CONFIGS = ("", "[]", "3", "a: [", "a: b: c", "\t", "!!python/object:os.system {}", b"\xff\xfe\xfa",
            "trainer: 3", "trainer: {max_steps: x}", "trainer: {max_steps: -1}", "seed: .nan",
-           "data: {sequence_length: 0}", "&a [*a]", "[" * 20_000)  # fmt: skip
+           "data: {sequence_length: 0}", "&a [*a]", "[" * 3000)  # fmt: skip
 METRICS = ("a,b\n1,2\n", "step\nx\n", "step,loss\n1,x\n", "step,loss\n-,1\n",
            "step\n1\n1,2,3\n", "step,loss\n1.5,2\n", b"\xff\xfe\xfa\n1\n",
            "step,loss\n\x00,1\n")  # fmt: skip

@@ -149,7 +149,7 @@ trainer.max_steps=100000000000000000000 | trainer.max_steps: expected at most
 trainer.max_steps=1e3x | trainer.max_steps
 trainer.max_tokens=-5 | trainer.max_tokens
 trainer.batch_size=0 | trainer.batch_size
-trainer.batch_size=1000000000000 | sequences of 64 tokens need at least
+trainer.accelerator=cpu trainer.batch_size=1000000000000 | sequences of 64 tokens need at least
 trainer.micro_batch_size=7 | does not divide
 trainer.precision=fp16 | trainer.precision
 trainer.accelerator=gpu | torch sees no GPU
