@@ -23,7 +23,12 @@ REQUEUE_EXIT_CODE = 85
 
 
 class PreemptedError(Exception):
-    """A run stopped at a step boundary, with a checkpoint, because it was asked to."""
+    """Work stopped because it was asked to; a run at a step boundary, with a checkpoint. ``kept``:
+    whether the same command goes on from what is there."""
+
+    def __init__(self, said: str, kept: bool = True) -> None:
+        self.kept = kept
+        super().__init__(said)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

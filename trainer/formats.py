@@ -1,13 +1,85 @@
-"""What is written to disk carries the number of its format; a newer one is refused, not misread."""
+"""What is written to disk is read back as what it is declared to be, or refused in one line.
+
+A file may be damaged, cut short, or come from somebody else. It carries the number of its format; a
+newer one is refused, not misread.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from trainer.errors import UserError
 
+T = TypeVar("T")
 FIRST = 1
 """The format of what was written before there were numbers."""
+LARGEST = 256 << 20
+"""Bytes of a file that is read as a whole; the largest is a description with its tokenizer."""
+Count = Annotated[int, Field(ge=0, le=10**15)]
+"""Of steps, tokens, bytes: more are none that anything here counted."""
+
+
+def read_plain(path: Path, largest: int = LARGEST) -> Any:
+    """The plain values of a JSON file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large or no JSON; says so in one line.
+    """
+    data = read_content(path, largest)
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {str(error).splitlines()[0]}") from None
+
+
+def read_as(path: Path, kind: type[T], largest: int = LARGEST) -> T:
+    """A JSON file as ``kind``, a dataclass or another annotation; nothing is converted.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large, no JSON, or holds something else; says where, in one line.
+    """
+    data = read_content(path, largest)
+    try:
+        return adapter(kind).validate_json(data, strict=True)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Where the first of pydantic's findings is, and what."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+def read_content(path: Path, largest: int = LARGEST) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large, or a pipe, which would be waited for.
+    """
+    if not path.is_file() and path.exists():
+        raise ValueError("it is no file")
+    size = path.stat().st_size
+    if size > largest:
+        raise ValueError(f"it has {size:,} bytes, at most {largest:,} are read")
+    return path.read_bytes()
+
+
+@cache
+def adapter(kind: type[T]) -> TypeAdapter[T]:
+    """The checker of a type, made once."""
+    return TypeAdapter(kind)
 
 
 def check_format(found: Any, newest: int, what: str, otherwise: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 from itertools import pairwise
 
 import pytest
@@ -48,3 +50,23 @@ def test_long_work_speaks_early_and_is_never_silent_for_more_than_ten_minutes(sp
 
 def test_other_processes_than_the_first_say_nothing(spoken):
     assert spoken(100, 0.1, silent=True) == ([], "")
+
+
+def test_a_full_disk_stops_no_work(monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(progress, "console", Console(file=Full()))
+    with Progress("a", 2) as bar:
+        for step in range(3):
+            bar.advance_to(step)
+
+
+def test_a_title_is_shown_as_it_is(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "console", Console(file=out, width=99))
+    with Progress("[bold]a[/x]", 1) as bar:
+        bar.advance_to(0)
+        bar.advance_to(1)
+    assert out.getvalue().startswith("[bold]a[/x]  100%")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
-import pickle
 import shutil
 from pathlib import Path
 
@@ -20,14 +18,12 @@ from trainer.runs import checkpoint_files
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish
 from trainer.runs.checkpoints import (
     find_checkpoint,
-    load_decoder,
     newest_sound_checkpoint,
     read_state,
     regular_checkpoints,
     step_name,
 )
 from trainer.runs.models import find_candidate
-from trainer.runs.state import SafeReader
 from trainer.training.callbacks import checkpointing
 
 
@@ -144,128 +140,6 @@ def test_evaluation_refuses_a_damaged_checkpoint_and_names_others(run):
     truncate(path / "state.json")
     with pytest.raises(UserError, match=r"step-000012.*damaged.*Others.*step-000009"):
         read_state(path)
-
-
-class Harmful:
-    def __reduce__(self):
-        return os.mkdir, ("harm",)
-
-
-def dotted(module, name):
-    """A pickle of protocol 4 that calls ``module.name("harm")``, the name resolved dot by dot."""
-    words = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
-    return b"\x80\x04" + words + b"\x93\x8c\x04harm\x85R."
-
-
-HARMFUL = {
-    "another module": (pickle.dumps(Harmful()), r"mkdir has no place"),
-    "through an admitted module": (
-        dotted("torch.distributed.checkpoint.metadata", "os.mkdir"),
-        r"os\.mkdir has no place",
-    ),
-    "a dotted name of an admitted class": (
-        dotted("pathlib", "PosixPath.mkdir"),
-        r"PosixPath\.mkdir has no place",
-    ),
-    "cut short": (pickle.dumps(Harmful())[:9], r"damaged|truncated"),
-    "no index": (pickle.dumps({"a": 1}), r"damaged"),
-}
-
-
-@pytest.mark.parametrize("kind", HARMFUL)
-def test_no_code_of_a_checkpoint_is_run(run, tmp_path, monkeypatch, kind):
-    """A pickle in the place of the index, with a manifest that vouches for it."""
-    config, _ = run()
-    path = find_checkpoint(config.run_dir)
-    monkeypatch.chdir(tmp_path)
-    content, said = HARMFUL[kind]
-    (path / ".metadata").write_bytes(content)
-    vouch_for(path)
-    with pytest.raises(UserError, match=said):
-        load_decoder(path, read_state(path))
-    with pytest.raises(pickle.UnpicklingError):
-        SafeReader(path).read_metadata()
-    assert not Path("harm").exists()
-
-
-def vouch_for(path):
-    (path / MANIFEST).write_text(json.dumps(digests(path, "*") | digests(path, ".metadata")))
-    assert damage(path) is None
-
-
-STATES = {
-    "null": "null",
-    "a list": "[]",
-    "deep": "[" * 100_000,
-    "nothing in it": "{}",
-    "another type": {"step": "x"},
-    "a shape that is none": {"model": {"hidden_size": "wide"}},
-    "no layout": {"layout": {}},
-    "no tokenizer": {"tokenizer": 3},
-}
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_a_description_that_is_damaged_is_one_line(run, kind):
-    config, _ = run()
-    path = find_checkpoint(config.run_dir)
-    change, state = STATES[kind], json.loads((path / "state.json").read_text())
-    if isinstance(change, dict):
-        change = json.dumps(state | change)
-    (path / "state.json").write_text(change)
-    vouch_for(path)
-    with pytest.raises(UserError, match=r"state\.json of 'step-000012' is damaged") as error:
-        read_state(path)
-    assert len(error.value.problems) == 1
-
-
-@pytest.mark.parametrize("manifest", ["[]", '{"state.json": [3]}', "[" * 100_000, '{"a": "b"}'])
-def test_a_manifest_that_is_none_is_damage(run, manifest):
-    config, _ = run()
-    path = find_checkpoint(config.run_dir)
-    (path / MANIFEST).write_text(manifest)
-    assert damage(path).startswith(MANIFEST)
-
-
-def harm_offset(info, about):
-    info.offset = -5
-
-
-def harm_path(info, about):
-    info.relative_path = ".."
-
-
-def harm_chunks(info, about):
-    about.chunks.clear()
-
-
-@pytest.mark.parametrize("harm", [harm_offset, harm_path, harm_chunks])
-def test_an_index_that_does_not_fit_the_files_is_one_line(run, harm):
-    config, _ = run()
-    path = find_checkpoint(config.run_dir)
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    index, info = next(i for i in metadata.storage_data.items() if "embed" in i[0].fqn)
-    harm(info, metadata.state_dict_metadata[index.fqn])
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    vouch_for(path)
-    with pytest.raises(UserError, match="step-000012"):
-        load_decoder(path, read_state(path))
-
-
-def test_files_outside_the_checkpoint_are_not_read(run):
-    config, _ = run()
-    path = find_checkpoint(config.run_dir)
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.relative_path = f"../{path.name}/{info.relative_path}"
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    vouch_for(path)
-    with pytest.raises(UserError, match="names files elsewhere"):
-        load_decoder(path, read_state(path))
-    listed = json.loads((path / MANIFEST).read_text())
-    listed["../../config.yaml"] = listed.pop("state.json")
-    (path / MANIFEST).write_text(json.dumps(listed))
-    assert "elsewhere" in damage(path)
 
 
 def test_a_full_disk_stops_no_run_and_hurts_no_older_checkpoint(run, monkeypatch, caplog):

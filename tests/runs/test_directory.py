@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 
 from trainer.errors import UserError
 from trainer.runs.config import RunConfig
-from trainer.runs.directory import open_run_directory, writable_problem
+from trainer.runs.directory import LogFile, open_run_directory, writable_problem
 from trainer.runs.mark import MARK
 from trainer.runs.parsing import parse
 
@@ -141,3 +142,22 @@ def test_a_directory_of_another_format_is_refused(place, mark, said):
     (place / MARK).write_text(mark)
     with pytest.raises(UserError, match=said):
         opened(place)
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is_now(place, tmp_path, monkeypatch):
+    """By another path, under another name, and by a path relative to where the command is given."""
+    opened(place)
+    moved = place.rename(tmp_path / "moved")
+    opened(moved, name="moved")
+    monkeypatch.chdir(tmp_path)
+    opened(Path("moved"), name="again")
+    with pytest.raises(UserError, match=r"seed: the run in 'moved' has 0, this command 1"):
+        opened(Path("moved"), seed=1)
+
+
+def test_a_log_on_a_full_disk_says_so_once_and_stops_nothing(capsys):
+    handler = LogFile("/dev/full")
+    for number in range(3):
+        handler.handle(logging.LogRecord("trainer", 20, "", 0, "line %d", (number,), None))
+    said = capsys.readouterr().err
+    assert said == "/dev/full: No space left on device; the run goes on\n"

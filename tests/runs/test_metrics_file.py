@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.runs import metrics_file
 from trainer.runs.metrics_file import COLUMNS, append_metrics, continue_metrics, read_metrics
+from trainer.training.metrics_logger import MetricsFile
 
 
 def written(path, steps):
@@ -58,3 +66,53 @@ def test_columns_of_what_is_monitored_come_when_they_are_first_measured(tmp_path
     ]
     columns = path.read_text().splitlines()[0].split(",")
     assert columns == [*COLUMNS, "length/loss_4x", "probe/entropy"]
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """A disk that takes no row while it is full."""
+
+    class Full:
+        is_full = False
+
+    class Writer(metrics_file.csv.DictWriter):
+        def writerow(self, row):
+            if not Full.is_full:
+                return super().writerow(row)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(metrics_file.csv, "DictWriter", Writer)
+    return Full
+
+
+def test_a_full_disk_stops_no_run_and_loses_no_row(tmp_path, full, caplog):
+    path = written(tmp_path / "metrics.csv", [10])
+    logger = MetricsFile(path)
+    full.is_full = True
+    for step in (20, 30):
+        logger.log_metrics({"loss": step / 7}, step)
+    assert [row["step"] for row in read_metrics(path)] == [10]
+    full.is_full = False
+    logger.log_metrics({"loss": 40 / 7}, 40)
+    assert [row["step"] for row in read_metrics(path)] == [10, 20, 30, 40]
+    assert [record.getMessage() for record in caplog.records] == [
+        "metrics.csv: No space left on device; the run goes on"
+    ]
+
+
+def test_a_run_whose_last_rows_cannot_be_written_says_so(tmp_path, full):
+    logger = MetricsFile(written(tmp_path / "metrics.csv", [10]))
+    full.is_full = True
+    logger.log_metrics({"loss": 1.0}, 20)
+    with pytest.raises(OSError, match="No space left"):
+        logger.finalize("success")
+
+
+@pytest.mark.parametrize(
+    "damage", ["step,loss\nx,1\n", "loss\n1\n", "step\n1\n1,2\n", "step\n\xff\n"]
+)
+def test_a_file_that_is_damaged_is_named(tmp_path, damage):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(damage.encode("latin-1"))
+    with pytest.raises(UserError, match=r"metrics\.csv' is damaged in row"):
+        read_metrics(path)

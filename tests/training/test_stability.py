@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.training.test_run import checkpoint_of, rows_of
 from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
 from trainer.runs.checkpoints import read_state
+from trainer.training.callbacks import stability
 
 
 def poison(monkeypatch, bad):
@@ -91,3 +93,14 @@ def test_a_heartbeat_says_how_far_the_run_is(finished):
     beat = json.loads((Path(config.run_dir) / "heartbeat.json").read_text())
     assert beat["step"] == 12
     assert beat["pid"] == os.getpid()
+
+
+def test_a_heartbeat_on_a_full_disk_stops_no_run(run, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(stability, "write_atomically", full)
+    _, trained = run(trainer={"log_every": 1})
+    assert trained.checkpoint.name == "step-000012"
+    said = [r.getMessage() for r in caplog.records if "heartbeat" in r.getMessage()]
+    assert said == ["heartbeat.json: No space left on device; the run goes on"]

@@ -3,9 +3,11 @@ like, within the training length and beyond?"""
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command, Named
+from trainer.stopping import stopping_at_once
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
@@ -31,7 +33,8 @@ def execute(named: Named[AnalysisRequest]) -> None:
     from trainer.workflows.analyze import analyze
 
     set_up_console()
-    report, page = analyze(named.request, named.name)
+    with stopping_at_once("Stopped", signal.SIGTERM, kept=False):
+        report, page = analyze(named.request, named.name)
     print("\n".join(summary(report) if len(report.sections) > 1 else findings(report)))
     for note in report.notes:
         print(f"Note: {note}")

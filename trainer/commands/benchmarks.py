@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from trainer.commands.console import WIDTH
@@ -17,7 +18,7 @@ def show(request: BenchmarkRequest, name: str) -> None:
     scores, path = run_benchmarks(request, name)
     out = Console(width=WIDTH)
     out.print(table(scores))
-    out.print(f"Numbers: {path}", highlight=False)
+    out.print(f"Numbers: {path}", highlight=False, markup=False)
 
 
 def table(scores: dict[str, list[Score]]) -> Table:
@@ -27,7 +28,7 @@ def table(scores: dict[str, list[Score]]) -> Table:
         made.add_column(head, overflow="fold")
     made.add_column("questions", justify="right")
     for name in scores:
-        made.add_column(name, justify="right", overflow="fold")
+        made.add_column(escape(name), justify="right", overflow="fold")
     previous = ""
     for row in zip(*scores.values(), strict=True):
         score = row[0]

@@ -132,14 +132,16 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     try:
         content = OmegaConf.load(path)
+        if isinstance(content, DictConfig):
+            return {str(key): value for key, value in OmegaConf.to_container(content).items()}  # type: ignore[union-attr]
+    except RecursionError as error:
+        raise UserError(f"{path}: it is nested too deeply, or holds itself.") from error
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{line}: {error.problem}.") from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, DictConfig):
-        raise UserError(f"{path}: expected keys with values, got a list.")
-    return {str(key): value for key, value in OmegaConf.to_container(content).items()}  # type: ignore[union-attr]
+    raise UserError(f"{path}: expected keys with values, got a list.")
 
 
 def is_global(path: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -90,14 +91,14 @@ def compose_words(
     chosen, others = _sorted(overrides, defaults, files, problems)
     lines = [*chosen.values()]
     config = compose_with_hydra(root, lines, files, problems)
-    keys, base = [], OmegaConf.to_container(config)
+    keys: list[Override] = []
+    base = OmegaConf.to_container(config)
     for override in others:
         if problem := _key_problem(override, base):
             problems.append(problem)
         else:
-            keys.append(str(override.input_line))
-    if keys:
-        config = compose_with_hydra(root, lines + keys, files, problems)
+            keys.append(override)
+    _apply(keys, config, problems)
     choices = dict(config.hydra.runtime.choices)
     with open_dict(config):
         del config["hydra"]
@@ -198,6 +199,19 @@ def compose_with_hydra(
         raise UserError(*problems, "A defaults list leads back to itself.") from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         said = str(error) or str(error.__cause__)
+        raise UserError(*problems, " ".join(said.split())) from error
+
+
+def _apply(keys: list[Override], config: DictConfig, problems: Sequence[str]) -> None:
+    """Set keys in a composed configuration as Hydra would have, had it been given them then.
+
+    Raises:
+        UserError: it cannot; with the ``problems`` already known.
+    """
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(keys, config)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        said = str(error.__cause__ or error)
         raise UserError(*problems, " ".join(said.split())) from error
 
 

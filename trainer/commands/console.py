@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.text import Text
 
 from trainer.report.health import troubles
@@ -51,9 +52,10 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
         out.print(Text(f"Warning: {trouble}", style="bold red"))
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
-        out.print(f"{marks[observation.shown]}: {observation.claim} [dim]({observation.source})[/]")
+        said = f"{marks[observation.shown]}: {escape(observation.claim)}"
+        out.print(f"{said} [dim]({escape(observation.source)})[/]")
     for note in report.notes:
         out.print(f"Note: {note}", highlight=False, markup=False)
     if existing:
         out.print("This run was finished before; nothing was trained. overwrite=true starts again.")
-    out.print(f"Report: {Path(run_dir) / 'report.html'}", highlight=False)
+    out.print(f"Report: {Path(run_dir) / 'report.html'}", highlight=False, markup=False)

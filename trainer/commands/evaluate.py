@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.command import Command, Named
 from trainer.commands.kinds import KINDS, kind_problem, request_schema
 from trainer.errors import UserError
+from trainer.stopping import stopping_at_once
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
@@ -33,15 +35,16 @@ def execute(named: Named[Any]) -> None:
     from trainer.workflows.evaluation_request import EvaluationRequest
 
     set_up_console()
-    if isinstance(named.request, EvaluationRequest):
-        from trainer.workflows.evaluate import evaluate_lengths
+    with stopping_at_once("Stopped", signal.SIGTERM):
+        if isinstance(named.request, EvaluationRequest):
+            from trainer.workflows.evaluate import evaluate_lengths
 
-        report, output = evaluate_lengths(named.request, named.name)
-        print_report(report, str(output), existing=False)
-    else:
-        from trainer.commands.benchmarks import show
+            report, output = evaluate_lengths(named.request, named.name)
+            print_report(report, str(output), existing=False)
+        else:
+            from trainer.commands.benchmarks import show
 
-        show(named.request, named.name)
+            show(named.request, named.name)
 
 
 HELP = """

@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError, TransientError, UserError
 from trainer.runs.job_files import say_mistake
 
+CLOSED_PIPE = 141
+"""What a shell says of a program whose reader has gone: 128 and the number of SIGPIPE."""
+
+STOPPED = 143
+"""Likewise of SIGTERM."""
+
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Exit with 2 for a mistake of the user's, 85 when stopped to be continued, 130 when
-    interrupted."""
+    """Exit with 2 for a mistake of the user's or what a disk does, 130 when interrupted, 85 when
+    stopped to be continued, 143 when stopped with nothing kept, 141 when nobody reads any more."""
+    for stream in (sys.stdout, sys.stderr):  # of terminals that lack a character
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        sys.exit(CLOSED_PIPE)
     except UserError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+        _say(*(f"error: {problem}" for problem in error.problems))
         if not isinstance(error, TransientError):
             say_mistake()
         sys.exit(2)
+    except OSError as error:  # of a disk that is full, a place that may not be read, and their like
+        if error.strerror is None:
+            raise
+        where = "" if error.filename is None else f"{str(error.filename)!r}: "
+        _say(f"error: {where}{error.strerror}.")
+        _discard(sys.stdout)
+        sys.exit(2)
     except PreemptedError as stop:
-        print(f"{stop} The same command goes on from there.", file=sys.stderr)
-        sys.exit(REQUEUE_EXIT_CODE)
+        _say(f"{stop} The same command {'goes on from there' if stop.kept else 'begins anew'}.")
+        sys.exit(REQUEUE_EXIT_CODE if stop.kept else STOPPED)
     except KeyboardInterrupt:
-        print(
-            "Interrupted; the same command goes on from what was kept, if anything.",
-            file=sys.stderr,
-        )
+        _say("Interrupted; the same command goes on from what was kept, if anything.")
         sys.exit(130)
+
+
+def _say(*lines: str) -> None:
+    """To standard error, where that can be written."""
+    try:
+        for line in lines:
+            print(line, file=sys.stderr)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what a stream still holds go nowhere: Python would try to write it at the end, and fail
+    aloud."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

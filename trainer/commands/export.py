@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
+from trainer.stopping import stopping_at_once
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
@@ -26,7 +28,8 @@ def execute(request: ExportRequest) -> None:
     set_up_console()
     from trainer.workflows.export import export_checkpoint
 
-    exported = export_checkpoint(request)
+    with stopping_at_once("Stopped", signal.SIGTERM, kept=False):
+        exported = export_checkpoint(request)
     trust = "" if exported.plan.is_native else ", trust_remote_code=True"
     print(f"AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")
 

@@ -26,11 +26,12 @@ class _Own:
 
 def read(composed: Composed) -> PrepareRequest:
     """The checked request."""
+    from trainer.runs.numbers import number_problems
     from trainer.runs.parsing import validated
 
     values = {key: value for key, value in composed.values.items() if key not in OWN}
     own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
-    problems += own.prepare.problems()
+    problems += [*number_problems(own), *own.prepare.problems()]
     config = read_run(replace(composed, values=values), problems)
     return PrepareRequest(config, own.prepare, own.verify)
 

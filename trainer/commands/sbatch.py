@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from trainer.commands.snapshot import slurm_directory
@@ -65,6 +65,13 @@ class SlurmConfig:
             found.append(f"signal_seconds: expected 1 to 65535, got {self.signal_seconds}.")
         if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", str(self.time)):
             found.append(f"time: expected minutes, 24:00:00 or 2-12:00:00, got {self.time!r}.")
+        found += [
+            f"{key}: expected one line, got {value!r}."
+            for key, given in asdict(self).items()
+            if key != "setup"
+            for value in (given if isinstance(given, list) else [given])
+            if isinstance(value, str) and not value.isprintable()
+        ]
         found += [
             f"{key}: expected options such as --reservation=name, got {option!r}."
             for key, options in (("extra", self.extra), ("prepare_options", self.prepare_options))

@@ -47,12 +47,14 @@ class Job:
 
 def read(composed: Composed, trains: bool = True) -> Job:
     """The checked job; ``trains``: whether it is the run's own."""
+    from trainer.runs.numbers import number_problems
     from trainer.runs.parsing import validated
     from trainer.runs.spread import spread_problems
 
     values = {key: value for key, value in composed.values.items() if key != "slurm"}
     group, found = validated(Slurm, {"slurm": composed.values["slurm"]})
-    problems = [*found, *(f"slurm.{p}" for p in group.slurm.problems())]
+    problems = [*found, *number_problems(group)]
+    problems += [f"slurm.{problem}" for problem in group.slurm.problems()]
     problems += _misfits(group.slurm, values) if trains else []
     config = read_run(replace(composed, values=values), problems)
     if trains and (found := spread_problems(config, *_workers(group.slurm))):

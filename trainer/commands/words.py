@@ -18,7 +18,7 @@ def parse_words(words: Sequence[str]) -> tuple[list[Override], list[str]]:
     found, problems = [], []
     for word in words:
         try:
-            found.append(parser.parse_override(word))
+            override = parser.parse_override(word)
         except HydraException:
             problems.append(f"{word!r}: expected key=value, for instance seed=1.")
             with suppress(HydraException):
@@ -27,6 +27,11 @@ def parse_words(words: Sequence[str]) -> tuple[list[Override], list[str]]:
                 problems[-1] = (
                     f"{word!r}: a value with such characters stands in quotes: '{meant}'."
                 )
+        else:
+            if override.key_or_group:
+                found.append(override)
+            else:
+                problems.append(f"{word!r}: expected key=value, for instance seed=1.")
     return found, problems
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from trainer.data.order import PERIOD
 from trainer.errors import did_you_mean
+from trainer.formats import adapter
 
 LARGEST_VOCABULARY = 1_000_000
 """Entries of a tokenizer that is trained here."""
@@ -196,7 +197,7 @@ class DataConfig(SourceConfig):
                 weights[name] = weight
             own = {k: v for k, v in changes.items() if k in keys and k != "weight"}
             try:
-                TypeAdapter(DataConfig).validate_python(own)
+                adapter(DataConfig).validate_python(own)
             except ValidationError as error:
                 found += [
                     f"{at}.{e['loc'][0]}: got {e['input']!r}; {e['msg'][0].lower()}{e['msg'][1:]}."

@@ -14,7 +14,7 @@ from trainer.data.plan import digest
 from trainer.data.prepared import Prepared, is_prepared, open_prepared
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.shards import TokenStream
-from trainer.data.sources import describe
+from trainer.data.sources import describe, is_here, list_source
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import UserError
 
@@ -108,12 +108,15 @@ def prepare_corpus(
     texts = config.texts
     as_many = isinstance(wanted, list) and len(wanted) == len(texts)
     known = dict(zip(texts, map(str, wanted), strict=True)) if as_many else {}
+    begun: set[str] = set()
     for name, (text, _) in texts.items():
+        begun.add(name)
         with of_mixture(config, name):
             work = Preparation.of(text, tokenizer_config, tokenizer, name, wanted=known.get(name))
             if not work.is_done:
                 if not alone or not work.is_small:
                     raise UserError(work.missing)
+                _check_sources([one for other, (one, _) in texts.items() if other not in begun])
                 if not is_prepared(work.directory):
                     log.info("Preparing %s once, in %s", describe(text), work.directory)
                 work.run(wait=True)
@@ -124,6 +127,17 @@ def prepare_corpus(
     if any(text.prepared for text, _ in texts.values()):
         _check_tokenizer(corpus, tokenizer_config.path, tokenizer)
     return corpus
+
+
+def _check_sources(texts: list[DataConfig]) -> None:
+    """See that what will be read later is there, before long work on what is read first.
+
+    Raises:
+        UserError: a source on this machine is missing.
+    """
+    for text in texts:
+        if not text.prepared and is_here(text):
+            list_source(text)
 
 
 def _check_tokenizer(corpus: Corpus, path: str | None, given: Tokenizer | None) -> None:

@@ -6,19 +6,16 @@ only names in it that become paths are those of shards.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from trainer.errors import UserError
-from trainer.formats import check_format
+from trainer.formats import Count, check_format, read_as, read_plain
 
 Split = Literal["train", "validation", "test"]
-Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 T = TypeVar("T")
 
@@ -86,12 +83,8 @@ def read_json(path: Path, kind: type[T], newest: int | None = None, what: str = 
         ValueError: it is damaged; says where, in one line.
         UserError: it is of another format.
     """
-    data = path.read_bytes()
     if newest is not None:
-        try:
-            plain = json.loads(data)
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
+        plain = read_plain(path)
         if not isinstance(plain, dict) or "format" not in plain:
             raise ValueError("it has no format")
         check_format(plain["format"], newest, what, "remove the directory to prepare it again")
@@ -99,14 +92,4 @@ def read_json(path: Path, kind: type[T], newest: int | None = None, what: str = 
             raise UserError(
                 f"{what} has format {plain['format']}, which is no longer read; remove it."
             )
-    try:
-        return _adapter(kind).validate_json(data, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
-
-
-@cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
+    return read_as(path, kind)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from trainer.cores import cores
@@ -29,6 +29,7 @@ from trainer.data.prepared import (
 from trainer.data.sources import Listing, describe, is_here, source_problems
 from trainer.data.units import Report, prepare_units, said_in_one_line, write_manifest
 from trainer.errors import UserError
+from trainer.formats import adapter
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +247,7 @@ def not_prepared(config: DataConfig) -> str:
 def unprepared(values: Any) -> list[str]:
     """Of texts behind a network, those of which nothing is prepared, whatever their tokenizer."""
     try:
-        config = TypeAdapter(DataConfig).validate_python(values)
+        config = adapter(DataConfig).validate_python(values)
         texts = [text for text, _ in config.texts.values()]
     except (ValidationError, TypeError):
         return []

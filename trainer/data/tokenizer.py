@@ -15,6 +15,8 @@ from trainer.interchange.hub import cached_or_downloaded
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents and begins every sequence."""
+SMALLEST_VOCABULARY = 257
+"""Every byte, and the end of a text."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str]) -> Tokenizer:

@@ -89,8 +89,8 @@ class EvaluationConfig:
         for key in ("windows", "last", "fit_windows", "batch_tokens"):
             if (value := getattr(self, key)) is not None and value < 1:
                 found.append(f"evaluation.{key}: expected 1 or more, got {value}.")
-        if not self.temperature.grid or min(self.temperature.grid) < 0:
-            found.append("evaluation.temperature.grid: expected coefficients of 0 or more.")
+        if not self.temperature.grid or not all(0 <= c <= 100 for c in self.temperature.grid):
+            found.append("evaluation.temperature.grid: expected coefficients from 0 to 100.")
         for key in ("evaluations", "windows"):
             if getattr(self.longrope, key) < 1:
                 found.append(f"evaluation.longrope.{key}: expected 1 or more.")
@@ -104,9 +104,24 @@ class EvaluationConfig:
         groups = (self.dope, *self.weighted_rope, self.needles, self.ruler, self.longbench)
         for group in (*groups, self.many_shot):
             found += group.problems()
-        if training_length is None or found or STATEMENTS not in self.tasks:
-            return found
-        return self._statement_problems(training_length)
+        return found or ([] if training_length is None else self._misfits(training_length))
+
+    def _misfits(self, training_length: int) -> list[str]:
+        """What is impossible for models of that training length."""
+        shortest = round(training_length * min(self.lengths))
+        longest = training_length * max(self.lengths)
+        if shortest < 2 or longest >= 1 << 31:
+            return [
+                "evaluation.lengths: expected multiples of the training length that make 2 to "
+                f"2^31 - 1 tokens, got {self.lengths} of {training_length}."
+            ]
+        found = [] if STATEMENTS not in self.tasks else self._statement_problems(training_length)
+        if self.last is not None and self.last > shortest and PERPLEXITY in self.tasks:
+            found.append(
+                f"evaluation.last: {self.last} tokens are more than the shortest length of "
+                f"{shortest} has; give that or less, or null."
+            )
+        return found
 
     def _statement_problems(self, training_length: int) -> list[str]:
         """Whether the statements fit the shortest length, and which key is wrong where not."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.formats import FIRST, check_format
+from trainer.formats import FIRST, check_format, read_plain
 from trainer.report.atomic import write_atomically
 
 FORMAT = 1
@@ -40,9 +40,9 @@ class Store:
         path = self.path(kind, key)
         if path.is_file():
             try:
-                piece = json.loads(path.read_bytes())
+                piece = read_plain(path)
                 value, found = piece["value"], piece.get("format", FIRST)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise UserError(
                     f"output: {str(path)!r} is damaged; remove it to have it measured again."
                 ) from None

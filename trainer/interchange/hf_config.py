@@ -60,6 +60,11 @@ _OPTIONAL = (
     *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"),
     "no_rope_layer_interval",
 )
+_PLAIN = (
+    ("rms_norm_eps", (int, float), "a number"),
+    ("tie_word_embeddings", (bool,), "true or false"),
+    ("use_sliding_window", (bool,), "true or false"),
+)
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Keys that change the computation, with the values that leave it as it is here; null always does.
@@ -107,7 +112,10 @@ def from_hf_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, L
 
 
 def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
-    given = (values.get("architectures") or [None])[0]
+    listed = values.get("architectures") or [None]
+    if not isinstance(listed, list) or not isinstance(listed[0], str | None):
+        raise UserError(f"{name}: architectures: expected a list of names, got {listed!r}.")
+    given = listed[0]
     if given is None:  # as in a file of an older model: the type alone
         kinds = {key.removesuffix("ForCausalLM").lower(): key for key in ARCHITECTURES}
         kind = str(values.get("model_type"))
@@ -132,6 +140,16 @@ def _malformed(values: Mapping[str, Any]) -> list[str]:
         for key in (*_REQUIRED, *_OPTIONAL)
         if key in _REQUIRED or values.get(key) is not None
         if not isinstance(values.get(key), int) or values[key] < (key != "max_window_layers")
+    ]
+    found += [
+        f"{key}: expected less than 2^31, got {values[key]}."
+        for key in (*_REQUIRED, *_OPTIONAL)
+        if isinstance(values.get(key), int) and values[key] >= 1 << 31
+    ]
+    found += [
+        f"{key}: expected {what}, got {values[key]!r}."
+        for key, kinds, what in _PLAIN
+        if values.get(key) is not None and type(values[key]) not in kinds
     ]
     for key, allowed in (("no_rope_layers", (0, 1)), ("layer_types", _LAYER_TYPES)):
         given, depth = values.get(key), values.get("num_hidden_layers")
@@ -164,8 +182,8 @@ def _model(values: Mapping[str, Any], architecture: Architecture) -> tuple[Model
         num_key_value_heads=values.get("num_key_value_heads") or heads,
         head_dim=values.get("head_dim"),
         vocab_size=values["vocab_size"],
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-        tie_word_embeddings=values.get("tie_word_embeddings", False),
+        rms_norm_eps=1e-6 if (eps := values.get("rms_norm_eps")) is None else eps,
+        tie_word_embeddings=values.get("tie_word_embeddings") or False,
         qkv_bias=architecture.qkv_bias,
         qk_norm=QKNormConfig("always" if architecture.qk_norm else "never"),
     )

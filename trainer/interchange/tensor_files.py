@@ -7,7 +7,6 @@ slice: otherwise a model would need its size twice.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.errors import UserError
+from trainer.formats import read_plain
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -97,7 +97,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _shards(directory: Path) -> list[Path]:
     try:
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        index = read_plain(directory / INDEX)
         names = sorted(set(index["weight_map"].values()))
         elsewhere = [name for name in names if name in ("", "..") or name != Path(name).name]
     except (ValueError, KeyError, AttributeError, TypeError) as error:

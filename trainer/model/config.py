@@ -20,6 +20,18 @@ class QKNormConfig:
     targets: Literal["both", "q", "k"] = "both"
 
 
+LARGEST = {
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "num_hidden_layers": 2048,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 24,
+}
+"""Sizes that no model comes near; larger ones would be found late, by a lack of memory."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of a pre-norm decoder with grouped-query attention and SwiGLU.
@@ -72,6 +84,11 @@ class ModelConfig:
                 "initializer_range",
             )
             if (value := getattr(self, key)) is not None and value <= 0
+        ]
+        found += [
+            f"model.{key}: expected at most {most:,}, got {value}."
+            for key, most in LARGEST.items()
+            if (value := getattr(self, key)) is not None and value > most
         ]
         if found:
             return found

@@ -88,6 +88,10 @@ def build_layout(
         # A hundredth of a head is let pass: 0.333 is one of three.
         if 0 <= share <= 1 and abs(heads - round(heads)) < 0.01:
             counts[name] = round(heads)
+        elif not 0 <= share <= 1:
+            problems.append(
+                f"positional.heads.{name}: expected a share from 0 to 1, got {share:g}."
+            )
         else:
             problems.append(
                 f"positional.heads.{name}: {share:g} of {num_key_value_heads} key-value heads is "

@@ -7,6 +7,7 @@ multiples: each series in its own panel, over all others in grey, so that eighte
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from trainer.report.atomic import write_atomically
@@ -131,6 +133,8 @@ def save(figure: Figure, stem: Path) -> Path:
     scheme), without dates; return the latter's path. Clouds of points that would make the SVG
     larger than :data:`LARGEST_SVG` are one picture in it."""
     path = stem.with_suffix(".svg")
+    for text in figure.findobj(Text):  # in a name, dollars begin no formula
+        text.set_text(re.sub(r"(?<!\\)\$", r"\\$", text.get_text()))
     png = _rendered(figure, "png", metadata={"Software": None})
     figure.set_layout_engine("none")  # its places are found: the next format has the same
     svg = _rendered(figure, "svg", transparent=True, metadata={"Date": None, "Creator": None})

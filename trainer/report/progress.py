@@ -4,6 +4,7 @@ between after half a minute, then ever more rarely, but at least every ten minut
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -38,7 +39,7 @@ class Progress:
     def __enter__(self) -> Progress:
         if console.is_terminal and not self.silent:
             self.bar = RichProgress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
                 TextColumn("{task.percentage:3.0f}%  {task.fields[details]}"),
                 TextColumn("left"),
@@ -81,11 +82,9 @@ class Progress:
             self.bar.update(self.bar.task_ids[0], completed=step, details=details)
         elif done and not self.silent and self._is_time(step, elapsed):
             left = elapsed / done * (self.total - step)
-            console.print(
-                f"{self.title}  {int(100 * step / self.total)}%  {details}  {left:.0f} s left",
-                highlight=False,
-                soft_wrap=True,
-            )
+            said = f"{self.title}  {int(100 * step / self.total)}%  {details}  {left:.0f} s left"
+            with suppress(OSError):  # of a full disk, which stops no work
+                console.print(said, highlight=False, markup=False, soft_wrap=True)
 
     def _is_time(self, step: float, elapsed: float) -> bool:
         """Whether a line is due after ``elapsed`` seconds."""

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeGuard
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from trainer.errors import UserError
+from trainer.formats import adapter, read_plain
 from trainer.report.atomic import write_atomically
 
 PERPLEXITY = "perplexity"
@@ -43,7 +44,7 @@ class Json:
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """The inverse of ``to_dict``. Raises pydantic's ``ValidationError``, which names each
         field that is missing or of the wrong type."""
-        return TypeAdapter(cls).validate_python(data)
+        return adapter(cls).validate_python(data)
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class Report(Json):
     def read(cls, path: Path) -> Self:
         """Read what ``write`` wrote. Raises ``UserError`` when it is missing or malformed."""
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_dict(read_plain(path))
         except OSError as error:
             raise UserError(f"Cannot read the report {path}: {error.strerror}.") from error
         except ValidationError as error:

@@ -13,15 +13,17 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
+from trainer.formats import Count, read_as
 from trainer.runs.ranks import all_gather, on_rank_zero
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+Manifest = dict[str, tuple[Count, str]]
+"""Sizes and checksums (SHA-256) by the names of files."""
 MOST_THREADS = 8
 """Files that one process hashes at once; hashing releases the interpreter's lock."""
 _known: dict[tuple[str | int, ...], str] = {}
@@ -104,7 +106,7 @@ def damage_together(directory: Path) -> str | None:
 def _trust(directory: Path) -> None:
     """Know all files of a sound checkpoint, whoever has hashed them, where this process sees it."""
     try:
-        expected = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        expected = read_as(directory / MANIFEST, Manifest)
         _remember(directory, [(name, digest) for name, (_, digest) in expected.items()])
     except FileNotFoundError:
         log.debug("%s is not to be seen from here", directory)
@@ -114,13 +116,13 @@ def _to_hash(directory: Path) -> tuple[str | None, list[tuple[str, str]]]:
     """What is seen to be wrong without reading the files, or None; and those that must be read,
     with the checksums they should have: the largest first, so that ranks get equal shares."""
     try:
-        expected = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        expected = read_as(directory / MANIFEST, Manifest)
     except FileNotFoundError:
         return f"{MANIFEST} is missing", []
-    except (ValueError, RecursionError):
-        return f"{MANIFEST} is not JSON", []
-    if not _is_manifest(expected):
-        return f"{MANIFEST} is no list of files with sizes and checksums", []
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} is no list of files with sizes and checksums ({error})", []
+    if not expected:
+        return f"{MANIFEST} lists no files", []
     for name, (size, _) in expected.items():
         if (wrong := _visible_difference(directory, name, size)) is not None:
             return wrong, []
@@ -151,23 +153,18 @@ def _remember(directory: Path, files: list[tuple[str, str]]) -> None:
     _known.update({_identity(directory / name): digest for name, digest in files})
 
 
-def _is_manifest(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(about, list)
-        and len(about) == 2
-        and isinstance(about[0], int)
-        and isinstance(about[1], str)
-        for about in value.values()
-    )
-
-
 def _visible_difference(directory: Path, name: str, size: int) -> str | None:
     """How a file differs from its entry in the manifest without being read, or None."""
     path = directory / name
     if name != path.name or name in ("", ".."):
-        return f"{MANIFEST} names a file elsewhere ({name})"
-    if not path.is_file():
-        return f"{name} is missing"
+        return f"{MANIFEST} names a file elsewhere ({_shown(name)})"
+    if not os.path.isfile(path):  # noqa: PTH113  False also for what can be no name
+        return f"{_shown(name)} is missing"
     if path.stat().st_size != size:
         return f"{name} has {path.stat().st_size} bytes instead of {size}"
     return None
+
+
+def _shown(name: str) -> str:
+    """A name as a line can hold it."""
+    return name if name.isprintable() and len(name) < 100 else f"{name[:60]!r}..."

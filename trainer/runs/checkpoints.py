@@ -13,18 +13,17 @@ import math
 import platform
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 
 import trainer
 from trainer.errors import UserError, did_you_mean
-from trainer.formats import FIRST, check_format
+from trainer.formats import FIRST, adapter, check_format, read_plain
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
@@ -32,12 +31,12 @@ from trainer.runs.checkpoint_files import MANIFEST, damage, damage_together
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.mark import check_mark
 from trainer.runs.ranks import on_rank_zero
+from trainer.runs.saved_state import STATE, read_saved
 from trainer.runs.state import check_shapes, load, read_metadata
 
 log = logging.getLogger(__name__)
 
 BEFORE_DROP = "before-drop"
-STATE = "state.json"
 FORMAT = 1
 """Of a checkpoint: what ``state.json`` holds, and the names of the tensors."""
 
@@ -128,9 +127,13 @@ def rotate(directory: Path, config: TrainerConfig) -> None:
 
 
 def training_loss(path: Path) -> float:
-    """The last logged training loss before a checkpoint; infinite where there is none."""
-    loss = json.loads((path / STATE).read_text(encoding="utf-8")).get("loss")
-    return float("inf") if loss is None or math.isnan(loss) else loss
+    """The last logged training loss before a checkpoint; infinite where there is none, or where
+    the checkpoint is damaged."""
+    try:
+        loss = read_plain(path / STATE)["loss"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return math.inf
+    return loss if isinstance(loss, float) and not math.isnan(loss) else math.inf
 
 
 def remove(path: Path) -> None:
@@ -185,7 +188,7 @@ def read_state(path: Path) -> dict[str, Any]:
         )
         hint = f" Others beside it: {', '.join(others)}." if others else ""
         raise UserError(f"checkpoint: {path.name!r} is damaged: {wrong}.{hint}")
-    state = _described(path)
+    state = read_saved(path)
     check_format(
         state.get("format", FIRST),
         FORMAT,
@@ -195,38 +198,9 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-@dataclass(frozen=True)
-class _Description:
-    """What ``state.json`` must hold for whoever reads it."""
-
-    step: int
-    model: ModelConfig
-    layout: dict[str, Any]
-    tokenizer: str
-    config: dict[str, Any]
-
-
-def _described(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads((path / STATE).read_bytes())
-        TypeAdapter(_Description).validate_python(state)
-        Layout.from_dict(state["layout"])
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise UserError(
-            f"checkpoint: {STATE} of {path.name!r} is damaged: {where}: {first['msg']}."
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"checkpoint: {STATE} of {path.name!r} is damaged ({type(error).__name__}: {error})."
-        ) from error
-    return state
-
-
 def model_config(state: dict[str, Any]) -> ModelConfig:
     """The shape of the model in a checkpoint."""
-    return TypeAdapter(ModelConfig).validate_python(state["model"])
+    return adapter(ModelConfig).validate_python(state["model"])
 
 
 def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Decoder:
@@ -239,10 +213,13 @@ def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Deco
     """
     with torch.device("meta"):
         model = Decoder(model_config(state), Layout.from_dict(state["layout"]))
+    shapes = {f"model.{name}": p for name, p in model.named_parameters()}
+    saved = read_metadata(path)
+    check_shapes(shapes, saved, path.name)  # before any memory is asked for
+    if more := [key for key in saved if key.startswith("model.") and key not in shapes]:
+        raise UserError(f"checkpoint: {path.name!r} holds {more[0]!r}, which the model has not.")
     model.to_empty(device=device)
-    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    check_shapes(weights, read_metadata(path), path.name)
-    load(weights, path)
+    load({f"model.{name}": p.detach() for name, p in model.named_parameters()}, path)
     return model
 
 

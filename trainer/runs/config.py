@@ -145,6 +145,8 @@ class TrainerConfig:
         return self.batch_size // ((self.micro_batch_size or self.batch_size // ranks) * ranks)
 
 
+NAME = re.compile(r"\w[\w.+-]*")
+"""Of runs and controls, which are names of directories."""
 TIME = re.compile(r"(\d+):([0-5]\d):([0-5]\d)")
 
 
@@ -243,7 +245,7 @@ class RunConfig:
             near = did_you_mean(self.drop.to, ENCODINGS)
             drop_problems.append(f"drop.to: unknown encoding {self.drop.to!r}.{near}")
         found = []
-        if not re.fullmatch(r"\w[\w.+-]*", self.name):
+        if not NAME.fullmatch(self.name):
             found.append(
                 f"name: {self.name!r} names a directory under runs/; expected letters, digits and "
                 "._+- only (run_dir= may be any path)."
@@ -261,7 +263,7 @@ class RunConfig:
             *self.monitor.problems(),
             *drop_problems,
             *self.evaluation.problems(
-                self.data.sequence_length if self.data.sequence_length > 1 else None
+                self.data.sequence_length if 1 < self.data.sequence_length < 1 << 31 else None
             ),
         ]
         if self.evaluation.enabled and "none" not in (self.evaluation.methods or ["none"]):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -15,13 +17,16 @@ from typing import Any
 import yaml
 
 from trainer.errors import UserError
+from trainer.formats import read_content
 from trainer.report.atomic import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.runs.mark import check_mark, write_mark
 from trainer.runs.ownership import overwrite_problems
-from trainer.runs.parsing import validated
+from trainer.runs.parsing import saved_config
 
 FREE_TO_CHANGE = (
+    "name",
+    "run_dir",
     "overwrite",
     "logger",
     "evaluation",
@@ -58,8 +63,8 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
-    """Make or reopen the directory of a run, and write its mark and ``config.yaml``.
+def check_run_directory(config: RunConfig, finished: bool = False) -> None:
+    """See that a run may have its directory; changes nothing.
 
     ``finished``: the run is reported on already, so its evaluation may not differ either.
 
@@ -68,18 +73,19 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
     """
     directory = Path(config.run_dir)
     record = directory / "config.yaml"
-    if config.overwrite and directory.is_dir() and any(directory.iterdir()):
-        if problems := overwrite_problems(directory):
+    is_used = directory.is_dir() and any(directory.iterdir())
+    if config.overwrite:
+        if is_used and (problems := overwrite_problems(directory)):
             raise UserError(*problems)
-        shutil.rmtree(directory)
-    if directory.is_dir() and any(directory.iterdir()) and not record.exists():
+        return
+    if is_used and not record.exists():
         raise UserError(
             f"run_dir: {config.run_dir!r} holds other files and no run; choose another run_dir."
         )
     if record.exists():
         check_mark(directory)
         # Keys that are newer than the run have their defaults in it.
-        saved = plain(validated(RunConfig, _saved(record))[0])
+        saved = plain(saved_config(_saved(record), f"run_dir: {str(record)!r} is damaged"))
         free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
         if differing := differences(saved, plain(config), free):
             raise UserError(
@@ -90,16 +96,28 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
                 "Choose another name=, or overwrite=true to start again; "
                 f"`python -m trainer evaluate checkpoint={config.run_dir}` evaluates a run anew.",
             )
+
+
+def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
+    """Make or reopen the directory of a run, and write its mark and ``config.yaml``.
+
+    Raises:
+        UserError: as :func:`check_run_directory`.
+    """
+    check_run_directory(config, finished)
+    directory = Path(config.run_dir)
+    if config.overwrite and directory.is_dir():
+        shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_mark(directory)
-    write_atomically(record, yaml.safe_dump(plain(config), sort_keys=False))
+    write_atomically(directory / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
     return directory
 
 
 def _saved(record: Path) -> dict[str, Any]:
     try:
-        saved = yaml.safe_load(record.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        saved = yaml.safe_load(read_content(record).decode("utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(
             f"run_dir: {str(record)!r} is damaged: {' '.join(str(error).split())}."
         ) from None
@@ -142,13 +160,29 @@ def writable_problem(directory: str, key: str = "run_dir") -> str | None:
         return f"{key}: {directory!r} cannot be written ({reason})."
 
 
+class LogFile(logging.FileHandler):
+    """A log that stops no run where the disk is full: it says so once, and tries again."""
+
+    said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  as logging calls it
+        """Called by ``emit`` with the error at hand."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.said:
+            self.said = True
+            with suppress(OSError):  # of a standard error on the same disk
+                print(f"{self.baseFilename}: {error.strerror}; the run goes on", file=sys.stderr)
+
+
 def log_to_file(directory: Path) -> None:
     """Send the program's log to ``log.txt`` too, appended to at every resume."""
     logger = logging.getLogger("trainer")
     for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
         logger.removeHandler(handler)
         handler.close()
-    handler = logging.FileHandler(directory / "log.txt", encoding="utf-8")
+    handler = LogFile(directory / "log.txt", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field
 
 from trainer.errors import UserError
+from trainer.formats import read_as
 from trainer.positional.layout import Layout
 from trainer.report.atomic import write_atomically
 
 FILE = "temperature.json"
+LARGEST_COEFFICIENT = 100
+"""Of a grid, and so of what is fitted on it; those of the papers lie below 1."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class FittedTemperature:
     was fitted at; ``text``: fingerprint of what it was fitted on, ``tokens`` of it.
     """
 
-    coefficient: float
+    coefficient: Annotated[float, Field(ge=0, le=LARGEST_COEFFICIENT)]
     per: Literal["sequence", "query"]
     lengths: tuple[int, ...]
     text: str
@@ -69,9 +72,8 @@ def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, s
 
 def _read(path: Path) -> FittedTemperature:
     try:
-        return TypeAdapter(FittedTemperature).validate_json(path.read_bytes())
-    except ValidationError as error:
+        return read_as(path, FittedTemperature)
+    except ValueError as error:
         raise UserError(
-            f"checkpoint: {str(path)!r} holds no temperature ({error.errors()[0]['msg']}); remove "
-            "it to go without."
+            f"checkpoint: {str(path)!r} holds no temperature ({error}); remove it to go without."
         ) from error

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.formats import check_format
+from trainer.formats import check_format, read_plain
 from trainer.report.atomic import write_atomically
 
 MARK = "run.json"
@@ -26,12 +26,12 @@ def check_mark(directory: Path) -> None:
         UserError: a newer version of this program wrote the directory, or the mark is damaged.
     """
     mark = directory / MARK
-    if not mark.is_file():
+    if not mark.exists():
         return
     try:
-        content = json.loads(mark.read_bytes())
+        content = read_plain(mark)
         found, program = content["format"], content.get("program")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
             f"run_dir: {str(mark)!r} is damaged; it should hold a format number."
         ) from None

@@ -1,4 +1,4 @@
-"""Estimates of needed and free memory, checked before an analysis starts."""
+"""Estimates of needed and free memory, checked before anything heavy starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from pathlib import Path
 import torch
 
 from trainer.model.config import ModelConfig
+from trainer.report.results import PERPLEXITY
+from trainer.runs.config import RunConfig
+from trainer.runs.ranks import device_type
+
+
+def weights_of(config: ModelConfig) -> int:
+    """Weights of the matrices; ``vocab_size`` must be set."""
+    assert config.vocab_size is not None
+    h, i, d = config.hidden_size, config.intermediate_size, config.head_size
+    q, k = config.num_attention_heads * d, config.num_key_value_heads * d
+    layer = h * (2 * q + 2 * k) + 3 * h * i
+    embeddings = config.vocab_size * h * (1 if config.tie_word_embeddings else 2)
+    return config.num_hidden_layers * layer + embeddings
 
 
 def needed_memory(config: ModelConfig, tokens: int, models: int = 1) -> int:
@@ -15,11 +28,65 @@ def needed_memory(config: ModelConfig, tokens: int, models: int = 1) -> int:
     layer before and after their encoding, with the copies in float64 that sums are made of."""
     h, i, d = config.hidden_size, config.intermediate_size, config.head_size
     q, k = config.num_attention_heads * d, config.num_key_value_heads * d
-    layer = h * (2 * q + 2 * k) + 3 * h * i
-    embeddings = config.vocab_size * h * (1 if config.tie_word_embeddings else 2)
-    weights = 4 * (config.num_hidden_layers * layer + embeddings)
     a_token = 4 * (6 * h + 3 * i) + 56 * q + 32 * k
-    return models * weights + tokens * a_token
+    return 4 * models * weights_of(config) + tokens * a_token
+
+
+def cache_memory(config: ModelConfig, rows: int, tokens: int) -> int:
+    """Bytes of the float32 keys and values of ``rows`` sequences of ``tokens``."""
+    a_token = 8 * config.num_key_value_heads * config.head_size
+    return config.num_hidden_layers * rows * tokens * a_token
+
+
+def memory_problems(config: RunConfig, ranks: int) -> list[str]:
+    """What cannot fit into the memory of this machine, one sentence each; ``ranks``: processes of
+    the run. Estimates are of the least that is needed."""
+    model, run, length = config.model, config.trainer, config.data.sequence_length
+    device, found = device_type(config), []
+    vocab = model.vocab_size or config.tokenizer.vocab_size
+    shape = ModelConfig(**{**vars(model), "vocab_size": vocab})
+    shards = ranks if config.strategy.name in ("fsdp2", "hsdp") else 1
+    # Weights, gradients, and a moment of AdamW or the momentum of Muon.
+    state, free = 12 * weights_of(shape) // shards, free_memory(device)
+    if state > free and not config.strategy.cpu_offload:
+        found.append(
+            f"model: {weights_of(shape):,} weights with gradients and optimizer need at least "
+            f"{_gib(state)}, and {_gib(free)} are free; choose a smaller model, or more devices."
+        )
+    micro = run.micro_batch_size or run.batch_size // ranks
+    kept = 1 if config.strategy.activation_checkpointing == "full" else 4
+    activations = 2 * micro * length * model.hidden_size * model.num_hidden_layers * kept
+    if not found and state + activations > free:
+        found.append(
+            f"trainer.micro_batch_size: {micro} sequences of {length} tokens need at least "
+            f"{_gib(activations)} of activations, and {_gib(free)} are free; choose fewer or "
+            "shorter ones."
+        )
+    return found + _held_text_problems(config)
+
+
+def _held_text_problems(config: RunConfig) -> list[str]:
+    """Windows of held-out text that are held at once, 8 bytes a token; a batch with its weights has
+    five such numbers a token."""
+    length, evaluation, monitor = config.data.sequence_length, config.evaluation, config.monitor
+    held = {}
+    if config.drop_step is not None:
+        held["drop.effect_sequences"] = 5 * config.drop.effect_sequences * length
+    if evaluation.enabled and PERPLEXITY in evaluation.tasks:
+        held["evaluation.windows"] = round(evaluation.windows * length * sum(evaluation.lengths))
+    if monitor.lengths_every is not None:
+        held["monitor.windows"] = monitor.windows * length * sum(monitor.lengths)
+    free = free_memory("cpu")
+    return [
+        f"{key}: held-out text of {_gib(8 * tokens)} at once, and {_gib(free)} are free; choose "
+        "less."
+        for key, tokens in held.items()
+        if 8 * tokens > free
+    ]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"
 
 
 def free_memory(device: str) -> int:

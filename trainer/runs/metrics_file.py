@@ -13,10 +13,16 @@ first row after the drop and in the last. ``epochs/`` say how often each text ha
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from trainer.errors import UserError
+from trainer.formats import read_content
+from trainer.report.atomic import write_atomically
 
 BUCKETS = 4
 """Parts of a sequence whose losses are logged apart."""
@@ -50,27 +56,38 @@ TIMES = ("tokens_per_second", "time/", "mfu", "memory")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics file, numbers as numbers, empty cells left out."""
+    """The complete rows of a metrics file, numbers as numbers, empty cells left out.
+
+    Raises:
+        UserError: it is damaged.
+    """
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        text = file.read()
-    rows = []
-    # A row that a killed process left without its line end is incomplete.
-    for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
-        rows.append({key: _number(value) for key, value in row.items() if value not in ("", None)})
+    rows: list[dict[str, Any]] = []
+    try:
+        text = read_content(path).decode("utf-8")
+        # A row that a killed process left without its line end is incomplete.
+        for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+            values = {k: _number(v) for k, v in row.items() if v not in ("", None)}
+            if not isinstance(values.get("step"), int):
+                raise ValueError("there is no step")
+            rows.append(values)
+    except (ValueError, TypeError, csv.Error) as error:
+        raise UserError(
+            f"run_dir: {str(path)!r} is damaged in row {len(rows) + 1} ({error}); restore it, or "
+            "remove it to go on without the rows until now."
+        ) from error
     return rows
 
 
 def write_metrics(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Replace the file by these rows, with the columns that every run has and those of the rows."""
-    temporary = path.with_suffix(".csv.partial")
-    with temporary.open("w", newline="") as file:
-        columns = dict.fromkeys([*COLUMNS, *(key for row in rows for key in row)])
-        writer = csv.DictWriter(file, list(columns))
-        writer.writeheader()
-        writer.writerows(rows)
-    temporary.replace(path)
+    text = StringIO(newline="")
+    columns = dict.fromkeys([*COLUMNS, *(key for row in rows for key in row)])
+    writer = csv.DictWriter(text, list(columns))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())
 
 
 def append_metrics(path: Path, row: dict[str, Any]) -> None:
@@ -80,8 +97,13 @@ def append_metrics(path: Path, row: dict[str, Any]) -> None:
     if not row.keys() <= set(columns):
         write_metrics(path, [*read_metrics(path), row])
         return
-    with path.open("a", newline="") as file:
-        csv.DictWriter(file, columns).writerow(row)
+    size = path.stat().st_size
+    try:
+        with path.open("a", newline="") as file:
+            csv.DictWriter(file, columns).writerow(row)
+    except OSError:  # what a full disk has taken of the row would stand before the next one
+        os.truncate(path, size)
+        raise
 
 
 def continue_metrics(path: Path, step: int, source: Path | None = None) -> None:

@@ -23,7 +23,7 @@ from trainer.runs.checkpoint_files import MANIFEST, checksum
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, model_config, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, is_dropped, role
-from trainer.runs.parsing import validated
+from trainer.runs.parsing import saved_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights, as commands call them."""
@@ -127,7 +127,7 @@ def _find(given: str) -> Candidate:
     path = find_checkpoint(given)
     state = read_state(path)
     # Only read, not checked: that would run the plugins a checkpoint names.
-    config = validated(RunConfig, state["config"])[0]
+    config = saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")
     return Candidate(
         given,
         checkpoint_label(config, state["step"], path.name),

@@ -24,6 +24,7 @@ _OWN = re.compile(
     | profile/steps-\d+-\d+-rank-\d+\.(json\.gz|txt) | flight_recorder/rank_\d+
     | checkpoints/({_CHECKPOINT})/{_SAVED}
     | (evaluation|lengths/[^/]+)/{_EVALUATION}
+    | analysis/\.[^/]+\.partial-.*
     | analysis/[^/]+/(report\.html|{_PICTURE}|figures/{_PICTURE})
     | (wandb|tensorboard)/.*
     """,

@@ -6,14 +6,16 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import singledispatch
+from functools import cache, singledispatch
 from typing import Any, Protocol, TypeVar, cast, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from trainer.errors import UserError, did_you_mean
+from trainer.formats import adapter, first_problem
 from trainer.plugins import load_plugins
-from trainer.runs.config import RunConfig
+from trainer.runs.config import NAME, RunConfig
+from trainer.runs.numbers import number_problems
 
 S = TypeVar("S")
 
@@ -22,7 +24,7 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
     """Keys that the dataclass does not have, at any depth, and groups that are no mappings."""
     if not isinstance(values, dict):
         return [f"{path}: expected a group of keys, got {values!r}."]
-    hints = get_type_hints(schema)
+    hints = _hints(schema)
     found = []
     for key, value in values.items():
         where = f"{path}.{key}" if path else str(key)
@@ -37,18 +39,26 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
     return found
 
 
+_hints = cache(get_type_hints)
+"""The types of a dataclass's fields, looked up once."""
+
+
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
 def _type_problem(error: Any) -> str:
     """One sentence for one of pydantic's findings."""
-    where = ".".join(str(part) for part in error["loc"] if str(part) not in _UNION_ARMS)
     expected = error["msg"][0].lower() + error["msg"][1:]
     hint = ""
     if error["type"] == "literal_error":
         hint = did_you_mean(str(error["input"]), _quoted(error["ctx"]["expected"]))
-    return f"{where}: got {error['input']!r}; {expected}.{hint}"
+    return f"{_place(error)}: got {error['input']!r}; {expected}.{hint}"
+
+
+def _place(error: Any) -> str:
+    """The key that one of pydantic's findings is about."""
+    return ".".join(str(part) for part in error["loc"] if str(part) not in _UNION_ARMS)
 
 
 _UNION_ARMS = {"int", "float", "str", "bool", "list[int]"}
@@ -65,19 +75,29 @@ def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
     that the rest can be checked too.
     """
     problems = _unknown_keys(schema, values, "")
-    adapter = TypeAdapter(schema)
     try:
-        found = adapter.validate_python(values)
+        found = adapter(schema).validate_python(values)
     except ValidationError as error:
-        problems += dict.fromkeys(_type_problem(e) for e in error.errors())
+        # One for each place: of a union each arm has its say, of a group the keys have had theirs.
+        found_at = {_place(e): _type_problem(e) for e in error.errors()}
+        problems += [
+            text
+            for where, text in found_at.items()
+            if not any(p.startswith(f"{where}: expected a group") for p in problems)
+        ]
         values = _without(values, [e["loc"] for e in error.errors()])
-        found = adapter.validate_python(values)
+        try:
+            found = adapter(schema).validate_python(values)
+        except ValidationError as again:  # of a group where a value belongs
+            wrong = {e["loc"][0] for e in again.errors()}
+            values = {key: value for key, value in values.items() if key not in wrong}
+            found = adapter(schema).validate_python(values)
     if infinite := dict(_infinite(dataclasses.asdict(cast(Any, found)))):
         problems += [
             f"{'.'.join(place)}: got {value!r}; expected a finite number."
             for place, value in infinite.items()
         ]
-        found = adapter.validate_python(_without(values, list(infinite)))
+        found = adapter(schema).validate_python(_without(values, list(infinite)))
     return found, problems
 
 
@@ -126,6 +146,8 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) ->
         load_plugins(getattr(config, "plugins", ()))
     except UserError as error:
         problems += error.problems
+    if numbers := list(number_problems(config)):  # with which the rest would not come to an end
+        raise UserError(*found, *problems, *numbers)
     config, impossible = _completed(config, values, [*found, *problems])
     if problems := [*found, *problems, *impossible]:
         raise UserError(*problems)
@@ -202,6 +224,23 @@ def with_pretrained_shape(config: RunConfig) -> RunConfig:
     return replace(config, model=shape)
 
 
+def saved_config(values: dict[str, Any], what: str) -> RunConfig:
+    """The configuration that a run was written with, also one of other plugins or another version;
+    ``what``: how an error begins.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        config = adapter(RunConfig).validate_python(values)
+    except ValidationError as error:
+        raise UserError(f"{what}: {first_problem(error)}.") from error
+    numbers = [*number_problems(config), *config.trainer.problems(), *config.data.problems()]
+    if numbers:
+        raise UserError(f"{what}: {numbers[0]}")
+    return config
+
+
 def _without(values: dict[str, Any], locations: list[tuple[Any, ...]]) -> dict[str, Any]:
     """A copy of ``values`` without the keys at ``locations`` (the deepest mapping's key each)."""
     copy = {k: _without(v, []) if isinstance(v, dict) else v for k, v in values.items()}
@@ -222,6 +261,11 @@ def _control_problems(
     changes: dict[str, Any],
     known: list[str],
 ) -> list[str]:
+    if not NAME.fullmatch(name):
+        return [
+            f"controls: {name!r} names a directory in the run's; expected letters, digits and ._+- "
+            "only."
+        ]
     if changes.get("branch") not in (None, "drop"):
         return [f"controls.{name}.branch: expected 'drop' or nothing, got {changes['branch']!r}."]
     if changes.get("branch") and config.drop_step is None:

@@ -25,6 +25,7 @@ from trainer.runs.checkpoints import (
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import continue_metrics
 from trainer.runs.ranks import on_rank_zero
+from trainer.runs.saved_state import check_resumable
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
     start = found or branch
     state = read_state(start) if start is not None else {}
     if start is not None:
+        if "certificate" in state:  # else of an earlier version, which is refused with its reason
+            check_resumable(start, state)
         log.info("Resuming from %s (step %d)", start.name, state["step"])
     continue_metrics(
         run_dir / "metrics.csv",

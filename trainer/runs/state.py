@@ -6,8 +6,6 @@ Names depend on neither strategy nor world size, so that any of them can read wh
 
 from __future__ import annotations
 
-import math
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError
 from trainer.model.decoder import Decoder
+from trainer.runs.index import read_index
 
 Tensors = dict[str, Tensor]
 
@@ -61,6 +60,8 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path) -
     for key, about in saved.items():
         if key.startswith("optimizer."):
             name, _, part = key.removeprefix("optimizer.").rpartition(".")
+            if name not in parameters:
+                raise UserError(f"checkpoint: {directory.name!r} holds {key!r} of no parameter.")
             state[name][part] = _empty(parameters[name], about)
             wanted[key] = state[name][part]
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -71,7 +72,12 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path) -
         if state[name]:
             optimizer.state[parameter] = state[name]
     for name, value in mine.items():
-        (torch.cuda if ".cuda." in name else torch).set_rng_state(value)
+        try:
+            (torch.cuda if ".cuda." in name else torch).set_rng_state(value)
+        except RuntimeError as error:
+            raise UserError(
+                f"checkpoint: {directory.name!r} holds no state of a generator in {name!r}."
+            ) from error
 
 
 def _empty(parameter: Tensor, about: TensorStorageMetadata) -> Tensor:
@@ -86,18 +92,20 @@ def check_shapes(wanted: Tensors, saved: dict[str, TensorStorageMetadata], name:
     """Refuse weights that do not fit.
 
     Raises:
-        UserError: naming every parameter that is missing or has another shape.
+        UserError: naming the first parameter that is missing or has another shape, and how many
+            there are.
     """
     problems = [
-        f"checkpoint: {name!r} has no parameter {key.removeprefix('model.')!r}."
+        f"checkpoint: {name!r} has no parameter {key.removeprefix('model.')!r}"
         if key not in saved
         else f"checkpoint: {key.removeprefix('model.')!r} is {tuple(saved[key].size)} in {name!r}, "
-        f"but {tuple(value.shape)} in the model."
+        f"but {tuple(value.shape)} in the model"
         for key, value in wanted.items()
         if key not in saved or saved[key].size != value.shape
     ]
     if problems:
-        raise UserError(*problems)
+        others = f"; {len(problems) - 1} others do not fit either" if len(problems) > 1 else ""
+        raise UserError(f"{problems[0]}{others}.")
 
 
 def load(tensors: Tensors, directory: Path) -> None:
@@ -139,77 +147,21 @@ def read_metadata(directory: Path) -> dict[str, TensorStorageMetadata]:
     Raises:
         UserError: its index is damaged, or holds what has no place there.
     """
-    try:
-        found = SafeReader(directory).read_metadata().state_dict_metadata
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"checkpoint: the index of {directory.name!r} is refused: {error}"
-        ) from error
-    tensors = {k: about for k, about in found.items() if isinstance(about, TensorStorageMetadata)}
-    for key, about in tensors.items():
-        if sum(math.prod(chunk.sizes) for chunk in about.chunks) != math.prod(about.size):
-            raise UserError(f"checkpoint: {directory.name!r} does not hold the whole of {key!r}.")
-    return tensors
+    tensors = read_index(directory).state_dict_metadata
+    return {k: about for k, about in tensors.items() if isinstance(about, TensorStorageMetadata)}
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads DCP's files without ever running code from them.
-
-    Tensors are read with ``weights_only=True`` anyway; DCP's index of them is a pickle, which here
-    may name nothing but :data:`INDEX_CLASSES`, and files of the checkpoint's own directory.
-    """
+    """Reads DCP's files without ever running code from them: tensors with ``weights_only=True``,
+    which is torch's own way, and their index by :func:`read_index`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index. Raises ``pickle.UnpicklingError`` where it is damaged or holds more."""
-        try:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                metadata = _IndexUnpickler(file).load()
-            outside = {
-                name
-                for info in metadata.storage_data.values()
-                if (name := info.relative_path) != Path(name).name or name == ".."
-            }
-            metadata.storage_meta.load_id = self.load_id
-        except (pickle.UnpicklingError, OSError):
-            raise
-        except Exception as error:  # a damaged pickle may raise anything
-            raise pickle.UnpicklingError(f"it is damaged ({error}).") from error
-        if outside:
-            raise pickle.UnpicklingError(
-                f"it names files elsewhere ({', '.join(sorted(outside))})."
-            )
+        """The index.
+
+        Raises:
+            UserError: it is damaged, or holds what has no place there.
+        """
+        metadata = read_index(Path(self.path))
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-INDEX_CLASSES = frozenset(
-    {
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-        *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-    }
-)
-"""What an index may name: exact pairs of module and name. A dotted name, which pickle would resolve
-through what a module imports, is never among them."""
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in INDEX_CLASSES:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index.")
-        return super().find_class(module, name)

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -38,13 +39,9 @@ def other_loggers(config: RunConfig) -> list[Logger]:
     if settings.tensorboard:
         from lightning.pytorch.loggers import TensorBoardLogger
 
-        try:
-            loggers.append(TensorBoardLogger(config.run_dir, name="tensorboard", version=""))
-        except ModuleNotFoundError as error:
-            raise UserError(
-                "logger.tensorboard: TensorBoard is not installed; "
-                "pip install 'unrope[tensorboard]'."
-            ) from error
+        if problems := logger_problems(config):
+            raise UserError(*problems)
+        loggers.append(TensorBoardLogger(config.run_dir, name="tensorboard", version=""))
     return loggers
 
 
@@ -69,6 +66,13 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
     )
     logger._wandb_init.pop("anonymous", None)  # wandb warns of it, whatever its value
     return logger
+
+
+def logger_problems(config: RunConfig) -> list[str]:
+    """What a configured dashboard lacks, one sentence each."""
+    if not config.logger.tensorboard or any(map(find_spec, ("tensorboard", "tensorboardX"))):
+        return []
+    return ["logger.tensorboard: TensorBoard is not installed; pip install 'unrope[tensorboard]'."]
 
 
 def dashboard_name(config: RunConfig) -> str:

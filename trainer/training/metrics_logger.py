@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from trainer.runs.metrics_file import append_metrics
 
+log = logging.getLogger(__name__)
+
 
 class MetricsFile(Logger):
     """Appends to a CSV file; a row is flushed as soon as it is written."""
@@ -17,6 +20,7 @@ class MetricsFile(Logger):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
+        self.waiting: list[dict[str, Any]] = []  # rows that a full disk did not take
 
     @property
     def name(self) -> str:
@@ -34,5 +38,21 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Append a row."""
-        append_metrics(self.path, metrics | {"step": step})
+        """Append a row, or keep it where the disk is full, which stops no run."""
+        self.waiting.append(metrics | {"step": step})
+        try:
+            self._write()
+        except OSError as error:
+            if len(self.waiting) == 1:
+                log.warning("%s: %s; the run goes on", self.path.name, error.strerror)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write the rows that wait; raises ``OSError`` where the disk is still full at the end."""
+        if status == "success":
+            self._write()
+
+    def _write(self) -> None:
+        while self.waiting:
+            append_metrics(self.path, self.waiting[0])
+            del self.waiting[0]

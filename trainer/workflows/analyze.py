@@ -220,7 +220,7 @@ def _drop(before: Target, after: Target, candidate: Candidate) -> DropStudy:
     metrics = candidate.home / "metrics.csv"
     if step is None or not metrics.is_file():
         return DropStudy(before, after)
-    curve = [(row["step"], row["loss"]) for row in read_metrics(metrics)]
+    curve = [(row["step"], row["loss"]) for row in read_metrics(metrics) if "loss" in row]
     return DropStudy(before, after, curve, step)
 
 

@@ -22,12 +22,14 @@ from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import (
+    check_run_directory,
     log_to_file,
     open_run_directory,
     plain,
     writable_problem,
 )
 from trainer.runs.job_files import say_run_directory
+from trainer.runs.memory import memory_problems
 from trainer.runs.parsing import control_config
 from trainer.runs.ranks import (
     Ranks,
@@ -45,12 +47,12 @@ from trainer.training.devices import (
     set_environment,
     set_threads,
 )
-from trainer.training.loggers import kept_dashboards, log_table
+from trainer.training.loggers import kept_dashboards, log_table, logger_problems
 from trainer.training.phases import phases_of
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.experiment_report import make_report
-from trainer.workflows.training_text import open_corpus
+from trainer.workflows.training_text import open_corpus, vocabulary_problems
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +177,8 @@ def _open(
     """
     problems = device_problems(config) + label_problems(configs)
     problems += spread_problems(config, ranks.world_size, ranks.local_size)
+    problems += logger_problems(config) + vocabulary_problems(config)
+    problems += memory_problems(config, ranks.world_size)
     if problem := writable_problem(config.run_dir):
         problems.append(problem)
     if problems:
@@ -184,6 +188,9 @@ def _open(
         report = _finished_report(finished)
         open_run_directory(config, finished=True)
         return report
+    for arm in configs.values():
+        if not config.overwrite or arm is config:  # which takes the controls' directories with it
+            check_run_directory(arm)
     opened.append(open_corpus(config, ranks.world_size == 1))
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():

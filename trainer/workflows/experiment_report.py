@@ -102,7 +102,7 @@ def _arm(config: RunConfig, candidate: Candidate) -> Arm:
         parameters=candidate.parameters,
         steps=config.trainer.max_steps,
         tokens=config.trainer.max_steps * config.tokens_per_step,
-        curve=tuple((row["step"], row["loss"]) for row in rows),
+        curve=tuple((row["step"], row["loss"]) for row in rows if "loss" in row),
         skipped=last.get("skipped_steps", 0),
         rewinds=len(candidate.state.get("skips", ())),
         finite=math.isfinite(last.get("parameter_norm", 0.0)),
@@ -116,5 +116,6 @@ def _reach(candidate: Candidate) -> tuple[Reach, ...]:
 
 
 def _median_rate(run_dir: Path) -> float | None:
-    rates = [row["tokens_per_second"] for row in read_metrics(run_dir / "metrics.csv")]
+    rows = read_metrics(run_dir / "metrics.csv")
+    rates = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
     return round(sorted(rates)[len(rates) // 2], 0) if rates else None

@@ -14,6 +14,7 @@ from trainer.errors import UserError
 from trainer.interchange.export.directory import Exported, destination_problem, export_model
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 from trainer.runs.directory import writable_problem
+from trainer.runs.parsing import saved_config
 from trainer.workflows.export_request import ExportRequest
 from trainer.workflows.model_card import model_card
 
@@ -35,6 +36,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
+    saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")  # for the card
     tokenizer = Tokenizer.from_str(state["tokenizer"])
     model = load_decoder(path, state)
     return export_model(

@@ -11,11 +11,13 @@ from tokenizers import Tokenizer
 
 from trainer.cores import cores
 from trainer.data.tokenizer import end_of_text
+from trainer.errors import UserError
 from trainer.generation.generate import generate
 from trainer.generation.text_stream import TextStream
 from trainer.model.decoder import Decoder
 from trainer.runs.fitted_temperature import with_fitted_temperature
-from trainer.runs.models import find_candidate
+from trainer.runs.memory import cache_memory, free_memory
+from trainer.runs.models import Candidate, find_candidate
 from trainer.workflows.generation_request import GenerationRequest
 
 
@@ -55,10 +57,23 @@ def continue_prompts(
     """
     torch.set_num_threads(request.threads or cores())
     found = find_candidate(str(request.checkpoint))
+    _check_memory(found, request)
     model = found.load()
     model.layout, said = with_fitted_temperature(model.layout, found.path)
     say(f"{found.name}, {found.path.name}{said}")
     return write(model, found.tokenizer, found.bos_token, request, show)
+
+
+def _check_memory(found: Candidate, request: GenerationRequest) -> None:
+    """Raises ``UserError`` where keys and values of all tokens would not fit into memory."""
+    characters = max(map(len, request.prompts))  # at least as many as tokens, but for a few
+    tokens = request.max_new_tokens + characters
+    needed, free = cache_memory(found.config, len(request.prompts), tokens), free_memory("cpu")
+    if needed > free:
+        raise UserError(
+            f"max_new_tokens: keys and values of {tokens:,} tokens need {needed / 2**30:,.1f} GiB, "
+            f"and {free / 2**30:,.1f} GiB are free; choose fewer."
+        )
 
 
 def write(

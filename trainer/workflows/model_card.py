@@ -16,7 +16,7 @@ from trainer.report.outcomes import Outcomes
 from trainer.report.results import Report
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
-from trainer.runs.parsing import validated
+from trainer.runs.parsing import saved_config
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def model_card(
         plan: how it is written.
         difference: of logits, None where nothing was compared.
     """
-    config = validated(RunConfig, state["config"])[0]
+    config = saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")
     report = _report(path)
     facts = _facts(config, state, model, report)
     compared = (
@@ -61,15 +61,15 @@ def model_card(
 def _facts(
     config: RunConfig, state: dict[str, Any], model: Decoder, report: Report | None
 ) -> dict[str, str]:
-    dropped = is_dropped(config, state["step"])
+    dropped, versions = is_dropped(config, state["step"]), state.get("versions", {})
     facts = {
         "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "positional encoding": describe(model.layout),
         "dropped": f"after step {config.drop_step}" if dropped else "never",
         "steps": f"{state['step']:,}",
-        "tokens": f"{state['tokens']:,}",
+        "tokens": f"{state.get('tokens', 0):,}",
         "training length": f"{model.layout.training_length:,} tokens",
-        "program": f"unrope {state['versions']['unrope']}, torch {state['versions']['torch']}",
+        "program": ", ".join(f"{name} {versions.get(name, '?')}" for name in ("unrope", "torch")),
     }
     if config.model.from_pretrained is not None:
         facts["began with"] = Path(config.model.from_pretrained).name

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.tokenizer import vocabulary_size
+from trainer.data.tokenizer import SMALLEST_VOCABULARY, vocabulary_size
 from trainer.errors import UserError
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.config import RunConfig
@@ -34,6 +34,18 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
             f"give {tokens} or more, or null."
         )
     return corpus
+
+
+def vocabulary_problems(config: RunConfig) -> list[str]:
+    """What can be said of the vocabulary before there is a tokenizer."""
+    embeddings, least = config.model.vocab_size, SMALLEST_VOCABULARY
+    given = config.tokenizer.path or config.model.from_pretrained
+    if given or embeddings is None or embeddings >= least:
+        return []
+    return [
+        f"model.vocab_size: {embeddings} embeddings, but a tokenizer that is trained here has at "
+        f"least {least} tokens; give more, or null."
+    ]
 
 
 def pretrained_tokenizer(config: RunConfig) -> Tokenizer | None:

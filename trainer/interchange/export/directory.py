@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 
@@ -20,6 +20,7 @@ from trainer.interchange.export.gate import TEXT, largest_difference, transforme
 from trainer.interchange.export.plan import Plan, make_plan
 from trainer.interchange.export.weights import DTYPES, round_weights, write_weights
 from trainer.model.decoder import Decoder
+from trainer.stopping import partial_directory
 
 log = logging.getLogger(__name__)
 
@@ -73,19 +74,19 @@ def export_model(
         raise UserError(problem)
     tokenizer, plan = prompting(tokenizer, end), make_plan(model.config, model.layout)
     _log_plan(plan)
-    partial = to.absolute().with_name(f".{to.absolute().name}.partial-{os.getpid()}")
-    made = [parent for parent in partial.parents if not parent.exists()]
+    made = [parent for parent in to.absolute().parents if not parent.exists()]
     try:
-        partial.mkdir(parents=True)
-        write_files(model, plan, tokenizer, end, partial, dtype)
-        difference = _gate(model, plan, tokenizer, partial, tolerance, dtype)
-        if card is not None:
-            (partial / "README.md").write_text(card(plan, difference), encoding="utf-8")
-        partial.rename(to)
-    except OSError as error:
-        raise UserError(f"to: {str(to)!r} cannot be written ({error.strerror}).") from error
+        to.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with partial_directory(to.absolute()) as partial:
+            write_files(model, plan, tokenizer, end, partial, dtype)
+            difference = _gate(model, plan, tokenizer, partial, tolerance, dtype)
+            if card is not None:
+                (partial / "README.md").write_text(card(plan, difference), encoding="utf-8")
+            partial.rename(to)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"to: {str(to)!r} cannot be written ({reason}).") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
         for parent in made:
             with suppress(OSError):  # it holds the model
                 parent.rmdir()

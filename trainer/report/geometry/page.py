@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from trainer.report.geometry.glance import glance
 from trainer.report.geometry.section import Picture, Section
 from trainer.report.plotting import WIDTH, paper_style, save
 from trainer.report.rendering import base64, csv_text, render
+from trainer.stopping import partial_directory
 
 WIDEST = 52  # rem, of a figure as wide as a text
 
@@ -54,8 +54,7 @@ def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
     """
     page, directory = directory / "report.html", directory.resolve()
     directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".partial-"))
-    try:
+    with partial_directory(directory) as partial:
         _write(report, partial)
         directory.mkdir(exist_ok=True)
         for made in sorted(partial.iterdir()):
@@ -63,8 +62,6 @@ def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
             if place.is_dir():
                 shutil.rmtree(place)
             made.replace(place)
-    finally:
-        shutil.rmtree(partial)
     return page
 
 

@@ -64,6 +64,7 @@ class Watchdog(L.Callback):
         self.timeout = config.trainer.step_timeout
         self.log_every = config.trainer.log_every
         self.heartbeat = directory / "heartbeat.json" if is_rank_zero else None
+        self.failed = False  # when it was written last
 
     def on_train_start(self, *_: Any) -> None:
         """Watch the first step."""
@@ -82,7 +83,14 @@ class Watchdog(L.Callback):
         due = step % self.log_every == 0 or step == trainer.max_steps
         if self.heartbeat and ends_step(trainer, index) and due:
             beat = {"step": step, "time": time.time(), "pid": os.getpid()}
-            write_atomically(self.heartbeat, json.dumps(beat))
+            try:
+                write_atomically(self.heartbeat, json.dumps(beat))
+            except OSError as error:  # a full disk, which stops no run
+                if not self.failed:
+                    log.warning("%s: %s; the run goes on", self.heartbeat.name, error.strerror)
+                self.failed = True
+            else:
+                self.failed = False
 
     def on_train_end(self, *_: Any) -> None:
         """Stop watching."""

@@ -1,0 +1,204 @@
+"""Feeds damaged and made-up indexes of checkpoints to the reader, for as long as one likes.
+
+    python scripts/fuzz_checkpoints.py --minutes 60
+
+The index of a checkpoint is a pickle. Every round makes one: a sound index with bytes changed, cut
+out or put in twice; its opcodes mixed with others; or a program that names, calls and fills what it
+can, classes of the index as well as functions that would leave a trace. The reader must give an
+index or refuse it in one line; it must run nothing, open nothing but the index, and change no
+class. Prints how many were made, by kind and by what came of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickletools
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from trainer.errors import UserError
+from trainer.runs.index import CLASSES, DTYPES, FILE, read_index
+
+NAMES = (
+    *sorted(CLASSES),
+    *sorted(DTYPES),
+    *(("os", name) for name in ("system", "mkdir", "putenv", "open")),
+    *(("posix", "mkdir"), ("builtins", "eval"), ("builtins", "exec"), ("builtins", "getattr")),
+    *(("builtins", "setattr"), ("builtins", "__import__"), ("subprocess", "Popen")),
+    *((module, "os.system") for module, _ in sorted(CLASSES)),
+    *((module, f"{name}.__init__") for module, name in sorted(CLASSES)),
+    *((module, f"{name}.__class__.__base__") for module, name in sorted(CLASSES)),
+    *(("torch", "load"), ("torch", "Size.count"), ("torch.hub", "load"), ("pickle", "loads")),
+    *(("torch.serialization", "os"), ("torch.serialization", "pickle"), ("copyreg", "_extension")),
+)
+"""Modules and names that a program may ask for, most of which have no place in an index."""
+
+
+def sound_index(directory: Path) -> bytes:
+    """The index of a small checkpoint that DCP wrote into the directory."""
+    tensors = {f"model.{i}.weight": torch.ones(i + 1, 2) for i in range(3)}
+    dcp.save(tensors | {"rng": torch.get_rng_state()}, checkpoint_id=directory, no_dist=True)
+    return (directory / FILE).read_bytes()
+
+
+def changed_bytes(data: bytes, draw: random.Random) -> bytes:
+    """A few bytes changed, cut out, put in or repeated."""
+    found = bytearray(data)
+    for _ in range(draw.randint(1, 8)):
+        at, length = draw.randrange(len(found) or 1), draw.randint(1, 40)
+        match draw.randrange(4):
+            case 0 if found:
+                found[at] = draw.randrange(256)
+            case 1:
+                del found[at : at + length]
+            case 2:
+                found[at:at] = draw.randbytes(length)
+            case _:
+                found[at:at] = found[at : at + length]
+    return bytes(found)
+
+
+def mixed_opcodes(data: bytes, draw: random.Random) -> bytes:
+    """Opcodes of the index in another order, some replaced by others or by steps of a program."""
+    places = [place for _, _, place in pickletools.genops(data)] + [len(data)]
+    parts = [data[a:b] for a, b in pairwise(places)]
+    for _ in range(draw.randint(1, 12)):
+        at = draw.randrange(len(parts))
+        match draw.randrange(4):
+            case 0:
+                parts[at] = draw.choice(parts)
+            case 1:
+                parts.insert(at, draw.choice(parts))
+            case 2:
+                parts[at] = step(draw)
+            case _:
+                parts.insert(at, step(draw))
+    return b"".join(parts)
+
+
+def program(data: bytes, draw: random.Random) -> bytes:
+    """A program from nothing, that names much and calls what it gets."""
+    steps = [step(draw) for _ in range(draw.randint(1, 40))]
+    return b"\x80" + bytes([draw.choice((0, 2, 3, 4, 5))]) + b"".join(steps) + b"."
+
+
+def step(draw: random.Random) -> bytes:
+    """One or a few opcodes: a name in one of the ways that pickles have, a value, a call."""
+    module, name = draw.choice(NAMES)
+    word = draw.choice(("harm", "a", "__setstate__", "__class__", module, name)).encode()
+    return draw.choice(
+        (
+            b"c" + module.encode() + b"\n" + name.encode() + b"\n",  # GLOBAL
+            text(module.encode()) + text(name.encode()) + b"\x93",  # STACK_GLOBAL
+            b"(i" + module.encode() + b"\n" + name.encode() + b"\n",  # INST
+            b"(c" + module.encode() + b"\n" + name.encode() + b"\n" + text(word) + b"o",  # OBJ
+            text(word) + b"\x85R",  # call with one argument
+            b")R",
+            b")\x81",  # NEWOBJ
+            b")}\x92",  # NEWOBJ_EX
+            b"}" + text(word) + text(word) + b"sb",  # BUILD from a dictionary
+            b"N}" + text(word) + b"K\x01s\x86b",  # BUILD with slots, which sets attributes
+            text(word),
+            b"K\x01",
+            *(bytes([opcode]) for opcode in b"N]})(ldt012ueasbRQ\x81\x94\x85\x86"),
+            b"h\x00",
+            b"\x82\x01",
+            b"\x8a\xff" + draw.randbytes(255),  # a long number
+            b"\x8e" + (1 << draw.randint(0, 62)).to_bytes(8, "little"),  # bytes that are not there
+        )
+    )
+
+
+def text(word: bytes) -> bytes:
+    """The opcode for a string."""
+    return b"\x8c" + bytes([len(word)]) + word
+
+
+KINDS = {"bytes": changed_bytes, "opcodes": mixed_opcodes, "programs": program}
+
+
+class Watch:
+    """What the process does beside reading: opens files, starts processes, imports modules."""
+
+    HARMLESS = frozenset({"pickle.find_class", "object.__getattr__", "compile", "code.__new__"})
+
+    def __init__(self) -> None:
+        self.on, self.seen = False, []
+        sys.addaudithook(self.look)
+
+    def look(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Called by the interpreter for everything that is worth watching."""
+        if not self.on or event in self.HARMLESS:
+            return
+        if event == "open" and str(arguments[0]).endswith(FILE):
+            return
+        self.seen.append((event, arguments))
+
+
+def shape_of_classes() -> dict[str, tuple[str, ...]]:
+    """The attributes of what an index is made of, which no index may change."""
+    from torch.distributed.checkpoint import metadata
+
+    kinds = [value for value in vars(metadata).values() if isinstance(value, type)]
+    return {f"{kind.__module__}.{kind.__qualname__}": tuple(vars(kind)) for kind in kinds}
+
+
+def fuzz(seconds: float, seed: int, rounds: int | None = None) -> Counter[tuple[str, str]]:
+    """Rounds by kind of index and by outcome, ``read`` or ``refused``.
+
+    Raises:
+        AssertionError: the reader did something else; the index is in the message.
+    """
+    draw, counts = random.Random(seed), Counter()
+    watch = Watch()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place, "step-000001")
+        data, end = sound_index(directory), time.monotonic() + seconds
+        before = shape_of_classes()
+        while sum(counts.values()) < rounds if rounds else time.monotonic() < end:
+            kind = draw.choice(list(KINDS))
+            made = KINDS[kind](data, draw)
+            (directory / FILE).write_bytes(made)
+            watch.seen.clear()
+            watch.on = True
+            try:
+                read_index(directory)
+                outcome = "read"
+                said = ""
+            except UserError as error:
+                outcome, said = "refused", str(error)
+            finally:
+                watch.on = False
+            assert "\n" not in said, (said, made)
+            assert not watch.seen, (watch.seen, made)
+            counts[kind, outcome] += 1
+        after = shape_of_classes()
+        assert after == before, [{*after[n]} ^ {*before[n]} for n in after if after[n] != before[n]]
+    return counts
+
+
+def main() -> None:
+    """Fuzz for the minutes that are asked for, and say how many indexes there were."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    counts = fuzz(60 * given.minutes, given.seed)
+    for (kind, outcome), number in sorted(counts.items()):
+        print(f"{kind:10} {outcome:8} {number:12,}")
+    print(f"{'all':10} {'':8} {sum(counts.values()):12,}  nothing was run, opened or changed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""DCP's index of the tensors in a checkpoint (``.metadata``), read as if a stranger had written it.
+
+The file is a pickle, a program for a small machine. Here that machine may name the classes that an
+index is made of and no others, and even these it never gets: it puts its values into stand-ins made
+for one reading, from which the index is built anew, every value of the type and within the bounds
+that it must have.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from trainer.errors import UserError
+from trainer.formats import read_content
+
+FILE = ".metadata"
+LARGEST = 1 << 30
+"""Bytes of an index; one of a thousand tensors on a thousand ranks has a fifth of it."""
+MOST_DIMENSIONS = 8
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+CLASSES = frozenset(
+    {
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "Metadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    }
+)
+"""What an index may name, beside torch's types of numbers: exact pairs of module and name. A dotted
+name, which pickle would resolve through what a module imports, is never among them."""
+DTYPES = {
+    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+
+OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"),
+    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+    *("GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
+    *("BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
+}
+"""What the machine may do: as much as DCP's writer asks of it, in any of pickle's protocols from 2.
+Others ask for memory before they read, or are known to fail aloud in the interpreter itself."""
+
+T = TypeVar("T")
+
+
+def read_index(directory: Path) -> Metadata:
+    """The index of a checkpoint; no code of it is run, and all it names lies in ``directory``.
+
+    Raises:
+        UserError: it is damaged, or holds what has no place there.
+    """
+    try:
+        data = read_content(directory / FILE, LARGEST)
+        for opcode, _, _ in pickletools.genops(data):
+            if opcode.name not in OPCODES:
+                raise Refused(f"the opcode {opcode.name} has no place in a checkpoint's index.")
+        return _metadata(_Unpickler(io.BytesIO(data)).load(), directory)
+    except Refused as error:
+        raise UserError(
+            f"checkpoint: the index of {directory.name!r} is refused: {error}"
+        ) from error
+    except Exception as error:  # a damaged pickle may raise anything
+        said = str(error).splitlines() or [type(error).__name__]
+        raise UserError(
+            f"checkpoint: the index of {directory.name!r} is refused: it is damaged ({said[0]})."
+        ) from error
+
+
+class Refused(pickle.UnpicklingError):
+    """What stands in an index has no place there."""
+
+
+class StandIn:
+    """What an index holds instead of an object of an admitted class: arguments and state."""
+
+    def __new__(cls, *args: Any) -> StandIn:
+        """As pickle makes an object."""
+        made = object.__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        """As pickle fills one."""
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Stand-ins are new classes each time, so that what changes a class changes nothing here."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._classes = {pair: type(pair[1], (StandIn,), {}) for pair in CLASSES}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in DTYPES:
+            return DTYPES[module, name]
+        if (module, name) not in CLASSES:
+            raise Refused(f"{module}.{name} has no place in a checkpoint's index.")
+        return self._classes[module, name]
+
+
+def _metadata(loaded: Any, directory: Path) -> Metadata:
+    state = _state(loaded, "Metadata")
+    tensors = {
+        _of(str, key): _tensor(about, key)
+        for key, about in _of(dict, state.get("state_dict_metadata")).items()
+    }
+    storage = dict(map(_stored, _of(dict, state.get("storage_data")).items()))
+    if outside := sorted({s.relative_path for s in storage.values() if _elsewhere(s)}):
+        raise Refused(f"it names files elsewhere ({', '.join(outside)}).")
+    _check_places(tensors, storage, directory)
+    return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
+
+
+def _elsewhere(stored: _StorageInfo) -> bool:
+    name = stored.relative_path
+    return name != Path(name).name or name in ("", "..")
+
+
+def _check_places(
+    tensors: Mapping[str, TensorStorageMetadata],
+    storage: Mapping[MetadataIndex, _StorageInfo],
+    directory: Path,
+) -> None:
+    """Every piece of every tensor lies within its file, in as many bytes as it needs at least."""
+    sizes: dict[str, int] = {}
+    for key, about in tensors.items():
+        for chunk in about.chunks:
+            if (stored := storage.get(MetadataIndex(key, chunk.offsets))) is None:
+                raise Refused(f"it does not say where {key!r} is.")
+            name = stored.relative_path
+            if name not in sizes:
+                sizes[name] = (directory / name).stat().st_size
+            needed = math.prod(chunk.sizes) * about.properties.dtype.itemsize
+            if stored.length < needed or stored.offset + stored.length > sizes[name]:
+                raise Refused(f"{key!r} does not fit into {name!r}.")
+
+
+def _tensor(given: Any, key: str) -> TensorStorageMetadata:
+    state = _state(given, "TensorStorageMetadata")
+    dtype = _of(tuple, _state(state.get("properties"), "TensorProperties", tuple))[0]
+    if not isinstance(dtype, torch.dtype):
+        raise Refused(f"{key!r} has no type.")
+    size = _size(state.get("size"))
+    chunks = [_chunk(chunk, size) for chunk in _of(list, state.get("chunks"))]
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise Refused(f"it does not hold the whole of {key!r}.")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def _chunk(given: Any, whole: torch.Size) -> ChunkStorageMetadata:
+    state = _state(given, "ChunkStorageMetadata")
+    offsets, sizes = _size(state.get("offsets")), _size(state.get("sizes"))
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    if len(ends) != len(whole) or any(end > size for end, size in zip(ends, whole, strict=True)):
+        raise Refused("a piece lies outside its tensor.")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _stored(item: tuple[Any, Any]) -> tuple[MetadataIndex, _StorageInfo]:
+    place, about = _state(item[0], "MetadataIndex"), _state(item[1], "_StorageInfo")
+    if about.get("transform_descriptors"):
+        raise Refused("its tensors are packed in a way that is not written here.")
+    offset = place.get("offset")
+    return (
+        MetadataIndex(_of(str, place.get("fqn")), None if offset is None else _size(offset)),
+        _StorageInfo(
+            _of(str, about.get("relative_path")),
+            _count(about.get("offset")),
+            _count(about.get("length")),
+        ),
+    )
+
+
+def _state(given: Any, name: str, kind: type[Any] = dict) -> Any:
+    if not isinstance(given, StandIn) or type(given).__name__ != name:
+        raise Refused(f"it has {type(given).__name__!r} where {name!r} belongs.")
+    return _of(kind, given.state)
+
+
+def _size(given: Any) -> torch.Size:
+    if not isinstance(given, StandIn) or type(given).__name__ != "Size" or len(given.args) != 1:
+        raise Refused("it has a shape that is none.")
+    numbers = given.args[0]
+    if not isinstance(numbers, list | tuple) or len(numbers) > MOST_DIMENSIONS:
+        raise Refused("it has a shape that is none.")
+    return torch.Size([_count(number) for number in numbers])
+
+
+def _count(given: Any) -> int:
+    if type(given) is not int or not 0 <= given < 1 << 62:
+        raise Refused("it has a number that is no size.")
+    return given
+
+
+def _of(kind: type[T], given: Any) -> T:
+    if type(given) is not kind:
+        raise Refused(f"it has {type(given).__name__!r} where {kind.__name__!r} belongs.")
+    return given

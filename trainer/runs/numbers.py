@@ -1,0 +1,45 @@
+"""Numbers of a configuration that no computation goes on with, wherever they stand in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from trainer.model.config import LARGEST
+
+MOST = {
+    **dict.fromkeys(("threads", "workers", "num_workers", "gpus_per_node"), 1024),
+    **LARGEST,
+    "max_new_tokens": 1 << 24,
+    "trials": 1_000_000,
+    "lengths": 1e6,
+}
+"""Largest values by the name of a key, where larger ones hang or fail late."""
+
+
+def number_problems(value: Any, path: str = "") -> Iterator[str]:
+    """A sentence for every number at any depth that is not finite or too large, and for every seed
+    that is none; ``value`` is a dataclass, or what stands in one."""
+    key = path.rpartition(".")[2].partition("[")[0]
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int) and (key == "seed" and not 0 <= value < 1 << 63):
+        yield f"{path}: expected a whole number from 0 to 2^63 - 1, got {value}."
+    elif isinstance(value, int | float):
+        if not math.isfinite(value):
+            yield f"{path}: expected a finite number, got {value}."
+        elif abs(value) > MOST.get(key, 1 << 62 if isinstance(value, int) else math.inf):
+            yield f"{path}: expected at most {MOST.get(key, 1 << 62):,}, got {value}."
+    elif is_dataclass(value):
+        for field in fields(value):
+            if field.name != "controls":  # each is checked as the run that it makes
+                where = f"{path}.{field.name}" if path else field.name
+                yield from number_problems(getattr(value, field.name), where)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from number_problems(item, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from number_problems(item, f"{path}[{index}]")

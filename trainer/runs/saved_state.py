@@ -1,0 +1,264 @@
+"""What ``state.json`` of a checkpoint must hold for whoever reads it, and what more for training.
+
+The file may be damaged or made up by somebody: everything that is read from it is declared here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+from tokenizers import Tokenizer
+
+from trainer.data.files import one_line
+from trainer.data.tokenizer import end_of_text, vocabulary_size
+from trainer.errors import UserError
+from trainer.formats import Count, adapter, first_problem, read_plain
+from trainer.model.config import ModelConfig
+from trainer.positional.first_format import from_first_format
+from trainer.positional.layout import Layout
+from trainer.positional.spectrum import Spectrum
+from trainer.report.results import Reach
+from trainer.runs.metrics_file import BUCKETS
+from trainer.runs.numbers import number_problems
+
+STATE = "state.json"
+
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Length = Annotated[int, Field(ge=1, lt=1 << 31)]
+"""Of sequences, in tokens."""
+Index = Annotated[int, Field(ge=0, lt=1 << 20)]
+Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+@dataclass(frozen=True)
+class SavedLayer:
+    """Groups are (index of a spectrum, key-value heads)."""
+
+    groups: list[tuple[Index, Annotated[int, Field(ge=1, lt=1 << 20)]]]
+    window: Length | None
+    qk_norm: bool
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """As :meth:`Layout.to_dict` writes it."""
+
+    training_length: Length
+    spectra: list[Spectrum]
+    layers: list[SavedLayer]
+
+
+@dataclass(frozen=True)
+class SavedData:
+    """Fingerprints of the text that was read."""
+
+    corpus: str
+    order: str
+    texts: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What evaluation, generation and export need."""
+
+    step: Count
+    model: ModelConfig
+    layout: SavedLayout
+    tokenizer: str
+    config: dict[str, Any]
+    format: int = 1
+    tokens: Count = 0
+    loss: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    data: SavedData | None = None
+    skips: list[tuple[Count, Count]] = field(default_factory=list)
+    numerics: str = ""
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SavedSpikes:
+    """As ``training/tally.py`` counts them."""
+
+    seen: Count
+    count: float | Pair
+    last: list[Pair] | None
+
+
+Sums = Annotated[list[Pair], Field(min_length=1 + BUCKETS, max_length=1 + BUCKETS)]
+
+
+@dataclass(frozen=True)
+class SavedTally:
+    """Running sums between two logged rows."""
+
+    loss: Annotated[float, Field(alias="_loss")]
+    steps: Annotated[float, Field(alias="_steps")]
+    skipped: Annotated[float, Field(alias="_skipped")]
+    in_a_row: Annotated[float, Field(alias="_in_a_row")]
+    sums: Annotated[Sums | None, Field(alias="_sums")]
+    spikes: SavedSpikes
+
+
+@dataclass(frozen=True)
+class SavedMetrics:
+    """What was not yet logged."""
+
+    pending: dict[str, float]
+    last_loss: float | None
+
+
+@dataclass(frozen=True)
+class SavedCertificate:
+    """Sums of hashes of samples."""
+
+    samples: Hash
+    last_step: Hash
+
+
+@dataclass(frozen=True)
+class SavedDrop:
+    """What the drop did; nothing before it."""
+
+    step: Count | None = None
+    loss_before: float | None = None
+    loss_after: float | None = None
+    loss_end: float | None = None
+    sequences: dict[str, list[float | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SavedLengths:
+    """What was measured of lengths while the run trained."""
+
+    history: list[Reach] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SavedCallbacks:
+    """States of the run's own callbacks."""
+
+    Metrics: SavedMetrics
+    Drop: SavedDrop
+    Lengths: SavedLengths = field(default_factory=SavedLengths)
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """What training needs beside :class:`Saved`."""
+
+    data: SavedData
+    tally: SavedTally
+    certificate: SavedCertificate
+    callbacks: SavedCallbacks
+    user_callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def read_saved(checkpoint: Path) -> dict[str, Any]:
+    """The plain values of a checkpoint's ``state.json``, once they are found to be sound.
+
+    Raises:
+        UserError: they are damaged, or do not fit each other.
+    """
+    try:
+        state = read_plain(checkpoint / STATE)
+        _check(state)
+    except (OSError, ValueError) as error:
+        raise _damaged(checkpoint, str(error)) from error
+    return state
+
+
+def check_resumable(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Refuse a sound state that training cannot go on from.
+
+    Raises:
+        UserError: what training needs is damaged.
+    """
+    try:
+        _as(Resumable, state)
+        if re.fullmatch(r"step-\d+", checkpoint.name) and int(checkpoint.name[5:]) != state["step"]:
+            raise ValueError(f"step: {state['step']}")
+    except ValueError as error:
+        raise _damaged(checkpoint, str(error)) from error
+
+
+def _damaged(checkpoint: Path, why: str) -> UserError:
+    return UserError(f"checkpoint: {STATE} of {checkpoint.name!r} is damaged: {why}.")
+
+
+def _as(kind: type[Any], state: dict[str, Any]) -> Any:
+    try:
+        return adapter(kind).validate_json(json.dumps(state), strict=True)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+
+
+def _check(state: Any) -> None:
+    """Raises ``ValueError`` where a description is none, or describes no model."""
+    if not isinstance(state, dict) or not isinstance(state.get("layout"), dict):
+        raise ValueError("layout: expected the encodings of all layers")
+    try:
+        layout = from_first_format(state["layout"])
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(f"layout: {type(error).__name__}: {error}") from None
+    saved: Saved = _as(Saved, {**state, "layout": layout})
+    model, layers = saved.model, saved.layout.layers
+    if problems := [*number_problems(model, "model"), *model.problems()]:
+        raise ValueError(problems[0].removesuffix("."))
+    if model.vocab_size is None:
+        raise ValueError("model.vocab_size: expected a number")
+    if len(layers) != model.num_hidden_layers:
+        raise ValueError(f"layout: {len(layers)} layers for {model.num_hidden_layers} of the model")
+    for layer in layers:
+        if sum(heads for _, heads in layer.groups) != model.num_key_value_heads:
+            raise ValueError("layout: a layer has other key-value heads than the model")
+        if any(index >= len(saved.layout.spectra) for index, _ in layer.groups):
+            raise ValueError("layout: a layer names a spectrum that is not there")
+        if layer.qk_norm and model.qk_norm.when == "never":
+            raise ValueError("layout: query and key norms are on, and the model has none")
+    for spectrum in saved.layout.spectra:
+        _check_spectrum(spectrum, model.head_size)
+    _check_tokenizer(saved.tokenizer, model.vocab_size)
+    try:
+        Layout.from_dict(layout)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"layout: {error}") from None
+
+
+def _check_spectrum(spectrum: Spectrum, head_size: int) -> None:
+    if not all(map(math.isfinite, _numbers(asdict(spectrum)))):
+        raise ValueError("layout: a spectrum holds a number that is not finite")
+    long = spectrum.long
+    if spectrum.rotary_dim > head_size:
+        raise ValueError(f"layout: {spectrum.rotary_dim} of {head_size} channels rotate")
+    if long is not None:
+        stretch = long.stretch
+        counted = (long.inv_freq, *((stretch.kept, stretch.power) if stretch else ()))
+        if any(len(numbers) != len(spectrum.inv_freq) for numbers in counted):
+            raise ValueError("layout: a spectrum has other frequencies for long sequences")
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """All numbers at any depth."""
+    if isinstance(value, dict | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)
+    elif isinstance(value, float):
+        yield value
+
+
+def _check_tokenizer(text: str, vocab_size: int) -> None:
+    try:
+        tokenizer = Tokenizer.from_str(text)
+        end_of_text(tokenizer)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(f"tokenizer: {one_line(error)}") from None
+    if (size := vocabulary_size(tokenizer)) > vocab_size:
+        raise ValueError(f"tokenizer: it has {size} tokens, the model {vocab_size} embeddings")
