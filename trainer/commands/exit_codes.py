@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError, TransientError, UserError
-from trainer.runs.job_files import say_mistake
+from trainer.runs.job_files import say_mistake, tell_torchrun
 
 
 @contextmanager
@@ -17,8 +17,9 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+        if not tell_torchrun(error.problems):
+            for problem in error.problems:
+                print(f"error: {problem}", file=sys.stderr)
         if not isinstance(error, TransientError):
             say_mistake()
         sys.exit(2)
