@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError, TransientError, UserError
-from trainer.runs.job_files import say_mistake
+from trainer.runs.job_files import say_mistake, tell_torchrun
 
 CLOSED_PIPE = 141
 """What a shell says of a program whose reader has gone: 128 and the number of SIGPIPE."""
@@ -32,7 +32,8 @@ def exit_codes() -> Iterator[None]:
         _discard(sys.stdout)
         sys.exit(CLOSED_PIPE)
     except UserError as error:
-        _say(*(f"error: {problem}" for problem in error.problems))
+        if not tell_torchrun(error.problems):
+            _say(*(f"error: {problem}" for problem in error.problems))
         if not isinstance(error, TransientError):
             say_mistake()
         sys.exit(2)

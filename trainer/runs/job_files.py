@@ -5,7 +5,10 @@ Exit codes do not reach the script: torchrun answers 1 whatever those of its wor
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -22,6 +25,18 @@ def say_mistake() -> None:
 def say_run_directory(directory: Path) -> None:
     """Say where the run lies, and so its checkpoints and its failures: in ``UNROPE_RUN_FILE``."""
     _write("UNROPE_RUN_FILE", f"{directory.absolute()}\n")
+
+
+def tell_torchrun(problems: Sequence[str]) -> bool:
+    """Put what is wrong into the summary that torchrun ends with, behind a traceback of its own.
+
+    Returns whether that is enough: the first worker of a machine says it on the terminal for all.
+    """
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return False
+    message = {"message": "\n".join(problems), "extraInfo": {"timestamp": int(time.time())}}
+    Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def _write(variable: str, text: str) -> None:
