@@ -137,6 +137,11 @@ def test_what_a_mixture_cannot_be_is_named(changes, said):
     assert re.search(said, problem)
 
 
+def test_prepared_text_is_named_in_the_mixture_where_there_is_one():
+    (problem,) = DataConfig(prepared="x", mixture={"a": {"source": "stdlib_docs"}}).problems()
+    assert problem.startswith("data.prepared: one text, but data.mixture names several")
+
+
 def test_text_that_is_not_small_is_prepared_by_a_command_of_its_own(config, monkeypatch):
     monkeypatch.setattr(preparing, "LARGEST_BY_ITSELF", 10)
     with pytest.raises(UserError, match=r"has not been prepared .* python -m trainer prepare"):

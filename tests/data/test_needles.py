@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from trainer.data.config import NeedlesConfig
-from trainer.data.needles import NAMES, NeedleVocabulary, insert, make_trials, mix_needles
-from trainer.data.tokenizer import train_tokenizer
+from trainer.data.needles import NAMES, WORDS, NeedleVocabulary, insert, make_trials, mix_needles
+from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.errors import UserError
 
 # Names are 100 .. 115, numbers 200 .. 289, the full stop 300; text is below 100.
@@ -136,9 +137,20 @@ def test_tokenizer_that_splits_the_words_is_refused():
         NeedleVocabulary.of(train_tokenizer(["some text"], 300, words=[]))
 
 
-def test_words_are_single_tokens_and_text_survives_a_round_trip():
-    from trainer.data.needles import WORDS
+def test_words_are_found_by_a_tokenizer_that_puts_a_token_before_every_text():
+    tokenizer = train_tokenizer(["some text"], 300, WORDS)
+    plain = NeedleVocabulary.of(tokenizer)
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{END_OF_TEXT} $A",
+        special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
+    )
+    found = NeedleVocabulary.of(tokenizer)
+    np.testing.assert_array_equal(found.names, plain.names)
+    np.testing.assert_array_equal(found.numbers, plain.numbers)
+    assert found.full_stop == plain.full_stop
 
+
+def test_words_are_single_tokens_and_text_survives_a_round_trip():
     tokenizer = train_tokenizer(["a text about Alice and 42 things"] * 5, 300, WORDS)
     vocabulary = NeedleVocabulary.of(tokenizer)
     assert len(set(vocabulary.names) | set(vocabulary.numbers)) == len(NAMES) + 90

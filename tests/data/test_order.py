@@ -98,6 +98,10 @@ def test_quotas_fill_a_period_and_are_the_nearest(weights):
     assert (quotas >= 1).all()
 
 
+def test_a_text_of_next_to_no_weight_has_one_sample_a_period():
+    assert Mixture.of([1.0, 1e-9, 1e-9]).quotas == (PERIOD - 2, 1, 1)
+
+
 def test_uniforms_depend_on_seed_and_row_alone():
     rows = uniforms(0, np.arange(1000), 7)
     np.testing.assert_array_equal(rows[500:503], uniforms(0, np.arange(500, 503), 7))

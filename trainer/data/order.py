@@ -105,9 +105,11 @@ class Mixture:
         exact = [weight / total * PERIOD for weight in weights]
         quotas = [max(int(share), 1) for share in exact]
         left = PERIOD - sum(quotas)
-        order = sorted(range(len(exact)), key=lambda i: exact[i] - quotas[i], reverse=left > 0)
-        for index in order[: abs(left)]:
-            quotas[index] += 1 if left > 0 else -1
+        order = sorted(range(len(exact)), key=lambda i: exact[i] - quotas[i], reverse=True)
+        for index in order[: max(left, 0)]:
+            quotas[index] += 1
+        # The one sample of texts that have a smaller share comes from the largest.
+        quotas[quotas.index(max(quotas))] += min(left, 0)
         return cls(tuple(quotas))
 
     def assign(self, seed: int, counters: Integers) -> tuple[Integers, Integers]:
