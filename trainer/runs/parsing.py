@@ -184,12 +184,7 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 
 def parse_without_weights(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig:
-    """A run's configuration as :func:`parse` has it, but with the shape that ``values`` give, where
-    that of published weights cannot be read.
-
-    Raises:
-        UserError: with every problem.
-    """
+    """As :func:`parse`, with the shape that ``values`` give and not that of published weights."""
     config, problems = validated(RunConfig, values)
     config = with_steps(config)
     if problems := [*found, *problems, *config.problems()]:
