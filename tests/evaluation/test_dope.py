@@ -257,15 +257,16 @@ def test_layers_and_seeds_have_noise_of_their_own(model):
 
 def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
     model = tiny_decoder(model=SHAPE, layers=["rope", "nope"], heads={"nope": 0.5})
-    for settings, most in (
-        (DopeSettings(), 2),
-        (DopeSettings(removal="zero"), 4),
-        (DopeSettings(by="key", removal="zero"), 2),
+    for settings, most, kind in (
+        (DopeSettings(), 2, "key-value"),
+        (DopeSettings(removal="zero"), 4, "query"),
+        (DopeSettings(by="key", removal="zero"), 2, "key"),
     ):
         found = places(select(model, IDS, replace(settings, heads=most)))
         assert {layer for layer, _ in found} == {0, 2}
         assert {head for _, head in found} == ({0, 1} if most == 4 else {0})
-        with pytest.raises(UserError, match=f"evaluation.dope.heads: expected at most {most}"):
+        said = f"evaluation.dope.heads: expected at most {most}, the {kind} heads"
+        with pytest.raises(UserError, match=said):
             select(model, IDS, replace(settings, heads=most + 1))
 
 

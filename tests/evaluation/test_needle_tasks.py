@@ -190,7 +190,7 @@ def test_keys_and_values_are_different_ones(count, seed):
     keys, values = draw_keys(count, random), draw_values(count, 7, "", random)
     assert len(set(keys)) == len(set(values)) == count
     for key in keys:
-        adjective, noun = key.split("-")
+        adjective, noun = re.fullmatch(r"([a-z]+)-([a-z]+)", key).groups()
         assert adjective in words("adjective")
         assert noun in words("noun")
     assert all(re.fullmatch(r"[1-9]\d{6}", value) for value in values)

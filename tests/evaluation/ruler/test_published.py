@@ -5,7 +5,11 @@ import re
 import pytest
 
 from tests.evaluation.ruler.conftest import BOS
+from trainer.evaluation.ruler.essay import Essay
+from trainer.evaluation.ruler.niah import Needles
+from trainer.evaluation.ruler.published import step
 from trainer.evaluation.ruler.tasks import TASKS
+from trainer.evaluation.ruler.word_extraction import CommonWords, FrequentWords
 
 LENGTH = 2048
 
@@ -20,6 +24,20 @@ def texts(task, tokenizer):
         return [tokenizer.decode(list(prompt.tokens[1:])) for prompt in prompts], prompts
 
     return read
+
+
+@pytest.mark.parametrize(
+    ("kind", "short", "long"),
+    [
+        (Needles(Essay(["A text."])), 500, 500),
+        (Needles(distractors=True), 5, 25),
+        (CommonWords(), 10, 10),
+        (FrequentWords(), (2048 - FrequentWords.new_tokens) // 32, 510),
+    ],
+)
+def test_steps_are_those_of_the_programs(kind, short, long):
+    assert step(kind, LENGTH) == short
+    assert step(kind, 8 * LENGTH + FrequentWords.new_tokens - 64) == long
 
 
 @pytest.mark.parametrize("name", TASKS)
