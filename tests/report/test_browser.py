@@ -69,7 +69,8 @@ def pages(tmp_path_factory):
     """One page that shows all others beside each other, in frames of both widths."""
     place = tmp_path_factory.mktemp("pages")
     run = [*statements("RoPE", (100, 90, 50, 10)), *statements("DroPE", (90, 80, 70, 60))]
-    write_renderings(report(*run, **EXPERIMENT, training_length=64), place / "run")
+    made = {"Made": "2026-01-02 03:04 UTC", "Command": f"python -m trainer checkpoint={'a/' * 60}"}
+    write_renderings(report(*run, **EXPERIMENT, made=made, training_length=64), place / "run")
     write_geometry_report(geometry("one"), place / "analysis")
     frames = "".join(
         f'<iframe title="{name} {width}" width={width} height={HEIGHT} frameborder=0 '
