@@ -110,9 +110,11 @@ def refused(monkeypatch, capsys):
         before = files_of(place)
         signal.signal(signal.SIGALRM, too_long)
         signal.alarm(SECONDS)
-        with pytest.raises(SystemExit) as stop:
-            main([word.replace("⏎", "\n") for word in shlex.split(line)])
-        signal.alarm(0)
+        try:
+            with pytest.raises(SystemExit) as stop:
+                main([word.replace("⏎", "\n") for word in shlex.split(line)])
+        finally:
+            signal.alarm(0)
         said = capsys.readouterr().err
         assert stop.value.code == 2, said
         assert "Traceback" not in said

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from trainer.data import plan
-from trainer.data.config import TokenizerConfig
+from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.files import find_files
 from trainer.data.manifest import Shard
 from trainer.data.plan import make_plan
-from trainer.data.prepared import open_prepared, verify
+from trainer.data.prepared import cache_directory, open_prepared, verify
 from trainer.data.preparing import Preparation
 from trainer.data.shards import OPEN, Place, TokenStream
 from trainer.data.sources import Listing
@@ -288,3 +288,22 @@ def test_a_shard_that_is_cut_while_it_is_read_is_an_error(directory):
     os.truncate(path, 16)
     with pytest.raises(UserError, match=r"train-.*\.bin' cannot be read: it ends early"):
         stream.windows(np.array([place.shard.tokens - 8]), 8)
+
+
+CACHES = {
+    "none": ({}, "home/.cache/unrope"),
+    "empty": ({"UNROPE_CACHE": "", "XDG_CACHE_HOME": ""}, "home/.cache/unrope"),
+    "of the system": ({"XDG_CACHE_HOME": "system"}, "system/unrope"),
+    "of this program": ({"UNROPE_CACHE": "own", "XDG_CACHE_HOME": "system"}, "own"),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_where_prepared_text_lies(monkeypatch, kind):
+    given, expected = CACHES[kind]
+    for name in ("UNROPE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "home")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert cache_directory(DataConfig()) == Path(expected)

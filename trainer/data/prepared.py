@@ -43,8 +43,10 @@ def cache_directory(config: DataConfig) -> Path:
     """Where prepared data lies: ``data.cache_dir``, ``$UNROPE_CACHE``, or the user's cache."""
     if config.cache_dir:
         return Path(config.cache_dir)
-    home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    return Path(os.environ.get("UNROPE_CACHE", Path(home) / "unrope"))
+    # Of an empty variable, as of none: it would mean the current directory.
+    if given := os.environ.get("UNROPE_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unrope"
 
 
 def is_prepared(directory: Path) -> bool:

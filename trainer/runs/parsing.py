@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast, get_args, get_type_hints
 from pydantic import ValidationError
 
 from trainer.errors import UserError, did_you_mean
-from trainer.formats import adapter, first_problem
+from trainer.formats import adapter
 from trainer.plugins import load_plugins
 from trainer.runs.config import NAME, RunConfig
 from trainer.runs.numbers import number_problems
@@ -217,23 +217,6 @@ def with_pretrained_shape(config: RunConfig) -> RunConfig:
         from_pretrained=given.from_pretrained,
     )
     return replace(config, model=shape)
-
-
-def saved_config(values: dict[str, Any], what: str) -> RunConfig:
-    """The configuration that a run was written with, also one of other plugins or another version;
-    ``what``: how an error begins.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    try:
-        config = adapter(RunConfig).validate_python(values)
-    except ValidationError as error:
-        raise UserError(f"{what}: {first_problem(error)}.") from error
-    numbers = [*number_problems(config), *config.trainer.problems(), *config.data.problems()]
-    if numbers:
-        raise UserError(f"{what}: {numbers[0]}")
-    return config
 
 
 def _without(values: dict[str, Any], locations: list[tuple[Any, ...]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.interchange.export.directory import Exported, destination_problem, export_model
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 from trainer.runs.directory import writable_problem
-from trainer.runs.parsing import saved_config
+from trainer.runs.saved_config import saved_config
 from trainer.workflows.export_request import ExportRequest
 from trainer.workflows.model_card import model_card
 

@@ -16,7 +16,7 @@ from trainer.report.outcomes import Outcomes
 from trainer.report.results import Report
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
-from trainer.runs.parsing import saved_config
+from trainer.runs.saved_config import saved_config
 
 log = logging.getLogger(__name__)
 
