@@ -111,7 +111,7 @@ WEIGHTS = {
     "empty": (b"", "truncated, damaged or no safetensors file"),
     "a huge header": ((1 << 62).to_bytes(8, "little"), "truncated, damaged"),
     "a header that is none": ((4).to_bytes(8, "little") + b"[[[[", "truncated, damaged"),
-    "a header of nothing": ((2).to_bytes(8, "little") + b"{}", "0 tensors are no model"),
+    "a header of nothing": ((2).to_bytes(8, "little") + b"{}", "tensors that are missing"),
 }
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 INDEXES = {

@@ -282,7 +282,7 @@ MARKS = ("[]", "{}", "3", '{"format": "x"}', '{"format": 99, "program": "unrope"
          '{"format": 1, "program": "another"}', DEEP_LIST, b"\xff")  # fmt: skip
 CONFIGS = ("", "[]", "3", "a: [", "a: b: c", "\t", "!!python/object:os.system {}", b"\xff\xfe\xfa",
            "trainer: 3", "trainer: {max_steps: x}", "trainer: {max_steps: -1}", "seed: .nan",
-           "data: {sequence_length: 0}", "&a [*a]", "[" * 3000)  # fmt: skip
+           "data: {sequence_length: 0}", "&a [*a]", "[" * 1000)  # fmt: skip
 METRICS = ("a,b\n1,2\n", "step\nx\n", "step,loss\n1,x\n", "step,loss\n-,1\n",
            "step\n1\n1,2,3\n", "step,loss\n1.5,2\n", b"\xff\xfe\xfa\n1\n",
            "step,loss\n\x00,1\n")  # fmt: skip
