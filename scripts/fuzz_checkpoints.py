@@ -12,6 +12,7 @@ class. Prints how many were made, by kind and by what came of them.
 from __future__ import annotations
 
 import argparse
+import codecs
 import pickletools
 import random
 import sys
@@ -134,6 +135,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.on, self.seen = False, []
+        for encoding in ("raw-unicode-escape", "unicode-escape", "latin-1", "ascii", "utf-8"):
+            codecs.lookup(encoding)  # which imports it, once
         sys.addaudithook(self.look)
 
     def look(self, event: str, arguments: tuple[Any, ...]) -> None:
