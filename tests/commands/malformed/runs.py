@@ -6,7 +6,13 @@ import pickle
 
 from trainer.runs.checkpoint_files import MANIFEST, digests
 
-GONE = object()
+
+class Gone:
+    def __repr__(self) -> str:
+        return "gone"  # the same in every process
+
+
+GONE = Gone()
 """In the place of a value: the key is not there."""
 DEEP_LIST, DEEP_OBJECT = "[" * 100_000, '{"a":' * 100_000
 
