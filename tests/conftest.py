@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from hypothesis import settings
@@ -15,6 +17,15 @@ pytest_plugins = ["tests.small_runs"]
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def plain_log():
+    """The program's log as it is before a command, called in this process, shows it to a person."""
+    logger = logging.getLogger("trainer")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -49,9 +49,9 @@ SCRIPTS = {
     "scripts/benchmark_launches.py": ["--gigabytes=0.01", "--repeats=1"],
     "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
     "scripts/benchmark_perplexity.py": ["--lengths", "512"],
-    "scripts/first_hour.py": ["--only", "attention", "same_bits", "--quick"],
+    "scripts/first_hour.py": ["--only", "attention"],
     "scripts/rehearse.py": ["--layers=1"],
-    "scripts/kill_runs.py": ["--kills=3", "--steps=60"],
+    "scripts/kill_runs.py": ["--kills=1", "--steps=30"],
     "scripts/mutate.py": ["--help"],  # tests/scripts/test_mutate.py breaks something smaller
 }
 

@@ -93,8 +93,11 @@ def test_every_layer_starts_with_the_qk_norm_of_the_model(qk_norm):
         ({"windows": [0]}, "positional.windows: a window of 0 tokens"),
         ({"windows": [513]}, "positional.windows: a window of 513 tokens"),
         ({"heads": {"nope": 0.3}}, "positional.heads.nope: 0.3 of 4 key-value heads"),
-        ({"heads": {"nope": -0.5}}, "positional.heads.nope: -0.5 of 4"),
-        ({"heads": {"nope": 1.5}}, "positional.heads.nope: 1.5 of 4"),
+        (
+            {"heads": {"nope": -0.5}},
+            "positional.heads.nope: expected a share from 0 to 1, got -0.5",
+        ),
+        ({"heads": {"nope": 1.5}}, "positional.heads.nope: expected a share from 0 to 1, got 1.5"),
         ({"heads": {"nope": 0.75, "alibi": 0.5}}, "positional.heads: the shares add up to more"),
         ({"encodings": {"rope": {"bsae": 1e4}}}, "positional.encodings.rope: unknown parameter"),
         (
