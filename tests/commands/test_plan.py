@@ -70,6 +70,28 @@ def test_where_a_step_does_not_fit_the_first_change_that_helps_is_named(capsys, 
     assert re.search(r"does not fit strategy=single strategy.activation_checkpointing=\w+ ", out)
 
 
+def test_copies_on_several_gpus_are_never_told_to_be_one_device(capsys, monkeypatch):
+    monkeypatch.setitem(plans.GPUS, "h100", Gpu("H100 80GB HBM3", 2e6))
+    words = ["model=nano", "model.vocab_size=1024", "strategy=ddp", "trainer.batch_size=64"]
+    out = said(capsys, *words)
+    assert re.search(r"does not fit (strategy=(ddp|fsdp2) |nor does anything)", out)
+
+
+def test_what_is_offloaded_is_not_of_the_gpu(capsys):
+    words = ["model=llama2_7b", "model.num_hidden_layers=3", "trainer.batch_size=2"]
+    words += ["strategy=fsdp2", "slurm.gpus_per_node=2"]
+    on_gpu, offloaded = (
+        {
+            name: float(re.search(rf"{name} ([\d.]+) GiB", out)[1])
+            for name in ("parameters", "optimizer", "in all")
+        }
+        for out in (said(capsys, *words), said(capsys, *words, "strategy.cpu_offload=true"))
+    )
+    away = on_gpu["parameters"] + on_gpu["optimizer"]
+    assert away > 1
+    assert offloaded["in all"] == pytest.approx(on_gpu["in all"] - away, abs=0.15)
+
+
 def test_impossible_requests_are_refused(capsys):
     for words, expected in (
         (["mfu=2"], "mfu: expected a share of the peak above 0 and up to 1, got 2"),

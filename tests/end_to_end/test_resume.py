@@ -58,7 +58,7 @@ def kill_after(run_dir: Path, metrics: Path, step: int) -> None:
 
 def without_times(run_dir: Path, report: dict) -> dict:
     report = json.loads(json.dumps(report).replace(str(run_dir), "RUN"))
-    del report["timing"]
+    del report["timing"], report["made"]["Made"]
     for cell in report["cells"]:
         del cell["seconds"]
     return report

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.program import run_ranks
-from tests.training.test_run import assert_same_state, checkpoint_of, rows_of, tensors_in
+from tests.training.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
@@ -136,9 +136,9 @@ def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
         assert found["steps"] == 12
         assert found["sum"] == pytest.approx(counted["sum"], rel=1e-4)
         assert found["norm"]["_tensor_"] == pytest.approx(counted["norm"]["_tensor_"], rel=1e-4)
-    weights = tensors_in(checkpoint_of(alone))
+    weights = contents_of(checkpoint_of(alone))
     for config in others:
-        found = tensors_in(checkpoint_of(config))
+        found = contents_of(checkpoint_of(config))
         for name, value in weights.items():
             if name.startswith("model."):
                 torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-4)

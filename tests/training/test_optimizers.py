@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 
+from tests.program import run_ranks
 from trainer.runs.config import OptimizerConfig
 from trainer.training.optimizers import make_optimizer
 
@@ -68,6 +70,13 @@ def test_cleared_state_is_a_fresh_optimizer(tiny_decoder):
     steps(model, [optimizer], 2)
     steps(other, [make_optimizer(other, config)], 2)
     assert_equal(model, other)
+
+
+def test_shards_of_any_size_give_what_whole_matrices_do(tmp_path):
+    """Also where ranks have fewer rows than others, or none."""
+    script = Path(__file__).with_name("muon_ranks.py")
+    for rank in run_ranks(3, script, cwd=tmp_path):
+        assert rank.stdout.split() == ["True"] * 6, rank.stderr[-2000:]
 
 
 def decayed(model, config):

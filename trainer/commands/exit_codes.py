@@ -38,8 +38,8 @@ def exit_codes() -> Iterator[None]:
             say_mistake()
         sys.exit(2)
     except OSError as error:  # of a disk that is full, a place that may not be read, and their like
-        if error.strerror is None:
-            raise
+        if error.strerror is None or isinstance(error, ConnectionError | TimeoutError):
+            raise  # of ranks that lost each other, whose traceback is wanted
         where = "" if error.filename is None else f"{str(error.filename)!r}: "
         _say(f"error: {where}{error.strerror}.")
         _discard(sys.stdout)

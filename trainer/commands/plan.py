@@ -37,11 +37,12 @@ OWN = ("gpu", "mfu", "exact", "slurm")
 
 def read(composed: Composed) -> PlanRequest:
     """The checked request; published weights need not be here, if the model's shape is given."""
+    from trainer.runs.numbers import number_problems
     from trainer.runs.parsing import validated
     from trainer.runs.spread import spread_problems
 
     own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
-    problems += own.problems()
+    problems += [*number_problems(own), *own.problems()]
     values = {key: value for key, value in composed.values.items() if key not in OWN}
     missing: tuple[str, ...] = ()
     composed = replace(composed, values=values)

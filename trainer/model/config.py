@@ -68,6 +68,13 @@ class ModelConfig:
         """Channels a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    @property
+    def block_weights(self) -> int:
+        """Weights of the matrices of all blocks."""
+        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_size
+        block = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return self.num_hidden_layers * block
+
     def problems(self) -> list[str]:
         """What is impossible about this shape, one sentence each."""
         found = [

@@ -39,9 +39,7 @@ def forward_flops(
     if sum(documents) != length:
         raise ValueError(f"documents of {sum(documents)} tokens in a sequence of {length}")
     q_size = config.num_attention_heads * config.head_size
-    kv_size = config.num_key_value_heads * config.head_size
-    block = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
-    weights = config.num_hidden_layers * block + config.hidden_size * config.vocab_size
+    weights = config.block_weights + config.hidden_size * config.vocab_size
     pairs = sum(visible_pairs(n, layer.window) for layer in layout.layers for n in documents)
     # A pair is one product of a query and a key, and one of a probability and a value.
     return 2 * weights * length + 4 * q_size * pairs

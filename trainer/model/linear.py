@@ -5,6 +5,7 @@ Which ones are used is chosen once, by :func:`product_for`, when a model is put 
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +41,10 @@ SMALL = 600_000
 # For one row oneDNN leaves float32 as it is; this order is good for 1 to 64.
 _PACKED_FOR_ROWS = 8
 
+MANY_ROWS = 128
+"""Rows from which on MKL, where it is fast, is as fast as packed weights, or up to a third faster
+(measured on an Intel Xeon)."""
+
 
 def product_for(device: str, weights: torch.dtype, compute: torch.dtype) -> Product:
     """The product of inputs of type ``compute`` with ``weights`` on a device ("cpu", "cuda")."""
@@ -68,11 +73,15 @@ def packed_product(weight: Tensor, compute: torch.dtype) -> Product:
     if not HAS_ONEDNN or weight.device.type != "cpu" or compute not in kinds:
         return product_for(weight.device.type, weight.dtype, compute)
     copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(compute), _PACKED_FOR_ROWS)
-    return partial(_multiply_packed, copy)
+    usual = product_for("cpu", weight.dtype, compute)
+    return partial(_multiply_packed, copy, MANY_ROWS if usual is F.linear else math.inf)
 
 
-def _multiply_packed(copy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if _is_small(x, weight):
+def _multiply_packed(
+    copy: Tensor, most: float, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    many = x.dtype == torch.float32 and x.numel() > most * x.shape[-1]
+    if many or _is_small(x, weight):
         return F.linear(x, weight, bias)
     bias = None if bias is None else bias.to(x.dtype)
     return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")

@@ -29,10 +29,11 @@ from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoint_files import MANIFEST, damage, damage_together
 from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.runs.index import read_index
 from trainer.runs.mark import check_mark
 from trainer.runs.ranks import on_rank_zero
 from trainer.runs.saved_state import STATE, read_saved
-from trainer.runs.state import check_shapes, load, read_metadata
+from trainer.runs.state import check_shapes, load, tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -214,12 +215,13 @@ def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Deco
     with torch.device("meta"):
         model = Decoder(model_config(state), Layout.from_dict(state["layout"]))
     shapes = {f"model.{name}": p for name, p in model.named_parameters()}
-    saved = read_metadata(path)
+    index = read_index(path)
+    saved = tensors_in(index)
     check_shapes(shapes, saved, path.name)  # before any memory is asked for
     if more := [key for key in saved if key.startswith("model.") and key not in shapes]:
         raise UserError(f"checkpoint: {path.name!r} holds {more[0]!r}, which the model has not.")
     model.to_empty(device=device)
-    load({f"model.{name}": p.detach() for name, p in model.named_parameters()}, path)
+    load({f"model.{name}": p.detach() for name, p in model.named_parameters()}, path, index)
     return model
 
 

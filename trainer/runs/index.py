@@ -137,14 +137,13 @@ def _metadata(loaded: Any, directory: Path) -> Metadata:
         for key, about in _of(dict, state.get("state_dict_metadata")).items()
     }
     storage = dict(map(_stored, _of(dict, state.get("storage_data")).items()))
-    if outside := sorted({s.relative_path for s in storage.values() if _elsewhere(s)}):
+    if outside := sorted(filter(_is_elsewhere, {s.relative_path for s in storage.values()})):
         raise Refused(f"it names files elsewhere ({', '.join(outside)}).")
     _check_places(tensors, storage, directory)
     return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
 
 
-def _elsewhere(stored: _StorageInfo) -> bool:
-    name = stored.relative_path
+def _is_elsewhere(name: str) -> bool:
     return name != Path(name).name or name in ("", "..")
 
 

@@ -16,11 +16,8 @@ from trainer.runs.ranks import device_type
 def weights_of(config: ModelConfig) -> int:
     """Weights of the matrices; ``vocab_size`` must be set."""
     assert config.vocab_size is not None
-    h, i, d = config.hidden_size, config.intermediate_size, config.head_size
-    q, k = config.num_attention_heads * d, config.num_key_value_heads * d
-    layer = h * (2 * q + 2 * k) + 3 * h * i
-    embeddings = config.vocab_size * h * (1 if config.tie_word_embeddings else 2)
-    return config.num_hidden_layers * layer + embeddings
+    outside = config.vocab_size * config.hidden_size
+    return config.block_weights + outside * (1 if config.tie_word_embeddings else 2)
 
 
 def needed_memory(config: ModelConfig, tokens: int, models: int = 1) -> int:

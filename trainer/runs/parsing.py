@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, singledispatch
-from typing import Any, Protocol, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints
 
 from pydantic import ValidationError
 
@@ -71,8 +70,7 @@ def _quoted(expected: str) -> list[str]:
 def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
     """``values`` as the dataclass ``schema``, and a sentence for every unknown key and wrong type.
 
-    Keys of a wrong type, and numbers that are not finite, have their defaults in the result, so
-    that the rest can be checked too.
+    Keys of a wrong type have their defaults in the result, so that the rest can be checked too.
     """
     problems = _unknown_keys(schema, values, "")
     try:
@@ -92,31 +90,7 @@ def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
             wrong = {e["loc"][0] for e in again.errors()}
             values = {key: value for key, value in values.items() if key not in wrong}
             found = adapter(schema).validate_python(values)
-    if infinite := dict(_infinite(dataclasses.asdict(cast(Any, found)))):
-        problems += [
-            f"{'.'.join(place)}: got {value!r}; expected a finite number."
-            for place, value in infinite.items()
-        ]
-        found = adapter(schema).validate_python(_without(values, list(infinite)))
     return found, problems
-
-
-def _infinite(values: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Where infinities and NaN stand, at any depth, and in lists too: the keys to them, and what
-    is there."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from (((str(key), *place), inner) for place, inner in _infinite(value))
-        elif not _is_finite(value):
-            yield (str(key),), value
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 class Schema(Protocol):
@@ -186,6 +160,7 @@ def with_steps(config: RunConfig) -> RunConfig:
 def parse_without_weights(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig:
     """As :func:`parse`, with the shape that ``values`` give and not that of published weights."""
     config, problems = validated(RunConfig, values)
+    problems += number_problems(config)
     config = with_steps(config)
     if problems := [*found, *problems, *config.problems()]:
         raise UserError(*problems)

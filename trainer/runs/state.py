@@ -52,7 +52,8 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path) -
     Raises:
         UserError: the checkpoint lacks a parameter, or has one of another shape.
     """
-    saved = read_metadata(directory)
+    index = read_index(directory)
+    saved = tensors_in(index)
     parameters = dict(model.named_parameters())
     wanted: Tensors = {f"model.{name}": p.detach() for name, p in parameters.items()}
     check_shapes(wanted, saved, directory.name)
@@ -66,7 +67,7 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path) -
             wanted[key] = state[name][part]
     rank = dist.get_rank() if dist.is_initialized() else 0
     mine = {name: value for name, value in random_states(rank).items() if name in saved}
-    load(wanted | mine, directory)
+    load(wanted | mine, directory, index)
     optimizer.state.clear()
     for name, parameter in parameters.items():
         if state[name]:
@@ -108,8 +109,9 @@ def check_shapes(wanted: Tensors, saved: dict[str, TensorStorageMetadata], name:
         raise UserError(f"{problems[0]}{others}.")
 
 
-def load(tensors: Tensors, directory: Path) -> None:
+def load(tensors: Tensors, directory: Path, index: Metadata | None = None) -> None:
     """Read ``tensors`` in place from a checkpoint; all ranks together where there are several.
+    ``index``: its index, where it was read already; that of many ranks takes seconds.
 
     Raises:
         UserError: its files cannot be read as its index says.
@@ -118,7 +120,7 @@ def load(tensors: Tensors, directory: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # known: alone
         try:
-            dcp.load(dict(tensors), storage_reader=SafeReader(directory), no_dist=alone)
+            dcp.load(dict(tensors), storage_reader=SafeReader(directory, index), no_dist=alone)
         # Damaged files may raise anything; of several ranks' reports DCP makes a BaseException.
         except (Exception, CheckpointException) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -147,7 +149,12 @@ def read_metadata(directory: Path) -> dict[str, TensorStorageMetadata]:
     Raises:
         UserError: its index is damaged, or holds what has no place there.
     """
-    tensors = read_index(directory).state_dict_metadata
+    return tensors_in(read_index(directory))
+
+
+def tensors_in(index: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Sizes and types of the tensors, by name."""
+    tensors = index.state_dict_metadata
     return {k: about for k, about in tensors.items() if isinstance(about, TensorStorageMetadata)}
 
 
@@ -155,13 +162,17 @@ class SafeReader(dcp.FileSystemReader):
     """Reads DCP's files without ever running code from them: tensors with ``weights_only=True``,
     which is torch's own way, and their index by :func:`read_index`."""
 
+    def __init__(self, directory: Path, index: Metadata | None = None) -> None:
+        super().__init__(directory)
+        self.index = index
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index.
 
         Raises:
             UserError: it is damaged, or holds what has no place there.
         """
-        metadata = read_index(Path(self.path))
+        metadata = self.index or read_index(Path(self.path))
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata

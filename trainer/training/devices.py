@@ -57,10 +57,8 @@ def cpu_seconds(config: RunConfig) -> float:
     """About how long the training takes on this machine's cores: 6 operations a parameter and
     token (Kaplan et al. 2020)."""
     model = config.model
-    heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_size
-    block = model.hidden_size * (heads + 3 * model.intermediate_size)
     vocabulary = model.vocab_size or config.tokenizer.vocab_size
-    parameters = model.num_hidden_layers * block + vocabulary * model.hidden_size
+    parameters = model.block_weights + vocabulary * model.hidden_size
     tokens = config.trainer.max_steps * config.tokens_per_step
     return 6 * parameters * tokens / (OPERATIONS * (config.trainer.threads or cores()))
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
@@ -129,10 +130,11 @@ def _training(
     if (drop := config.drop_step) is not None:
         yield "drop", f"after step {drop:,}, then {(steps - drop) * each:,} tokens"
     if isinstance(corpus, Corpus):
-        weights = sum(part.weight for part in corpus.parts)
+        samples = TrainingSamples(corpus, config.data, config.seed)
+        times = samples.epochs(steps * config.trainer.batch_size)
         for part in corpus.parts:
-            epochs = steps * each * part.weight / weights / len(part.text.train)
-            yield f"text {part.name}", f"{len(part.text.train):,} tokens, read {epochs:.2f} times"
+            held = f"{len(part.text.train):,} tokens"
+            yield f"text {part.name}", f"{held}, read {times[part.name]:.3g} times"
     elif config.data.about:
         yield "text", config.data.about
     for name, count in operations.items():
@@ -141,20 +143,29 @@ def _training(
 
 def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]:
     config, gpu = request.config, GPUS[request.gpu]
-    if config.strategy.name == "ddp":  # holds what a single device does, and its buckets
-        config = replace(config, strategy=replace(config.strategy, name="single"))
     ranks, local = request.ranks, request.on_a_node
-    yield "GPUs", f"{ranks}, strategy {request.config.strategy.name}"
+    yield "GPUs", f"{ranks}, strategy {config.strategy.name}"
     rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
     times = config.trainer.accumulation(ranks)
     yield "micro-batch", f"{rows} x {config.data.sequence_length:,} tokens, {times} a step"
     parts = _parts(config, ranks, local, gpu, model, request.exact)
+    away = OFFLOADED if config.strategy.cpu_offload else ()
     for name, size in parts.items():
-        yield name, f"{size / GIB:.1f} GiB"
-    total, room = sum(parts.values()), USABLE * gpu.memory
+        yield name, f"{size / GIB:.1f} GiB{' of the CPU' if name in away else ''}"
+    total, room = _on_gpu(config, parts), USABLE * gpu.memory
     yield "in all", f"{total / GIB:.1f} GiB of {gpu.memory / GIB:.0f}, uncompiled"
     if total > room:
         yield "does not fit", _way_out(config, ranks, local, gpu, model)
+
+
+OFFLOADED = "parameters", "optimizer"
+"""Parts that ``strategy.cpu_offload`` keeps on the CPU. Reduced gradients follow them, and are
+counted on the GPU all the same."""
+
+
+def _on_gpu(config: RunConfig, parts: Parts) -> int:
+    away = OFFLOADED if config.strategy.cpu_offload else ()
+    return sum(size for name, size in parts.items() if name not in away)
 
 
 def _parts(
@@ -163,23 +174,27 @@ def _parts(
     kind = config.strategy.reduce_gradients
     once = reduces_once_a_step(model, kind, int(gpu.memory))
     strategy = replace(config.strategy, reduce_gradients="step" if once else "micro_batch")
-    alone = config.strategy.name == "single"
-    batch = config.trainer.batch_size // (ranks if alone else 1)
-    config = replace(config, strategy=strategy, trainer=replace(config.trainer, batch_size=batch))
-    return memory_of(config, Ranks(0, 1 if alone else ranks, 0, 1 if alone else local), exact)
+    run = config.trainer
+    if config.strategy.name == "ddp":  # a rank holds what one device would with its share
+        strategy = replace(strategy, name="single")
+        run = replace(run, batch_size=run.batch_size // ranks)
+        ranks = local = 1
+    config = replace(config, strategy=strategy, trainer=run)
+    return memory_of(config, Ranks(0, ranks, 0, local), exact)
 
 
 def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Module) -> str:
     """The first change after which it fits: what costs least time first."""
     rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
-    names = [config.strategy.name, *(["fsdp2"] if config.strategy.name == "single" else [])]
-    for name in names if ranks > 1 else names[:1]:
+    for name in dict.fromkeys([config.strategy.name, *(["fsdp2"] if ranks > 1 else [])]):
         for recomputed in ("none", "selective", "full"):
-            for fewer in (n for n in (rows, rows // 2, rows // 4, 1) if n):
+            for fewer in (n for n in dict.fromkeys((rows, rows // 2, rows // 4, 1)) if n):
+                if rows % fewer:
+                    continue
                 strategy = replace(config.strategy, name=name, activation_checkpointing=recomputed)
                 run = replace(config.trainer, micro_batch_size=fewer)
                 tried = replace(config, strategy=strategy, trainer=run)
-                size = sum(_parts(tried, ranks, local, gpu, model, False).values())
+                size = _on_gpu(tried, _parts(tried, ranks, local, gpu, model, False))
                 if size <= USABLE * gpu.memory:
                     return (
                         f"strategy={name} strategy.activation_checkpointing={recomputed} "
