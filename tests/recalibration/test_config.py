@@ -42,7 +42,7 @@ def test_at_tokens_is_the_first_step_by_which_so_many_were_seen(tokens, per_step
     ],
 )
 def test_possible_drops(drop):
-    assert drop.problems(1000, 128, 4) == []
+    assert drop.problems(1000, 128, 4, 2) == []
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,29 @@ def test_possible_drops(drop):
         (DropConfig(at=5, at_tokens=640), "drop: give either drop.at or drop.at_tokens, not both"),
         (DropConfig(layers=[0, 4]), "drop.layers: layer 4 does not exist in a model of 4 layers"),
         (DropConfig(layers=[-5]), "drop.layers: layer -5 does not exist"),
+        (
+            DropConfig(heads=[2]),
+            "drop.heads: head 2 does not exist in a model of 2 key-",
+        ),
+        (DropConfig(heads=[]), "drop.heads: an empty list drops nothing"),
+        (DropConfig(slower_than=0), "drop.slower_than: expected a number of tokens, got 0."),
+        (DropConfig(faster_than=8, to="alibi"), "drop.to: pairs, and what shrinks over steps,"),
+        (DropConfig(at=990, anneal_steps=11), "drop.anneal_steps: expected 0 to 10, the steps"),
+        (DropConfig(anneal_steps=5, anneal="heads", heads=[0]), "drop.anneal: 'heads' goes"),
         (DropConfig(effect_sequences=0), "drop.effect_sequences: expected 1 or more, got 0"),
         (DropConfig(schedule=ScheduleConfig(peak=-1)), "drop.schedule.peak: expected a positive"),
     ],
 )
 def test_an_impossible_drop_is_named(drop, start):
-    (problem,) = drop.problems(1000, 128, 4)
+    (problem,) = drop.problems(1000, 128, 4, 2)
     assert problem.startswith(start)
 
 
 def test_of_two_times_the_one_that_counts_is_named():
     """``at_tokens`` decides the step, so the step it leads to is reported under its name."""
-    problems = DropConfig(at=5, at_tokens=10**6).problems(1000, 128, 4)
+    problems = DropConfig(at=5, at_tokens=10**6).problems(1000, 128, 4, 2)
     assert problems[1].startswith("drop.at_tokens: 1000000 is step 7813,")
 
 
 def test_layers_may_count_from_the_last():
-    assert DropConfig(layers=[-4, -1, 3]).problems(1000, 128, 4) == []
+    assert DropConfig(layers=[-4, -1, 3]).problems(1000, 128, 4, 2) == []

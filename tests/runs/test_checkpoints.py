@@ -225,7 +225,7 @@ def test_a_checkpoint_says_what_made_it(run):
     assert state["versions"]["torch"] == torch.__version__
     assert set(state["data"]) == {"corpus", "order", "texts"}
     assert state["config"]["drop"]["at"] == 6
-    assert state["callbacks"]["Drop"]["step"] == 6
+    assert state["callbacks"]["Transitions"]["effects"]["recalibrate"]["step"] == 6
 
 
 def test_other_text_or_another_order_is_refused(run):

@@ -26,7 +26,7 @@ from trainer.training.devices import (
     open_gpus,
     set_environment,
 )
-from trainer.training.run import make_trainer
+from trainer.training.stretch import make_trainer
 
 SHARDED = RunConfig(strategy=StrategyConfig(name="fsdp2"))
 
@@ -128,7 +128,7 @@ def test_deterministic_algorithms_are_asked_for_while_training(gpu, run, monkeyp
         def on_train_batch_end(self, *_):
             seen.append(torch.are_deterministic_algorithms_enabled())
 
-    monkeypatch.setattr("trainer.training.run.Watchdog", lambda *_: Look())
+    monkeypatch.setattr("trainer.training.stretch.Watchdog", lambda *_: Look())
     run(trainer={"deterministic": True})
     assert seen == [True] * 12
     assert not torch.are_deterministic_algorithms_enabled()

@@ -10,6 +10,7 @@ import torch
 
 from trainer.runs.ranks import init_distributed, shutdown_distributed
 from trainer.training import run as training
+from trainer.training import stretch
 from trainer.training.callbacks.garbage import GarbageCollection
 
 
@@ -38,7 +39,7 @@ class Watching(L.Callback):
 @pytest.fixture
 def watching(monkeypatch):
     found = Watching()
-    monkeypatch.setattr(training, "Watchdog", lambda *_: found)
+    monkeypatch.setattr(stretch, "Watchdog", lambda *_: found)
     return found
 
 
@@ -70,7 +71,7 @@ def test_no_step_leaves_a_tensor_in_a_circle_of_references(run, monkeypatch, str
                 left.extend(x for x in gc.garbage if isinstance(x, torch.Tensor))
                 gc.garbage.clear()
 
-    monkeypatch.setattr(training, "GarbageCollection", Look)
+    monkeypatch.setattr(stretch, "GarbageCollection", Look)
     if strategy != "single":
         monkeypatch.setattr(training, "starting_point", with_group(training.starting_point))
     try:

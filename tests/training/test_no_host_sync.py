@@ -18,8 +18,9 @@ from trainer.model.backend_choice import Choice
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training import run as runs
+from trainer.training import stretch
 from trainer.training.callbacks.checkpointing import Checkpointing
-from trainer.training.callbacks.drop import Drop
+from trainer.training.callbacks.transitions import Transitions
 
 
 class OnMeta(SingleDeviceStrategy):
@@ -39,7 +40,7 @@ class OnMeta(SingleDeviceStrategy):
 @pytest.fixture(autouse=True)
 def on_meta(monkeypatch):
     """Runs train on the meta device, for which torch's fused AdamW is the same operator."""
-    monkeypatch.setattr(runs, "lightning_strategy", lambda *_: OnMeta("meta"))
+    monkeypatch.setattr(stretch, "lightning_strategy", lambda *_: OnMeta("meta"))
     optimizer = sys.modules["torch.optim.optimizer"]
     monkeypatch.setattr(optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta"])
 
@@ -71,12 +72,13 @@ VARIANTS = {
     "hybrid": {"positional": {"layers": ["rope", "nope"]}},
     "norms from the start": {"model": {"qk_norm": {"when": "always"}}},
     "optimizer kept": {"drop": {"optimizer_state": "keep"}},
+    "annealed": {"drop": {"anneal_steps": 2}},
 }
 
 
 def steps(base, tmp_path, monkeypatch, changes):
     """Eight updates of a run that drops after six."""
-    monkeypatch.setattr(Drop, "_losses", lambda *_: [0.0])  # waits, three times a run
+    monkeypatch.setattr(Transitions, "_losses", lambda *_: [0.0])  # waits, three times a run
     monkeypatch.setattr(Checkpointing, "save", lambda *_: None)  # copies to the CPU
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100}}
     config = parse(RunConfig, merged(merged(base, rare), changes))

@@ -16,6 +16,7 @@ from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.errors import PreemptedError
 from trainer.runs.checkpoints import read_state, regular_checkpoints, step_name
 from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.training import stretch
 from trainer.training.callbacks.preemption import (
     MARGIN,
     Preemption,
@@ -52,7 +53,7 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
         # An upload may take longer than the job has left.
-        patch.setattr("trainer.training.run.close", lambda _: when_closing.append(asked.exists()))
+        patch.setattr(stretch, "close", lambda _: when_closing.append(asked.exists()))
         signal_during(patch, number, at)
         with pytest.raises(PreemptedError, match=rf"after step {at + 1} \({number.name}\)"):
             run("stopped", trainer={"checkpoint_every": 100}, data=data)

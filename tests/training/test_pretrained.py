@@ -18,7 +18,9 @@ from trainer.errors import PreemptedError, UserError
 from trainer.runs.checkpoints import BEFORE_DROP, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
-from trainer.training.run import effect_batch, train
+from trainer.runs.phases import phases_of
+from trainer.training.run import train
+from trainer.training.stretch import effect_batch
 from trainer.workflows.training_text import open_corpus
 
 
@@ -73,11 +75,12 @@ def test_the_loss_before_the_drop_is_that_of_the_published_model(begin, publishe
     assert (
         corpus.tokenizer.to_str() == Tokenizer.from_file(f"{published[0]}/tokenizer.json").to_str()
     )
-    batch = effect_batch(config, corpus)
+    batch = effect_batch(corpus, phases_of(config)[1])
     logits = published[1](batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    assert run.effect["loss_before"] == pytest.approx(expected.item(), rel=1e-5)
-    assert run.effect["step"] == 0
+    effect = run.effect_of_drop(config)
+    assert effect["loss_before"] == pytest.approx(expected.item(), rel=1e-5)
+    assert effect["step"] == 0
 
 
 def test_shape_and_positions_are_the_published_ones(begin):

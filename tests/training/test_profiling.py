@@ -12,7 +12,7 @@ from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.errors import UserError
 from trainer.runs.mark import write_mark
 from trainer.runs.ownership import overwrite_problems
-from trainer.training import run as training
+from trainer.training import stretch
 
 
 def test_a_trace_and_a_table_of_the_chosen_steps(run):
@@ -43,7 +43,7 @@ def test_steps_that_are_none_of_the_run_are_refused(run, steps):
 
 def test_a_profiled_run_is_the_run_without(run, monkeypatch):
     profiled, _ = run("profiled", trainer={"profile_steps": [1, 1]})
-    monkeypatch.setattr(training, "Profiling", pytest.fail)
+    monkeypatch.setattr(stretch, "Profiling", pytest.fail)
     plain, _ = run("plain")
     assert rows_of(profiled) == rows_of(plain)
     assert_same_tensors(checkpoint_of(profiled), checkpoint_of(plain))

@@ -23,12 +23,14 @@ from trainer.runs.checkpoints import BEFORE_DROP, load_decoder, read_state, step
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import TIMES, read_metrics
 from trainer.runs.parsing import merged, parse
+from trainer.runs.phases import phases_of
 from trainer.runs.state import load, read_metadata, tensors_in
 from trainer.training import strategy
 from trainer.training.loggers import kept_dashboards, log_table
 from trainer.training.module import LanguageModule, make_decoder
-from trainer.training.run import effect_batch, train
+from trainer.training.run import train
 from trainer.training.strategy import draw_weights
+from trainer.training.stretch import effect_batch
 
 
 def checkpoint_of(config, step=None):
@@ -121,7 +123,7 @@ def test_what_the_drop_did_is_computed_again_from_the_checkpoints(finished):
     """Before it with the encoding and without, and from the last one; on held-out text alone."""
     config, trained = finished
     corpus = prepare_corpus(config.data, config.tokenizer)
-    batch = effect_batch(config, corpus)
+    batch = effect_batch(corpus, phases_of(config)[1])
 
     def losses(model):
         logits = model(batch["input_ids"]).double().transpose(1, 2)
@@ -134,7 +136,7 @@ def test_what_the_drop_did_is_computed_again_from_the_checkpoints(finished):
     each |= {"after": losses(model), "end": losses(decoder_of(trained))}
     mean = {f"loss_{when}": sum(values) / len(values) for when, values in each.items()}
     assert mean["loss_end"] < min(mean["loss_before"], mean["loss_after"])
-    found = dict(trained.effect)
+    found = dict(trained.effect_of_drop(config))
     sequences = found.pop("sequences")
     assert sequences == {when: pytest.approx(values) for when, values in each.items()}
     assert found == {"step": 6} | {name: pytest.approx(value) for name, value in mean.items()}
@@ -203,7 +205,8 @@ def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
     config, trained = run(drop=still)
     path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
     model = load_decoder(path, read_state(path))
-    batch = effect_batch(config, prepare_corpus(config.data, config.tokenizer))
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    batch = effect_batch(corpus, phases_of(config)[1])
     seen = {}
     for name, module in model.named_modules():
         if name.endswith(("q_proj", "k_proj")):

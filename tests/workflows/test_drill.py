@@ -20,7 +20,8 @@ original = CountingSampler.__init__
 def skipping(self, *args, start=0, **options):
     original(self, *args, start=start, **options)
     if start:
-        self.skips = [[start, 1]]
+        first = self.first
+        self.first = lambda step: first(step) + 1
 CountingSampler.__init__ = skipping
 """,
     "the optimizer reset once more": """
@@ -32,16 +33,16 @@ def forgetful(self, trainer, module):
 Resume.on_fit_start = forgetful
 """,
     "the drop forgotten": """
-from trainer.training import run
+from trainer.training import stretch
 class Forgetful:
     from_dict = staticmethod(lambda values: drill.LAYOUT)
-run.Layout = Forgetful
-original = run.make_decoder
+stretch.Layout = Forgetful
+original = stretch.make_decoder
 def remember(*args):
     model = original(*args)
     drill.LAYOUT = model.layout
     return model
-run.make_decoder = remember
+stretch.make_decoder = remember
 """,
 }
 

@@ -19,10 +19,11 @@ from trainer.evaluation.settings import TemperatureSettings
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
+from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.lengths import measurements
 from trainer.training.callbacks.probe import Probe
-from trainer.training.run import effect_batch
+from trainer.training.stretch import effect_batch
 from trainer.workflows import analyze, measuring
 from trainer.workflows.analysis_request import AnalysisConfig
 from trainer.workflows.measuring import Text, measure_models
@@ -88,12 +89,12 @@ def test_training_and_the_tokenizer_see_the_training_text_alone(config, corpus, 
 
 
 def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen):
-    assert seen(effect_batch(config, corpus)["labels"].numpy()) == {"validation"}
+    assert seen(effect_batch(corpus, phases_of(config)[0])["labels"].numpy()) == {"validation"}
     perplexity, statements = measurements(config, corpus, Ranks(0, 1, 0, 1))
     for length in (32, 128):
         assert seen(perplexity.windows[length]) == {"validation"}
         assert seen(statements.trials[length].prompts) == {"validation"}
-    drop = SimpleNamespace(effect={})
+    drop = SimpleNamespace(phases=())
     assert seen(Probe(config, corpus, drop, print).ids.numpy()) == {"validation"}
 
 

@@ -89,6 +89,7 @@ def _measure(
         initializer="normal",
         tie_word_embeddings=True,
         from_pretrained=None,
+        from_run=None,
     )
     normed = config.qk_norm.when == "always"
     decoder = Decoder(config, drop(model.layout), seed).to(model.norm.weight.device)

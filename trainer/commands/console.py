@@ -34,6 +34,10 @@ def set_up_console(quiet: bool = False) -> None:
     logger.propagate = False
 
 
+def _loss(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3f}"
+
+
 def print_report(report: Report, run_dir: str, existing: bool) -> None:
     """The tables, the observations in words, and where the rest lies."""
     out = Console()
@@ -41,13 +45,22 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     if report.cells:
         out.print(terminal_tables(report, out.width))
     if (drop := report.drop) is not None:
-        losses = (drop.loss_before, drop.loss_after, drop.loss_end)
-        before, after, end = ("?" if x is None else f"{x:.3f}" for x in losses)
+        before, after, end = map(_loss, (drop.loss_before, drop.loss_after, drop.loss_end))
         out.print(
             f"Drop after step {drop.step}: held-out loss {before} before, {after} just after, "
             f"{end} at the end of recalibration.",
             highlight=False,
         )
+    for index, arm in enumerate(report.arms):
+        for change in arm.changes:
+            if index or drop is None or change.step != drop.step:
+                losses = " to ".join(map(_loss, (change.loss_after, change.loss_end)))
+                out.print(
+                    f"{arm.name}, after step {change.step}: {change.what}; held-out loss at "
+                    f"{change.length:,} tokens {_loss(change.loss_before)} before, then {losses}.",
+                    highlight=False,
+                    markup=False,
+                )
     for trouble in troubles(report.arms):
         out.print(Text(f"Warning: {trouble}", style="bold red"))
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -71,6 +71,12 @@ class Corpus:
     def directories(self) -> list[str]:
         """Where the parts lie; see :func:`corpus_at`."""
         return [str(part.text.directory) for part in self.parts]
+
+    def mixed(self, config: DataConfig) -> Corpus:
+        """Those of its texts that ``config`` mixes, with the weights they have there."""
+        weights = {name: weight for name, (_, weight) in config.texts.items()}
+        parts = (part for part in self.parts if part.name in weights)
+        return replace(self, parts=tuple(replace(p, weight=weights[p.name]) for p in parts))
 
     def documents(self, stream: TokenStream, tokens: int) -> list[str]:
         """The first documents of a split as text, so many that they have at most ``tokens``."""

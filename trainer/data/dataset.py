@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -141,7 +141,7 @@ class CountingSampler(Sampler[list[int]]):
 
     Step s reads the samples s B to (s + 1) B - 1, B the batch size, on however many ranks: the
     batch is cut into ``micro_batches`` equal parts, and each of these into one part a rank.
-    ``skips``: pairs (step, samples); from that step on, so many sample numbers more are left out.
+    ``first``: other numbers of the first sample that a step reads.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class CountingSampler(Sampler[list[int]]):
         micro_batches: int = 1,
         rank: int = 0,
         ranks: int = 1,
-        skips: Sequence[Sequence[int]] = (),
+        first: Callable[[int], int] | None = None,
     ) -> None:
         if batch_size % (micro_batches * ranks):
             raise ValueError(f"{batch_size} does not divide into {micro_batches} x {ranks} parts")
         self.steps, self.batch_size, self.start = steps, batch_size, start
         self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
-        self.skips = skips
+        self.first = first or (lambda step: step * batch_size)
 
     def __len__(self) -> int:
         """Micro-batches that are left."""
@@ -169,15 +169,10 @@ class CountingSampler(Sampler[list[int]]):
         """The micro-batches that are left."""
         size = self.batch_size // (self.micro_batches * self.ranks)
         for step in range(self.start, self.steps):
-            first = first_sample(step, self.batch_size, self.skips)
+            first = self.first(step)
             for part in range(self.micro_batches):
                 begin = first + (part * self.ranks + self.rank) * size
                 yield list(range(begin, begin + size))
-
-
-def first_sample(step: int, batch_size: int, skips: Sequence[Sequence[int]] = ()) -> int:
-    """The number of the first sample that a step reads."""
-    return step * batch_size + sum(n for at, n in skips if step >= at)
 
 
 def held_out_windows(stream: TokenStream, count: int, length: int) -> Integers:

@@ -44,7 +44,8 @@ class ModelConfig:
     write to the residual stream by sqrt(2 * num_hidden_layers).
     ``from_pretrained``: a directory, hub id or .gguf file whose weights the run begins with; shape,
     positions and tokenizer are then theirs, and of this group only ``attention_backend`` and a
-    ``qk_norm`` that comes on at the drop count.
+    ``qk_norm`` that comes on at the drop count. ``from_run``: a run of this program, or one of its
+    checkpoints, likewise.
     """
 
     hidden_size: int = 576
@@ -62,6 +63,12 @@ class ModelConfig:
     initializer_range: float = 0.02
     attention_backend: Literal["auto", "sdpa", "flash", "varlen", "flex", "eager"] = "auto"
     from_pretrained: str | None = None
+    from_run: str | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it begins with trained weights."""
+        return self.from_pretrained is not None or self.from_run is not None
 
     @property
     def head_size(self) -> int:

@@ -1,4 +1,4 @@
-"""The ``drop`` configuration group, and the step it stands for."""
+"""The ``drop`` configuration group: what is dropped, when, and how training goes on."""
 
 from __future__ import annotations
 
@@ -9,24 +9,78 @@ from trainer.recalibration.schedule import ScheduleConfig
 
 
 @dataclass(frozen=True)
-class DropConfig:
+class ChangeConfig:
+    """What is dropped, and what replaces it.
+
+    ``layers``: indices, null for all. ``heads``: of these layers only such key-value heads, null
+    for all. ``slower_than``, ``faster_than``: of these heads only pairs that take more, or fewer,
+    than so many tokens to turn once. ``to``: the encoding that replaces it. ``anneal_steps``: 0 is
+    at once; else it shrinks to nothing over so many steps, as ``anneal`` says: the ``angles`` of
+    all pairs, or the share of ``heads`` of every layer that still rotate. ``qk_norm_gain``: where
+    QK-norm comes on at the drop, its gain is 1 or matched to the RMS that queries and keys have on
+    the effect batch.
+    """
+
+    layers: list[int] | None = None
+    heads: list[int] | None = None
+    slower_than: float | None = None
+    faster_than: float | None = None
+    to: str = "nope"
+    anneal_steps: int = 0
+    anneal: Literal["angles", "heads"] = "angles"
+    qk_norm_gain: Literal["one", "matched"] = "one"
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether some pairs of a head may be dropped, and others not."""
+        return self.slower_than is not None or self.faster_than is not None
+
+    def change_problems(self, key: str, num_layers: int, num_heads: int, steps: int) -> list[str]:
+        """What is impossible in a model of so many layers and key-value heads, one sentence each;
+        ``key``: where the group stands; ``steps``: that are left."""
+        found = []
+        for name, count, what in (("layers", num_layers, "layer"), ("heads", num_heads, "head")):
+            chosen = getattr(self, name)
+            if chosen == []:
+                found.append(f"{key}.{name}: an empty list drops nothing; null means all {name}.")
+            found += [
+                f"{key}.{name}: {what} {i} does not exist in a model of {count} "
+                f"{'layers' if name == 'layers' else 'key-value heads'}."
+                for i in chosen or []
+                if not -count <= i < count
+            ]
+        for name in ("slower_than", "faster_than"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                found.append(f"{key}.{name}: expected a number of tokens, got {value}.")
+        if self.to != "nope" and (self.of_pairs or self.anneal_steps):
+            found.append(
+                f"{key}.to: pairs, and what shrinks over steps, are dropped to nope alone, got "
+                f"{self.to!r}."
+            )
+        if not 0 <= self.anneal_steps <= steps:
+            found.append(
+                f"{key}.anneal_steps: expected 0 to {steps}, the steps that are left, got "
+                f"{self.anneal_steps}."
+            )
+        if self.anneal == "heads" and self.anneal_steps and (self.heads or self.of_pairs):
+            found.append(f"{key}.anneal: 'heads' goes through all heads; leave out the choice.")
+        return found
+
+
+@dataclass(frozen=True)
+class DropConfig(ChangeConfig):
     """When the encoding is dropped, what replaces it, and how training goes on.
 
     ``at``: a step (integer; 0 only for pretrained weights) or a fraction of the run (0.85);
     ``at_tokens``: the first step by which so many tokens were seen; both null: never. ``enabled``:
-    false leaves out a drop that is set. ``layers``: indices, null for all. ``to``: the encoding
-    that replaces it. ``qk_norm_gain``: where QK-norm comes on at the drop, its gain is 1 or matched
-    to the RMS that queries and keys have on the effect batch. ``optimizer_state``: keep, reset, or
-    reset for the new parameters only. ``schedule``: the learning rate from the drop to the end.
+    false leaves out a drop that is set. ``optimizer_state``: keep, reset, or reset for the new
+    parameters only. ``schedule``: the learning rate from the drop to the end.
     ``effect_sequences``: size of the fixed held-out batch whose loss is reported before and after.
     """
 
     enabled: bool = True
     at: int | float | None = None
     at_tokens: int | None = None
-    layers: list[int] | None = None
-    to: str = "nope"
-    qk_norm_gain: Literal["one", "matched"] = "one"
     optimizer_state: Literal["keep", "reset", "reset_new"] = "reset"
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     effect_sequences: int = 64
@@ -42,17 +96,22 @@ class DropConfig:
         return self.at
 
     def problems(
-        self, max_steps: int, tokens_per_step: int, num_layers: int, pretrained: bool = False
+        self,
+        max_steps: int,
+        tokens_per_step: int,
+        num_layers: int,
+        num_heads: int,
+        trained: bool = False,
     ) -> list[str]:
-        """What is impossible for a run of that length and depth, one sentence each.
+        """What is impossible for a run of that length and shape, one sentence each.
 
-        ``pretrained``: the run begins with trained weights, which may drop before the first step.
+        ``trained``: the run begins with trained weights, which may drop before the first step.
         """
         found = self.schedule.problems("drop.schedule")
         if self.at is not None and self.at_tokens is not None:
             found.append("drop: give either drop.at or drop.at_tokens, not both.")
         step = self.step(max_steps, tokens_per_step)
-        first = 0 if pretrained else 1
+        first = 0 if trained else 1
         if step is not None and not first <= step < max_steps:
             key = "at" if self.at_tokens is None else "at_tokens"
             found.append(
@@ -60,13 +119,9 @@ class DropConfig:
                 f"to {max_steps - 1} to drop at (trainer.max_steps is {max_steps}); give such a "
                 "step, a fraction between 0 and 1, or null for no drop."
             )
-        if self.layers == []:
-            found.append("drop.layers: an empty list drops nothing; null means all layers.")
-        found += [
-            f"drop.layers: layer {i} does not exist in a model of {num_layers} layers."
-            for i in self.layers or []
-            if not -num_layers <= i < num_layers
-        ]
+            step = None
+        left = max_steps - step if step is not None else max_steps
+        found += self.change_problems("drop", num_layers, num_heads, left)
         if self.effect_sequences < 1:
             found.append(f"drop.effect_sequences: expected 1 or more, got {self.effect_sequences}.")
         return found

@@ -1,25 +1,29 @@
 """The drop: a pure function from one layout to another (DroPE, Sec. 5).
 
-Dropping the encoding of every layer is the paper's method; other targets and chosen layers are the
-same function.
+Dropping the encoding of every layer is the paper's method; other targets, chosen layers, heads and
+pairs, and a drop in small steps are the same function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.spectrum import Spectrum
-from trainer.recalibration.config import DropConfig
+from trainer.positional.spectrum import Frequencies, Spectrum
+from trainer.recalibration.config import ChangeConfig
 
 
 def drop(
     layout: Layout,
     *,
     layers: Collection[int] | None = None,
+    heads: Collection[int] | None = None,
     to: Spectrum | None = None,
+    slower_than: float | None = None,
+    faster_than: float | None = None,
     qk_norm: bool = False,
 ) -> Layout:
     """``layout`` with the encoding of some layers replaced.
@@ -27,54 +31,151 @@ def drop(
     Args:
         layout: what the model has now.
         layers: indices, negative ones counting from the last; None for all.
+        heads: key-value heads of these layers, likewise.
         to: the new spectrum of every head; None for the empty one (NoPE).
+        slower_than: instead of a new spectrum, only pairs stand still that take more tokens than
+            this to turn once.
+        faster_than: or fewer than this.
         qk_norm: also turn the query and key norms of these layers on.
 
     Raises:
         ValueError: an index is out of range.
     """
-    depth = len(layout.layers)
-    chosen = set(range(depth)) if layers is None else {_index(i, depth) for i in layers}
     target = to or Spectrum()
 
-    def changed(layer: LayerEncoding) -> LayerEncoding:
-        return replace(layer.map(lambda _: target), qk_norm=layer.qk_norm or qk_norm)
+    def changed(spectrum: Spectrum) -> Spectrum:
+        if slower_than is None and faster_than is None:
+            return target
+        return _without_pairs(spectrum, slower_than, faster_than)
 
-    layers_now = (changed(x) if i in chosen else x for i, x in enumerate(layout.layers))
-    return replace(layout, layers=tuple(layers_now))
+    chosen = _indices(layers, len(layout.layers), "layer")
+    return replace(
+        layout,
+        layers=tuple(
+            replace(_of_heads(layer, heads, changed), qk_norm=layer.qk_norm or qk_norm)
+            if index in chosen
+            else layer
+            for index, layer in enumerate(layout.layers)
+        ),
+    )
+
+
+def shrunk(layout: Layout, change: ChangeConfig, done: int) -> Layout:
+    """``layout`` as it is ``done`` steps into a drop that takes ``change.anneal_steps``.
+
+    Angles fall to nothing linearly; of heads, as many as their share of the steps says have
+    dropped, from the last one on.
+    """
+    left = max(1 - done / change.anneal_steps, 0.0)
+    if change.anneal == "heads":
+        heads = len(layout.layers[0].spectra)
+        return drop(layout, layers=change.layers, heads=range(round(heads * left), heads))
+    after = drop(layout, **_chosen(change))
+    if not left:
+        return after
+
+    def slowed(before: LayerEncoding, after: LayerEncoding) -> LayerEncoding:
+        pairs = zip(before.spectra, after.spectra, strict=True)
+        return replace(before, groups=tuple((_between(a, b, left), 1) for a, b in pairs))
+
+    layers = map(slowed, layout.layers, after.layers)
+    return replace(layout, layers=tuple(layers))
 
 
 def dropped_layout(
     layout: Layout,
     positional: PositionalConfig,
-    settings: DropConfig,
+    change: ChangeConfig,
     head_dim: int,
     qk_norm: bool = False,
 ) -> Layout:
-    """The layout of a run after the drop that its configuration asks for.
+    """The layout of a run just after the drop that its configuration asks for.
 
     Args:
         layout: before it.
         positional: the parameters of encodings.
-        settings: what replaces which layers' encoding.
+        change: what replaces which layers' encoding; one that takes steps has taken none yet.
         head_dim: channels a head.
         qk_norm: also turn the query and key norms of these layers on.
 
     Raises:
         UserError: the new encoding cannot be had.
     """
+    if change.anneal_steps:
+        chosen = _indices(change.layers, len(layout.layers), "layer")
+        layers = (
+            replace(layer, qk_norm=layer.qk_norm or (qk_norm and index in chosen))
+            for index, layer in enumerate(layout.layers)
+        )
+        return replace(layout, layers=tuple(layers))
     target = build_layout(
-        replace(positional, layers=[settings.to], windows=[None], heads={}),
+        replace(positional, layers=[change.to], windows=[None], heads={}),
         num_layers=1,
         num_key_value_heads=1,
         head_dim=head_dim,
         training_length=layout.training_length,
     )
     (to,) = target.spectra
-    return drop(layout, layers=settings.layers, to=to, qk_norm=qk_norm)
+    return drop(layout, **_chosen(change), to=to, qk_norm=qk_norm)
 
 
-def _index(index: int, depth: int) -> int:
-    if not -depth <= index < depth:
-        raise ValueError(f"layer {index} does not exist in a model of {depth} layers")
-    return index % depth
+def _chosen(change: ChangeConfig) -> dict[str, Any]:
+    return {key: getattr(change, key) for key in ("layers", "heads", "slower_than", "faster_than")}
+
+
+def _of_heads(
+    layer: LayerEncoding,
+    heads: Collection[int] | None,
+    changed: Callable[[Spectrum], Spectrum],
+) -> LayerEncoding:
+    """The layer with the spectra of these key-value heads changed."""
+    if heads is None:
+        return layer.map(changed)
+    chosen = _indices(heads, len(layer.spectra), "head")
+    spectra = (changed(s) if i in chosen else s for i, s in enumerate(layer.spectra))
+    groups = tuple((spectrum, 1) for spectrum in spectra)
+    return replace(layer, groups=groups)
+
+
+def _without_pairs(spectrum: Spectrum, slower: float | None, faster: float | None) -> Spectrum:
+    """The spectrum in which slow or fast pairs stand still; empty once all do."""
+    stand = [
+        (slower is not None and turn > slower) or (faster is not None and turn < faster)
+        for turn in spectrum.wavelengths
+    ]
+    left = _times(spectrum, [0.0 if still else 1.0 for still in stand])
+    return left if left.rotates else replace(left, inv_freq=(), long=None, rotary_scale=1.0)
+
+
+def _between(before: Spectrum, after: Spectrum, left: float) -> Spectrum:
+    """``before`` with the pairs slowed to ``left`` of their angles that stand still ``after``."""
+    stand = after.inv_freq or (0.0,) * len(before.inv_freq)
+    return _times(
+        before, [1.0 if a == b else left for a, b in zip(before.inv_freq, stand, strict=True)]
+    )
+
+
+def _times(spectrum: Spectrum, factors: Sequence[float]) -> Spectrum:
+    """Every pair's frequency times a factor, in long sequences too."""
+
+    def of(inv_freq: Frequencies) -> Frequencies:
+        return tuple(f * factor for f, factor in zip(inv_freq, factors, strict=True))
+
+    long = spectrum.long
+    return replace(
+        spectrum,
+        inv_freq=of(spectrum.inv_freq),
+        long=long and replace(long, inv_freq=of(long.inv_freq)),
+    )
+
+
+def _indices(chosen: Collection[int] | None, count: int, what: str) -> set[int]:
+    """Indices from 0; all for None."""
+    return set(range(count)) if chosen is None else {_index(i, count, what) for i in chosen}
+
+
+def _index(index: int, count: int, what: str) -> int:
+    if not -count <= index < count:
+        kind = "layers" if what == "layer" else "key-value heads"
+        raise ValueError(f"{what} {index} does not exist in a model of {count} {kind}")
+    return index % count

@@ -87,11 +87,25 @@ class Cell(Json):
 
 
 @dataclass(frozen=True)
+class Change(Json):
+    """What the start of a phase changed in a run, and the held-out loss (nats per token) just
+    before it, just after, and at the end of the phase; ``length``: of its sequences in tokens."""
+
+    step: int
+    what: str
+    length: int
+    loss_before: float | None
+    loss_after: float | None
+    loss_end: float | None = None
+
+
+@dataclass(frozen=True)
 class Arm(Json):
     """One training run of the experiment. ``final_loss`` is the held-out text loss at the training
-    length; ``curve`` holds (step, training loss). ``skipped``: updates that were left out, because
-    their loss or gradient was not finite; ``rewinds``: how often it went back to a checkpoint;
-    ``finite``: whether all its weights are numbers."""
+    length; ``curve`` holds (step, training loss); ``changes``: those of its phases, in order.
+    ``skipped``: updates that were left out, because their loss or gradient was not finite;
+    ``rewinds``: how often it went back to a checkpoint; ``finite``: whether all its weights are
+    numbers."""
 
     name: str
     encoding: str
@@ -103,6 +117,7 @@ class Arm(Json):
     skipped: int = 0
     rewinds: int = 0
     finite: bool = True
+    changes: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from trainer.runs.checkpoint_files import MANIFEST, damage, damage_together
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.index import read_index
 from trainer.runs.mark import check_mark
+from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import on_rank_zero
 from trainer.runs.saved_state import STATE, read_saved
 from trainer.runs.state import check_shapes, load, tensors_in
@@ -38,6 +39,8 @@ from trainer.runs.state import check_shapes, load, tensors_in
 log = logging.getLogger(__name__)
 
 BEFORE_DROP = "before-drop"
+NOT_OF_THE_MODEL = "attention_backend", "from_pretrained", "from_run"
+"""Keys of the model's configuration that say nothing of its shape."""
 FORMAT = 1
 """Of a checkpoint: what ``state.json`` holds, and the names of the tensors."""
 
@@ -49,7 +52,7 @@ def description(
     return {
         "format": FORMAT,
         "step": step,
-        "tokens": step * config.tokens_per_step,
+        "tokens": tokens_at(config, step),
         "model": asdict(model.config),
         "layout": model.layout.to_dict(),
         "tokenizer": tokenizer_json,
@@ -114,10 +117,11 @@ def set_aside(paths: list[Path]) -> None:
         path.rename(target)
 
 
-def rotate(directory: Path, config: TrainerConfig) -> None:
-    """Keep the last ``keep_checkpoints``, every ``keep_every``-th step and the ``keep_best``."""
+def rotate(directory: Path, config: TrainerConfig, steps: frozenset[int] = frozenset()) -> None:
+    """Keep the last ``keep_checkpoints``, every ``keep_every``-th step, the ``keep_best``, and
+    these ``steps``."""
     found = regular_checkpoints(directory)
-    kept = set(found[-config.keep_checkpoints :])
+    kept = {*found[-config.keep_checkpoints :], *(p for p in found if step_of(p) in steps)}
     if config.keep_every:
         kept |= {path for path in found if step_of(path) % config.keep_every == 0}
     if config.keep_best:
@@ -235,7 +239,7 @@ def check_same_model(state: dict[str, Any], model: Decoder, name: str) -> None:
     differing = [
         f"model.{key}: the checkpoint {name!r} has {saved.get(key)!r}, the run {wanted[key]!r}."
         for key in wanted
-        if saved.get(key) != wanted[key] and key not in ("attention_backend", "from_pretrained")
+        if saved.get(key) != wanted[key] and key not in NOT_OF_THE_MODEL
     ]
     if differing:
         raise UserError(*differing)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trainer.errors import UserError
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.recalibration.config import DropConfig
+from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.drop import dropped_layout
 
 
@@ -13,7 +15,8 @@ def layout_problems(
     positional: PositionalConfig,
     model: ModelConfig,
     training_length: int,
-    drop: DropConfig | None,
+    drop: ChangeConfig | None,
+    key: str = "drop",
 ) -> list[str]:
     """One sentence for everything that keeps a layout from being made, or a drop from changing it.
 
@@ -23,6 +26,7 @@ def layout_problems(
         training_length: C, tokens.
         drop: one without problems of its own, to an encoding that is registered; None where there
             is none, or none of this layout.
+        key: where the drop stands.
     """
     try:
         layout = build_layout(
@@ -32,11 +36,17 @@ def layout_problems(
             head_dim=model.head_size,
             training_length=training_length,
         )
-        if drop is None or dropped_layout(layout, positional, drop, model.head_size) != layout:
+        if drop is None:
+            return []
+        at_once = replace(drop, anneal_steps=0)
+        after = dropped_layout(layout, positional, at_once, model.head_size)
+        if drop.anneal_steps and not layout.rotates:
+            return [f"{key}.anneal_steps: nothing rotates, so that no angle could shrink."]
+        if after != layout:
             return []
     except UserError as error:
         return list(error.problems)
     return [
-        f"drop.to: {drop.to!r} is what the layers to drop have already, so that nothing would be "
+        f"{key}.to: {drop.to!r} is what the layers to drop have already, so that nothing would be "
         "dropped; choose another encoding, or drop=never."
     ]

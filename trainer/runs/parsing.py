@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, singledispatch
-from typing import Any, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
 
@@ -15,6 +15,7 @@ from trainer.formats import adapter
 from trainer.plugins import load_plugins
 from trainer.runs.config import NAME, RunConfig
 from trainer.runs.numbers import number_problems
+from trainer.runs.phases import phase_problems, with_lengths
 
 S = TypeVar("S")
 
@@ -31,6 +32,11 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
             found.append(f"{where}: unknown key.{did_you_mean(str(key), hints)}")
         elif dataclasses.is_dataclass(hints[key]):
             found += _unknown_keys(hints[key], value, where)
+        elif get_origin(hints[key]) is dict:  # groups by name
+            inner = get_args(hints[key])[1]
+            if dataclasses.is_dataclass(inner) and isinstance(value, dict):
+                for name, group in value.items():
+                    found += _unknown_keys(inner, group, f"{where}.{name}")
         else:  # a group that may be missing, or a list of groups
             groups = [item for item in _listed(value) if isinstance(item, dict)]
             for inner in filter(dataclasses.is_dataclass, get_args(hints[key])):
@@ -136,61 +142,57 @@ def _completed(config: Any, values: dict[str, Any], known: Sequence[str]) -> tup
 
 @_completed.register
 def _(config: RunConfig, values: dict[str, Any], known: Sequence[str]) -> tuple[Any, list[str]]:
-    config = with_steps(config)
+    config = with_lengths(config)
     try:
-        config = with_pretrained_shape(config)
+        config = with_trained_shape(config)
     except UserError as error:
         return config, list(error.problems)
-    problems = config.problems()
+    problems = config.problems() + phase_problems(config)
     values = values | {"controls": config.controls}  # without what was found wrong already
     for name, changes in config.controls.items():
         problems += _control_problems(values, config, name, changes, [*known, *problems])
     return config, problems
 
 
-def with_steps(config: RunConfig) -> RunConfig:
-    """The configuration with ``trainer.max_steps`` from ``trainer.max_tokens``, where that is given
-    and the size of a step makes sense."""
-    tokens, size = config.trainer.max_tokens, config.tokens_per_step
-    if tokens is None or tokens < 1 or size < 1:
-        return config
-    return replace(config, trainer=replace(config.trainer, max_steps=-(-tokens // size)))
-
-
 def parse_without_weights(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig:
     """As :func:`parse`, with the shape that ``values`` give and not that of published weights."""
     config, problems = validated(RunConfig, values)
     problems += number_problems(config)
-    config = with_steps(config)
-    if problems := [*found, *problems, *config.problems()]:
+    config = with_lengths(config)
+    if problems := [*found, *problems, *config.problems(), *phase_problems(config)]:
         raise UserError(*problems)
     return config
 
 
-def with_pretrained_shape(config: RunConfig) -> RunConfig:
-    """The configuration with the shape of the model that ``model.from_pretrained`` names.
+def with_trained_shape(config: RunConfig) -> RunConfig:
+    """The configuration with the shape of the model whose weights the run begins with, and the
+    encodings of the run that these are from.
 
     Raises:
         UserError: there is no such model, its files are damaged, or it cannot have what is asked.
     """
     given = config.model
-    if given.from_pretrained is None:
+    if not given.is_trained:
         return config
-    from trainer.interchange.pretrained import read_pretrained
+    from trainer.runs.starting_weights import normalizes, run_of, starting_weights
 
-    shape = read_pretrained(given.from_pretrained).config
-    if shape.qk_norm.when == "never" and given.qk_norm.when == "always":
+    start = starting_weights(given)
+    assert start is not None
+    shape, normed = start.config, normalizes(start.layout)
+    if not normed and given.qk_norm.when == "always":
         raise UserError(
-            "model.qk_norm.when: 'always', but the pretrained model was trained without; choose "
-            "'never' or 'after_drop'."
+            "model.qk_norm.when: 'always', but the weights were trained without; choose 'never' or "
+            "'after_drop'."
         )
-    norm = given.qk_norm if shape.qk_norm.when == "never" else shape.qk_norm
     shape = replace(
         shape,
-        qk_norm=norm,
+        qk_norm=replace(shape.qk_norm, when="always") if normed else given.qk_norm,
         attention_backend=given.attention_backend,
         from_pretrained=given.from_pretrained,
+        from_run=given.from_run,
     )
+    if given.from_run is not None:
+        config = replace(config, positional=run_of(given.from_run).positional)
     return replace(config, model=shape)
 
 
@@ -219,10 +221,18 @@ def _control_problems(
             f"controls: {name!r} names a directory in the run's; expected letters, digits and ._+- "
             "only."
         ]
-    if changes.get("branch") not in (None, "drop"):
-        return [f"controls.{name}.branch: expected 'drop' or nothing, got {changes['branch']!r}."]
-    if changes.get("branch") and config.drop_step is None:
+    branch = changes.get("branch")
+    is_step = isinstance(branch, int) and not isinstance(branch, bool)
+    if branch not in (None, "drop") and not is_step:
+        return [f"controls.{name}.branch: expected 'drop', a step or nothing, got {branch!r}."]
+    if branch == "drop" and config.drop_step is None:
         return [f"controls.{name}.branch: the run has no drop to branch from; set drop.at."]
+    last = config.trainer.max_steps if config.drop_step is None else config.drop_step
+    if is_step and not 1 <= branch <= last:
+        return [
+            f"controls.{name}.branch: expected a step from 1 to {last}, until which the run is as "
+            f"every branch begins, got {branch}."
+        ]
     try:
         control_config(values, name)
     except UserError as error:

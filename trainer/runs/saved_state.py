@@ -29,6 +29,8 @@ from trainer.runs.metrics_file import BUCKETS
 from trainer.runs.numbers import number_problems
 
 STATE = "state.json"
+RECALIBRATION = "recalibrate"
+"""The phase after the drop of a run that names no phases."""
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Length = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -135,6 +137,14 @@ class SavedDrop:
 
 
 @dataclass(frozen=True)
+class SavedTransitions:
+    """What the changes between phases did, and the layout that a drop is shrinking."""
+
+    effects: dict[str, SavedDrop]
+    before: SavedLayout | None = None
+
+
+@dataclass(frozen=True)
 class SavedLengths:
     """What was measured of lengths while the run trained."""
 
@@ -146,7 +156,8 @@ class SavedCallbacks:
     """States of the run's own callbacks."""
 
     Metrics: SavedMetrics
-    Drop: SavedDrop
+    Drop: SavedDrop | None = None
+    Transitions: SavedTransitions | None = None
     Lengths: SavedLengths = field(default_factory=SavedLengths)
 
 
@@ -187,6 +198,16 @@ def check_resumable(checkpoint: Path, state: dict[str, Any]) -> None:
             raise ValueError(f"step: {state['step']}")
     except ValueError as error:
         raise _damaged(checkpoint, str(error)) from error
+
+
+def callback_states(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of the run's own callbacks by name; what earlier versions kept of the one drop is read as
+    that of a phase."""
+    states = dict(state["callbacks"])
+    if (drop := states.pop("Drop", None)) is not None:
+        effects = {RECALIBRATION: drop} if drop else {}
+        states.setdefault("Transitions", {"effects": effects})
+    return states
 
 
 def _damaged(checkpoint: Path, why: str) -> UserError:

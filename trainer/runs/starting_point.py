@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.data.certificate import as_text
 from trainer.data.corpus import Corpus
-from trainer.data.dataset import TrainingSamples, first_sample
+from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
 from trainer.runs.checkpoint_files import damage_together
 from trainer.runs.checkpoints import (
@@ -24,6 +25,7 @@ from trainer.runs.checkpoints import (
 )
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import continue_metrics
+from trainer.runs.phases import Phase, phase_at, phase_before, phases_of, samples_between
 from trainer.runs.ranks import on_rank_zero
 from trainer.runs.saved_state import check_resumable
 
@@ -99,16 +101,17 @@ def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[i
     found = newest_sound_checkpoint(Path(config.run_dir))
     state = on_rank_zero(lambda: read_state(found)) if found is not None else {}
     step = state.get("step", 0)
-    lost = (broken_at - step) * config.trainer.batch_size
+    lost = samples_between(phases_of(config), step, broken_at)
     log.warning("Going back to step %d; %d samples are left out", step, lost)
     return [*state.get("skips", []), [step, lost]]
 
 
-def data_fingerprints(corpus: Corpus, config: RunConfig) -> dict[str, Any]:
-    """Hashes of everything that determines the tokens of a sample number, and of the texts."""
-    data = config.data
+def data_fingerprints(corpus: Corpus, phase: Phase) -> dict[str, Any]:
+    """Hashes of everything that determines the tokens of a sample number in a phase, and of the
+    texts of the whole run."""
+    data, mixed = phase.config.data, corpus.mixed(phase.config.data)
     order = [
-        *(corpus.fingerprint, config.seed, data.sequence_length, data.packing, data.shuffle_group),
+        *(mixed.fingerprint, phase.seed, data.sequence_length, data.packing, data.shuffle_group),
         asdict(data.needles),
     ]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
@@ -140,6 +143,34 @@ def say_other_numerics(state: dict[str, Any], config: RunConfig) -> None:
         log.warning("Goes on from step %d in %s; until there: %s", state["step"], now, before)
 
 
+def samples_of(corpus: Corpus, phase: Phase) -> TrainingSamples:
+    """What a phase reads of the run's texts."""
+    data = phase.config.data
+    return TrainingSamples(corpus.mixed(data), data, phase.seed)
+
+
+def epochs_read(
+    corpus: Corpus, phases: Sequence[Phase], skips: Sequence[Sequence[int]]
+) -> Callable[[int], dict[str, float]]:
+    """How often each text has been read after so many steps of the run."""
+    orders: dict[int, list[Phase]] = {}
+    for phase in phases:
+        orders.setdefault(phase.order, []).append(phase)
+    samples = {order: samples_of(corpus, of_one[0]) for order, of_one in orders.items()}
+
+    def read(step: int) -> dict[str, float]:
+        total = {part.name: 0.0 for part in corpus.parts}
+        for order, of_one in orders.items():
+            if of_one[0].start < step or not of_one[0].start:
+                last = phase_at(of_one, max(min(step, of_one[-1].end) - 1, 0))
+                count = last.first_sample(min(step, last.end), skips)
+                for name, times in samples[order].epochs(count).items():
+                    total[name] += times
+        return total
+
+    return read
+
+
 def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) -> None:
     """Refuse to resume with other text or another order; the samples of the checkpoint's last step
     are read again and compared.
@@ -153,15 +184,16 @@ def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) ->
             "one does not have; evaluate, analyze and export read it, training does not go on: "
             "overwrite=true starts again."
         )
-    if state["data"] != data_fingerprints(corpus, config):
+    phase = phase_before(phases_of(config), state["step"])
+    if state["data"] != data_fingerprints(corpus, phase):
         raise UserError(
             "data: the checkpoint was trained on other text, or in another order, than this "
             "command reads (changed files, another version of Python, another seed); give the "
             "same, or overwrite=true."
         )
-    size = config.trainer.batch_size
-    first = first_sample(state["step"] - 1, size, state.get("skips", []))
-    samples = TrainingSamples(corpus, config.data, config.seed)
+    size = phase.config.trainer.batch_size
+    first = phase.first_sample(state["step"] - 1, state.get("skips", []))
+    samples = samples_of(corpus, phase)
     found = as_text(int(samples.hashes(range(first, first + size)).sum()))
     if found != state["certificate"]["last_step"]:
         raise UserError(

@@ -109,14 +109,17 @@ def check_shapes(wanted: Tensors, saved: dict[str, TensorStorageMetadata], name:
         raise UserError(f"{problems[0]}{others}.")
 
 
-def load(tensors: Tensors, directory: Path, index: Metadata | None = None) -> None:
-    """Read ``tensors`` in place from a checkpoint; all ranks together where there are several.
-    ``index``: its index, where it was read already; that of many ranks takes seconds.
+def load(
+    tensors: Tensors, directory: Path, index: Metadata | None = None, *, alone: bool = False
+) -> None:
+    """Read ``tensors`` in place from a checkpoint; all ranks together where there are several,
+    unless each reads ``alone``. ``index``: its index, where it was read already; that of many ranks
+    takes seconds.
 
     Raises:
         UserError: its files cannot be read as its index says.
     """
-    alone = not dist.is_initialized()
+    alone = alone or not dist.is_initialized()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # known: alone
         try:

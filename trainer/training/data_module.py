@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 import lightning as L
 import torch
@@ -15,7 +16,8 @@ from trainer.runs.ranks import Ranks, device_type
 
 class TrainingData(L.LightningDataModule):
     """Sample order is a pure function of (seed, counter), and the counter of the step; so there is
-    nothing to save, and resuming reads on where the run stopped."""
+    nothing to save, and resuming reads on where the run stopped. ``first``: the number of the first
+    sample that a step reads."""
 
     def __init__(
         self,
@@ -23,14 +25,14 @@ class TrainingData(L.LightningDataModule):
         config: RunConfig,
         ranks: Ranks,
         start: int,
-        skips: list[list[int]],
+        first: Callable[[int], int],
     ) -> None:
         super().__init__()
         self.samples, self.config, self.ranks = samples, config, ranks
-        self.start, self.skips = start, skips
+        self.start, self.first = start, first
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """This rank's micro-batches from step ``start`` to the end of the run."""
+        """This rank's micro-batches from step ``start`` to ``trainer.max_steps``."""
         run, workers = self.config.trainer, self.config.data.num_workers
         sampler = CountingSampler(
             steps=run.max_steps,
@@ -39,7 +41,7 @@ class TrainingData(L.LightningDataModule):
             micro_batches=run.accumulation(self.ranks.world_size),
             rank=self.ranks.rank,
             ranks=self.ranks.world_size,
-            skips=self.skips,
+            first=self.first,
         )
         return DataLoader(
             self.samples,

@@ -14,6 +14,7 @@ from trainer.cores import cores
 from trainer.model.backend_choice import backend_problem
 from trainer.report.words import counted
 from trainer.runs.config import RunConfig
+from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import Ranks, device_type, share_of_cores
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def cpu_seconds(config: RunConfig) -> float:
     model = config.model
     vocabulary = model.vocab_size or config.tokenizer.vocab_size
     parameters = model.block_weights + vocabulary * model.hidden_size
-    tokens = config.trainer.max_steps * config.tokens_per_step
+    tokens = tokens_at(config, config.trainer.max_steps)
     return 6 * parameters * tokens / (OPERATIONS * (config.trainer.threads or cores()))
 
 

@@ -14,10 +14,10 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
 from trainer.positional.config import build_layout
 from trainer.runs.config import RunConfig
+from trainer.runs.phases import phase_at, phases_of
 from trainer.runs.ranks import Ranks
 from trainer.training.certificate import Certificate
 from trainer.training.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
-from trainer.training.phases import phase_at, phases_of
 from trainer.training.strategy import (
     parallelize,
     reduces_once_a_step,

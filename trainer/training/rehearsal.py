@@ -231,9 +231,10 @@ def _peaks_of(config: RunConfig, ranks: Ranks, layers: int) -> dict[str, Parts]:
     batch = rows * ranks.world_size * min(run.accumulation(ranks.world_size), 2)
     config = replace(
         config,
-        model=replace(config.model, num_hidden_layers=layers, from_pretrained=None),
+        model=replace(config.model, num_hidden_layers=layers, from_pretrained=None, from_run=None),
         positional=PositionalConfig(),
         drop=DropConfig(),
+        phases={},
         trainer=replace(run, batch_size=batch, micro_batch_size=rows, compile=False),
     )
     with rank_of(config, ranks) as module, pretended():

@@ -11,14 +11,13 @@ from pathlib import Path
 import lightning as L
 
 from trainer.data.corpus import Corpus, corpus_at
-from trainer.data.dataset import TrainingSamples
 from trainer.errors import TransientError, UserError
 from trainer.evaluation.sharing import Share
 from trainer.report.outcomes import Outcomes
 from trainer.report.results import Report
 from trainer.report.writing import write_renderings
 from trainer.runs.checkpoint_files import MANIFEST, damage_together
-from trainer.runs.checkpoints import BEFORE_DROP
+from trainer.runs.checkpoints import BEFORE_DROP, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import (
@@ -31,6 +30,7 @@ from trainer.runs.directory import (
 from trainer.runs.job_files import say_run_directory
 from trainer.runs.memory import memory_problems
 from trainer.runs.parsing import control_config
+from trainer.runs.phases import longest, phases_of
 from trainer.runs.ranks import (
     Ranks,
     all_gather,
@@ -40,6 +40,7 @@ from trainer.runs.ranks import (
 )
 from trainer.runs.run_lock import RunLock
 from trainer.runs.spread import spread_problems
+from trainer.runs.starting_point import epochs_read
 from trainer.training.callbacks.preemption import stopping_between_files
 from trainer.training.devices import (
     device_problems,
@@ -48,13 +49,15 @@ from trainer.training.devices import (
     set_threads,
 )
 from trainer.training.loggers import kept_dashboards, log_table, logger_problems
-from trainer.training.phases import phases_of
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.experiment_report import make_report
 from trainer.workflows.training_text import open_corpus, vocabulary_problems
 
 log = logging.getLogger(__name__)
+
+OF_A_DROP = "schedule", "drop.schedule"
+"""Where the schedules of a run stand that names no phases."""
 
 
 def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
@@ -176,13 +179,15 @@ def _open(
         UserError: with all that is wrong.
     """
     problems = device_problems(config) + label_problems(configs)
-    problems += spread_problems(config, ranks.world_size, ranks.local_size)
+    for phase in phases_of(config):
+        problems += spread_problems(phase.config, ranks.world_size, ranks.local_size)
+        problems += memory_problems(phase.config, ranks.world_size)
     problems += logger_problems(config) + vocabulary_problems(config)
-    problems += memory_problems(config, ranks.world_size)
+    problems += length_problems(configs)
     if problem := writable_problem(config.run_dir):
         problems.append(problem)
     if problems:
-        raise UserError(*problems)
+        raise UserError(*dict.fromkeys(problems))
     finished = Path(config.run_dir) / "report.json"
     if finished.exists() and not config.overwrite:
         report = _finished_report(finished)
@@ -234,8 +239,7 @@ def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None 
 
 def say_epochs(config: RunConfig, corpus: Corpus) -> None:
     """Tell how much text there is, and how often the run reads it."""
-    samples = TrainingSamples(corpus, config.data, config.seed)
-    read = samples.epochs(config.trainer.max_steps * config.trainer.batch_size)
+    read = epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps)
     for part in corpus.parts:
         times = read[part.name]
         name = "The text" if len(corpus.parts) == 1 else f"The text {part.name!r}"
@@ -246,8 +250,10 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
 def say_long_warmups(configs: dict[str, RunConfig]) -> None:
     """Tell which learning rates never reach their peak."""
     for arm in configs.values():
-        for key, phase in zip(("schedule", "drop.schedule"), phases_of(arm), strict=False):
-            warmup, steps = phase.schedule.warmup_steps, phase.end - phase.start
+        phases = phases_of(arm)
+        keys = [f"phases.{p.name}.schedule" for p in phases] if arm.phases else OF_A_DROP
+        for key, phase in zip(keys, phases, strict=False):
+            warmup, steps = phase.schedule.warmup_steps, phase.end - phase.origin
             if warmup > steps:
                 log.warning(
                     "%s.warmup_steps: %d steps, but %s has %d in this phase: its learning rate "
@@ -258,8 +264,22 @@ def say_long_warmups(configs: dict[str, RunConfig]) -> None:
 
 def _branch(config: RunConfig, control: str) -> Path | None:
     """The checkpoint that a control goes on from, where it branches off from the run."""
-    branches = config.controls.get(control, {}).get("branch")
-    return Path(config.run_dir) / "checkpoints" / BEFORE_DROP if branches else None
+    branch = config.controls.get(control, {}).get("branch")
+    if branch is None:
+        return None
+    name = BEFORE_DROP if branch == "drop" else step_name(branch)
+    return Path(config.run_dir) / "checkpoints" / name
+
+
+def length_problems(configs: dict[str, RunConfig]) -> list[str]:
+    """Runs that one table cannot hold, whose columns are multiples of one training length."""
+    first = longest(configs["main"])
+    return [
+        f"controls.{name}: its longest sequences have {length:,} tokens, and those of the run "
+        f"{first:,}; a table is for one length."
+        for name, arm in configs.items()
+        if (length := longest(arm)) != first
+    ]
 
 
 def label_problems(configs: dict[str, RunConfig]) -> list[str]:

@@ -12,13 +12,15 @@ from trainer.data.corpus import Corpus
 from trainer.evaluation.sharing import Share
 from trainer.report.health import troubles
 from trainer.report.outcomes import Outcomes
-from trainer.report.results import Arm, Drop, Reach, Report
+from trainer.report.results import Arm, Change, Drop, Reach, Report
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label, reference_first, without_home
 from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate
 from trainer.runs.origin import origin
+from trainer.runs.phases import longest, phases_of, tokens_at
+from trainer.training.callbacks.transitions import describe
 from trainer.training.run import TrainedRun
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
 
@@ -49,7 +51,7 @@ def make_report(
         name: replace(find_candidate(str(runs[name].checkpoint)), name=label(arm))
         for name, arm in configs.items()
     }
-    trained = {name: _arm(arm, arms[name]) for name, arm in configs.items()}
+    trained = {name: _arm(arm, arms[name], runs[name]) for name, arm in configs.items()}
     for trouble in troubles(list(trained.values())):
         log.warning("%s", trouble)
     began = time.perf_counter()
@@ -62,13 +64,14 @@ def make_report(
             config.name, ordered, evaluation, text, cells, config.trainer.accelerator, share
         )
         if evaluation.enabled
-        else unmeasured(config.name, config.data.sequence_length, corpus)
+        else unmeasured(config.name, longest(config), corpus)
     )
     seconds = round(time.perf_counter() - began, 1)
     losses = {
         result.name: result.loss for result in Outcomes(report).results() if result.factor == 1
     }
-    drop = Drop.from_dict(runs["main"].effect) if runs["main"].effect else None
+    effect = runs["main"].effect_of_drop(config)
+    drop = Drop.from_dict(effect) if effect else None
     report = replace(
         report,
         config=without_home(plain(config)),
@@ -89,11 +92,21 @@ def make_report(
     return with_observations(report, ordered, drop, {arm.name: arm for arm in report.arms})
 
 
-def _arm(config: RunConfig, candidate: Candidate) -> Arm:
+def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
     """What is known of a run before it is evaluated."""
     rows = read_metrics(Path(config.run_dir) / "metrics.csv")
     last = rows[-1] if rows else {}
     encoding = " + ".join(dict.fromkeys(config.positional.layers))
+    changes = tuple(
+        Change(
+            phase.start,
+            describe(phase),
+            phase.config.data.sequence_length,
+            *(effect.get(f"loss_{when}") for when in ("before", "after", "end")),
+        )
+        for phase in phases_of(config)
+        if (effect := run.effects.get(phase.name)) is not None
+    )
     if config.drop_step is not None:
         encoding += f", dropped at step {config.drop_step}"
     return Arm(
@@ -101,11 +114,12 @@ def _arm(config: RunConfig, candidate: Candidate) -> Arm:
         encoding=encoding,
         parameters=candidate.parameters,
         steps=config.trainer.max_steps,
-        tokens=config.trainer.max_steps * config.tokens_per_step,
+        tokens=tokens_at(config, config.trainer.max_steps),
         curve=tuple((row["step"], row["loss"]) for row in rows if "loss" in row),
         skipped=last.get("skipped_steps", 0),
         rewinds=len(candidate.state.get("skips", ())),
         finite=math.isfinite(last.get("parameter_norm", 0.0)),
+        changes=changes,
     )
 
 

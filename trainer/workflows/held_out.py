@@ -20,7 +20,7 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
         UserError: the text cannot be read, is too short, or is not what the run had.
     """
     source, run = text_source(text, candidate), candidate.run
-    if text is None and run is not None and run.model.from_pretrained is None:
+    if text is None and run is not None and not run.model.is_trained:
         read = candidate.state["data"].get("texts") if "data" in candidate.state else None
         corpus = prepare_corpus(source, run.tokenizer, wanted=read)
         if corpus.tokenizer.to_str() != candidate.tokenizer.to_str():

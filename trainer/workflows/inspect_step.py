@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.data.certificate import as_text, sample_hashes
-from trainer.data.dataset import TrainingSamples, first_sample
 from trainer.errors import UserError
 from trainer.runs.models import find_candidate
-from trainer.runs.starting_point import data_fingerprints
+from trainer.runs.phases import phase_before, phases_of
+from trainer.runs.starting_point import data_fingerprints, samples_of
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.inspection_request import InspectionRequest
 
@@ -30,18 +30,20 @@ def inspect_step(request: InspectionRequest) -> Iterator[str]:
     if request.step > run.trainer.max_steps:
         raise UserError(f"step: the run has {run.trainer.max_steps} steps, got {request.step}.")
     corpus = held_out_corpus(None, candidate)
-    if candidate.state["data"] != data_fingerprints(corpus, run):
+    phase = phase_before(phases_of(run), request.step)
+    read = phase_before(phases_of(run), candidate.state["step"])
+    if candidate.state["data"] != data_fingerprints(corpus, read):
         raise UserError(
             "checkpoint: it was trained on other text, or in another order, than is read here "
             "(an earlier version of this program, changed files, another version of Python)."
         )
-    samples = TrainingSamples(corpus, run.data, run.seed)
-    size = run.trainer.batch_size
-    first = first_sample(request.step - 1, size, candidate.state.get("skips", []))
+    samples = samples_of(corpus, phase)
+    size = phase.config.trainer.batch_size
+    first = phase.first_sample(request.step - 1, candidate.state.get("skips", []))
     total = as_text(int(samples.hashes(range(first, first + size)).sum()))
     yield (
         f"Step {request.step} of {candidate.given}: samples {first:,} to {first + size - 1:,} of "
-        f"{run.data.sequence_length:,} tokens, certificate {total}"
+        f"{phase.config.data.sequence_length:,} tokens, certificate {total}"
     )
     numbers = np.arange(first, first + min(request.samples, size))
     parts, blocks = samples.where(numbers)
@@ -49,7 +51,7 @@ def inspect_step(request: InspectionRequest) -> Iterator[str]:
     for number, part, block, row, weight, found in zip(
         numbers, parts, blocks, targets, weights, sample_hashes(targets), strict=True
     ):
-        source = corpus.parts[part]
+        source = samples.corpus.parts[part]
         ends = int((row == corpus.end_of_text).sum())
         yield ""
         yield (

@@ -71,8 +71,8 @@ def _facts(
         "training length": f"{model.layout.training_length:,} tokens",
         "program": ", ".join(f"{name} {versions.get(name, '?')}" for name in ("unrope", "torch")),
     }
-    if config.model.from_pretrained is not None:
-        facts["began with"] = Path(config.model.from_pretrained).name
+    if (began := config.model.from_pretrained or config.model.from_run) is not None:
+        facts["began with"] = Path(began).name
     if report is not None and "corpus" in report.environment:
         facts["hash of the text"] = str(report.environment["corpus"])
     return facts

@@ -12,20 +12,22 @@ from typing import Any
 from torch import nn
 
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config
+from trainer.runs.phases import phases_of, tokens_at
 from trainer.runs.ranks import Ranks
+from trainer.runs.starting_point import epochs_read
+from trainer.training.callbacks.transitions import describe
 from trainer.training.module import make_decoder
 from trainer.training.peaks import dense_peak
 from trainer.training.rehearsal import Parts, memory_of
 from trainer.training.strategy import reduces_once_a_step
 from trainer.workflows.plan_request import PlanRequest
-from trainer.workflows.training_text import pretrained_tokenizer
+from trainer.workflows.training_text import tokenizer_of_weights
 
 GB, GIB = 1e9, 2**30
 
@@ -72,9 +74,11 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     model = make_decoder(config, vocab)
     counted = parameters(model)
     yield Section("Parameters", [(name, f"{count:,}") for name, count in counted.items()])
-    operations = {config.name: flops(config)} | {
-        name: flops(control) for name, control in _controls(config).items()
-    }
+    operations = {config.name: flops(config)}
+    for name, changes in config.controls.items():
+        begin = changes.get("branch") or 0
+        begin = config.drop_step or 0 if begin == "drop" else begin
+        operations[name] = flops(control_config(plain(config), name), begin)
     yield Section("Training", list(_training(config, corpus, operations)))
     yield Section("One GPU", list(_memory(replace(request, config=config), model)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
@@ -102,36 +106,38 @@ def parameters(model: Decoder) -> dict[str, int]:
     }
 
 
-def flops(config: RunConfig) -> float:
-    """Operations of all steps of a run whose vocabulary is known; a control that branches off
-    counts from there."""
+def flops(config: RunConfig, begin: int = 0) -> float:
+    """Operations of the steps of a run whose vocabulary is known, from step ``begin`` on."""
     model = make_decoder(config, 0)
-    sequence = training_flops(model.config, model.layout, config.data.sequence_length)
-    return float(sequence * config.trainer.batch_size * config.trainer.max_steps)
-
-
-def _controls(config: RunConfig) -> dict[str, RunConfig]:
-    values, found = plain(config), {}
-    for name, changes in config.controls.items():
-        control = control_config(values, name)
-        if changes.get("branch") and config.drop_step is not None:
-            left = control.trainer.max_steps - config.drop_step
-            control = replace(control, trainer=replace(control.trainer, max_steps=left))
-        found[name] = control
-    return found
+    return float(
+        sum(
+            training_flops(model.config, model.layout, phase.config.data.sequence_length)
+            * phase.config.trainer.batch_size
+            * (phase.end - max(phase.start, begin))
+            for phase in phases_of(config)
+            if phase.end > begin
+        )
+    )
 
 
 def _training(
     config: RunConfig, corpus: Corpus | UserError, operations: dict[str, float]
 ) -> Iterator[tuple[str, str]]:
-    steps, each = config.trainer.max_steps, config.tokens_per_step
-    yield "steps", f"{steps:,} of {each:,} tokens"
-    yield "tokens", f"{steps * each:,}"
+    steps, phases = config.trainer.max_steps, phases_of(config)
+    if config.phases:
+        for phase in phases:
+            length, size = phase.config.data.sequence_length, phase.config.trainer.batch_size
+            count, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
+            what = f", {describe(phase)}" if phase.drop or phase.rescale else ""
+            yield phase.name, f"{count:,} steps of {size:,} x {length:,}: {tokens:,} tokens{what}"
+    else:
+        yield "steps", f"{steps:,} of {config.tokens_per_step:,} tokens"
+    yield "tokens", f"{tokens_at(config, steps):,}"
     if (drop := config.drop_step) is not None:
-        yield "drop", f"after step {drop:,}, then {(steps - drop) * each:,} tokens"
+        left = tokens_at(config, steps) - tokens_at(config, drop)
+        yield "drop", f"after step {drop:,}, then {left:,} tokens"
     if isinstance(corpus, Corpus):
-        samples = TrainingSamples(corpus, config.data, config.seed)
-        times = samples.epochs(steps * config.trainer.batch_size)
+        times = epochs_read(corpus, phases, [])(steps)
         for part in corpus.parts:
             held = f"{len(part.text.train):,} tokens"
             yield f"text {part.name}", f"{held}, read {times[part.name]:.3g} times"
@@ -142,9 +148,12 @@ def _training(
 
 
 def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]:
-    config, gpu = request.config, GPUS[request.gpu]
-    ranks, local = request.ranks, request.on_a_node
+    gpu, ranks, local = GPUS[request.gpu], request.ranks, request.on_a_node
+    phase = max(phases_of(request.config), key=lambda phase: _at_once(phase.config, ranks))
+    config = phase.config
     yield "GPUs", f"{ranks}, strategy {config.strategy.name}"
+    if request.config.phases:
+        yield "phase", phase.name
     rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
     times = config.trainer.accumulation(ranks)
     yield "micro-batch", f"{rows} x {config.data.sequence_length:,} tokens, {times} a step"
@@ -156,6 +165,12 @@ def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]
     yield "in all", f"{total / GIB:.1f} GiB of {gpu.memory / GIB:.0f}, uncompiled"
     if total > room:
         yield "does not fit", _way_out(config, ranks, local, gpu, model)
+
+
+def _at_once(config: RunConfig, ranks: int) -> int:
+    """Tokens of a rank's micro-batch."""
+    rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
+    return rows * config.data.sequence_length
 
 
 OFFLOADED = "parameters", "optimizer"
@@ -217,10 +232,11 @@ def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[
 def _disk(config: RunConfig, count: int, vocab: int) -> Iterator[tuple[str, str]]:
     run, one = config.trainer, STATE * count
     kept = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
+    kept += len(config.phases)
     kept += run.max_steps // run.keep_every if run.keep_every else 0
     yield "a checkpoint", f"{one / GB:,.1f} GB"
     yield "checkpoints kept", f"{kept}, and one that is written: {(kept + 1) * one / GB:,.0f} GB"
-    tokens, width = run.max_steps * config.tokens_per_step, 2 if vocab <= 1 << 16 else 4
+    tokens, width = tokens_at(config, run.max_steps), 2 if vocab <= 1 << 16 else 4
     yield "text, read once", f"{tokens * width / GB:,.1f} GB of {width} bytes a token"
 
 
@@ -228,7 +244,7 @@ def _corpus(request: PlanRequest) -> Corpus | UserError:
     """The prepared text, or why there is none."""
     config = request.config
     try:
-        tokenizer = None if request.missing else pretrained_tokenizer(config)
+        tokenizer = None if request.missing else tokenizer_of_weights(config)
         return prepare_corpus(config.data, config.tokenizer, tokenizer, alone=False)
     except UserError as error:
         return error

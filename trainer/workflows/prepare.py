@@ -19,7 +19,7 @@ from trainer.report.progress import Progress
 from trainer.report.words import counted
 from trainer.runs.descriptions import without_home
 from trainer.workflows.prepare_request import PrepareRequest
-from trainer.workflows.training_text import pretrained_tokenizer
+from trainer.workflows.training_text import tokenizer_of_weights
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def prepare(request: PrepareRequest) -> Iterator[str]:
         UserError: a source cannot be read, or what is prepared is not what was written.
     """
     config = request.config
-    tokenizer = pretrained_tokenizer(config)
+    tokenizer = tokenizer_of_weights(config)
     for name, (text, _) in config.data.texts.items():
         with of_mixture(config.data, name):
             work = Preparation.of(text, config.tokenizer, tokenizer, name, network=True)

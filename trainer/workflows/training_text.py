@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, vocabulary_size
 from trainer.errors import UserError
-from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.config import RunConfig
+from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import texts_read
+from trainer.runs.starting_weights import starting_weights
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
@@ -24,9 +27,10 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
         UserError: text or tokenizer cannot be read, the text is not prepared, or the model has
             fewer embeddings than the tokenizer has tokens.
     """
-    tokenizer = pretrained_tokenizer(config)
+    tokenizer = tokenizer_of_weights(config)
     wanted = None if config.overwrite else texts_read(Path(config.run_dir))
-    corpus = prepare_corpus(config.data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
+    for data in _readings(config):
+        corpus = prepare_corpus(data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
     tokens, embeddings = vocabulary_size(corpus.tokenizer), config.model.vocab_size
     if embeddings is not None and embeddings < tokens:
         raise UserError(
@@ -36,10 +40,17 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     return corpus
 
 
+def _readings(config: RunConfig) -> list[DataConfig]:
+    """All texts with the lengths of the phases that read them: the run's own last."""
+    lengths = {phase.config.data.sequence_length for phase in phases_of(config)}
+    others = sorted(lengths - {config.data.sequence_length})
+    return [*(replace(config.data, sequence_length=n) for n in others), config.data]
+
+
 def vocabulary_problems(config: RunConfig) -> list[str]:
     """What can be said of the vocabulary before there is a tokenizer."""
     embeddings, least = config.model.vocab_size, SMALLEST_VOCABULARY
-    given = config.tokenizer.path or config.model.from_pretrained
+    given = config.tokenizer.path or config.model.is_trained
     if given or embeddings is None or embeddings >= least:
         return []
     return [
@@ -48,13 +59,12 @@ def vocabulary_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def pretrained_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """That of the run's pretrained model, where it has one and no other is configured.
+def tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
+    """That of the weights the run begins with, where no other is configured.
 
     Raises:
-        UserError: the model came without.
+        UserError: they came without.
     """
-    given = config.model.from_pretrained
-    if given is None or config.tokenizer.path:
+    if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
-    return read_pretrained(given).require_tokenizer()
+    return start.require_tokenizer()

@@ -42,11 +42,19 @@ class Checkpointing(L.Callback):
 
     The tensors are copied at the step boundary and written by a background thread, one checkpoint
     at a time. If one cannot be written (a full disk), that is logged as a warning and the run goes
-    on; only the last one must succeed.
+    on; only the last one must succeed. There is one of every step in ``kept``, which
+    is never removed.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, run_state: RunState) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: Path,
+        run_state: RunState,
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
         self.config, self.directory, self.run_state = config.trainer, directory, run_state
+        self.kept = kept
         self.last_saved = 0
         self.seconds = 0.0  # that the last one took to be written
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -72,7 +80,7 @@ class Checkpointing(L.Callback):
         step = trainer.global_step
         if step == self.config.max_steps:
             self.save_now(trainer)
-        elif step % self.config.checkpoint_every == 0:
+        elif step % self.config.checkpoint_every == 0 or step in self.kept:
             self.save(trainer, step_name(step))
 
     def before_drop(self, trainer: L.Trainer) -> None:
@@ -157,7 +165,7 @@ class Checkpointing(L.Callback):
                 files = {k: v for part in parts for k, v in part.items()}
                 files |= digests(partial, STATE) | digests(partial, ".metadata")
                 publish(partial, self.directory / name, files)
-                rotate(self.directory, self.config)
+                rotate(self.directory, self.config, self.kept)
 
             # Here all wait for a slow disk, and not in a collective of the next step.
             on_rank_zero(complete, self._group)

@@ -17,9 +17,9 @@ from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.report.results import Reach
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
-from trainer.training.callbacks.drop import Drop
 from trainer.training.callbacks.evaluating import evaluating
 from trainer.training.callbacks.monitor import Monitor
+from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import LanguageModule
 
 
@@ -34,11 +34,11 @@ class Lengths(Monitor):
         config: RunConfig,
         corpus: Corpus,
         ranks: Ranks,
-        drop: Drop,
+        transitions: Transitions,
         add_metrics: Callable[[dict[str, float]], None],
     ) -> None:
         assert config.monitor.lengths_every is not None
-        super().__init__(config, config.monitor.lengths_every, drop)
+        super().__init__(config, config.monitor.lengths_every, transitions)
         self.add_metrics = add_metrics
         self.perplexity, self.statements = measurements(config, corpus, ranks)
         self.history: list[Reach] = []
@@ -69,7 +69,7 @@ class Lengths(Monitor):
         loss, retrieval, losses = (
             tuple(islice(means, len(part))) for part in (loss, retrieval, losses)
         )
-        dropped = bool(self.drop.effect)
+        dropped = self.transitions.has_dropped
         self.history.append(
             Reach(trainer.global_step, dropped, C, lengths, loss, retrieval, edges, losses)
         )

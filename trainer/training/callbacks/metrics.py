@@ -15,12 +15,12 @@ from trainer.model.flops import training_flops
 from trainer.report.progress import Progress
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import COLUMNS
+from trainer.runs.phases import phase_before
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.steps import ends_step
 from trainer.training.module import LanguageModule
 from trainer.training.optimizers import global_norm
 from trainer.training.peaks import dense_peak
-from trainer.training.phases import phase_at
 
 Epochs = Callable[[int], dict[str, float]]
 """How often each text has been read after so many steps."""
@@ -55,11 +55,12 @@ class Metrics(L.Callback):
         due = step % self.config.trainer.log_every == 0 or step == self.config.trainer.max_steps
         if not ends_step(trainer, index) or not due:
             return
+        phase = phase_before(module.phases, step)
         norm = global_norm(module.model.parameters(), of=lambda p: p.detach())
         metrics = {
-            "tokens": step * self.config.tokens_per_step,
+            "tokens": phase.tokens_at(step),
             **{f"epochs/{k}": round(v, 6) for k, v in self.epochs(step).items()},
-            "phase": module.phases.index(phase_at(module.phases, step - 1)),
+            "phase": module.phases.index(phase),
             **module.tally.read(),
             "parameter_norm": norm.item(),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],

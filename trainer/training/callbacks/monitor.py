@@ -8,19 +8,21 @@ from typing import Any
 import lightning as L
 
 from trainer.runs.config import RunConfig
-from trainer.training.callbacks.drop import Drop
 from trainer.training.callbacks.steps import begins_step, ends_step
+from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import LanguageModule
 
 
 class Monitor(L.Callback, ABC):
-    """Measures every ``every`` steps, just before and just after the drop, and after the last step.
+    """Measures every ``every`` steps, just before and just after the drop, and after the last step
+    of every phase.
 
-    In the list of callbacks it comes after the drop, and before those that log and save.
+    In the list of callbacks it comes after the transitions, and before those that log and save.
     """
 
-    def __init__(self, config: RunConfig, every: int, drop: Drop) -> None:
-        self.config, self.every, self.drop = config, every, drop
+    def __init__(self, config: RunConfig, every: int, transitions: Transitions) -> None:
+        self.config, self.every, self.transitions = config, every, transitions
+        self.fixed = {phase.end for phase in transitions.phases}
 
     @abstractmethod
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
@@ -29,15 +31,14 @@ class Monitor(L.Callback, ABC):
     def on_train_batch_start(
         self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
     ) -> None:
-        """Measure just after the drop."""
-        crossed = self.drop.effect.get("step") == trainer.global_step
-        if crossed and begins_step(trainer, index):
+        """Measure just after the model was changed."""
+        if self.transitions.crossed_at(trainer.global_step) and begins_step(trainer, index):
             self.measure(trainer, module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
         """Measure after a step that is due."""
-        step, fixed = trainer.global_step, (self.config.drop_step, self.config.trainer.max_steps)
-        if ends_step(trainer, index) and (step % self.every == 0 or step in fixed):
+        step = trainer.global_step
+        if ends_step(trainer, index) and (step % self.every == 0 or step in self.fixed):
             self.measure(trainer, module)

@@ -20,9 +20,10 @@ from typing import Any
 
 import lightning as L
 
-from trainer.runs.config import RunConfig, seconds_of
+from trainer.runs.config import RunConfig
 from trainer.runs.job_files import ask_for_requeue
 from trainer.runs.ranks import on_rank_zero
+from trainer.runs.training_config import seconds_of
 from trainer.stopping import stopping_at_once
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.steps import ends_step
@@ -39,13 +40,22 @@ ECHO = 10.0
 
 
 class Preemption(L.Callback):
-    """Stops the run when it was asked to; ``reason`` then says why."""
+    """Stops the run when it was asked to; ``reason`` then says why.
 
-    def __init__(self, config: RunConfig, checkpointing: Checkpointing, began: float) -> None:
+    ``asked``: who has asked already, or asked in the last step, after which nothing stops.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        checkpointing: Checkpointing,
+        began: float,
+        asked: str | None = None,
+    ) -> None:
         self.config, self.checkpointing, self.began = config, checkpointing, began
         self._step_ends: deque[float] = deque(maxlen=20)
         self.reason: str | None = None
-        self._asked: str | None = None
+        self.asked = asked
         self._asked_at = 0.0
         self._vote = Vote()
         self._handlers: dict[int, Any] = {}
@@ -63,26 +73,26 @@ class Preemption(L.Callback):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._asked:
+        if self.asked:
             if now - self._asked_at < ECHO and number != signal.SIGINT:
                 return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._asked, self._asked_at = signal.Signals(number).name, now
+        self.asked, self._asked_at = signal.Signals(number).name, now
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
         """Save and stop, after the step at which all ranks know of it."""
-        if not ends_step(trainer, index) or trainer.global_step == trainer.max_steps:
+        if not ends_step(trainer, index) or trainer.global_step == self.config.trainer.max_steps:
             return
         self._step_ends.append(time.time())
         limit, name = deadline(self.config, self.began, self._margin())
-        if self._asked is None and time.time() > limit:
-            self._asked = name
-        if not self._vote.agreed(self._asked is not None):
+        if self.asked is None and time.time() > limit:
+            self.asked = name
+        if not self._vote.agreed(self.asked is not None):
             return
-        self.reason = self._asked or "another rank"
+        self.reason = self.asked or "another rank"
         log.warning("Stopping after step %d (%s)", trainer.global_step, self.reason)
         self.checkpointing.save_now(trainer)
         # At once: what comes next, such as an upload, may take longer than the job has left. And on

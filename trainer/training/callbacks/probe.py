@@ -11,9 +11,9 @@ from trainer.analysis.probe import probe
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import held_out_windows
 from trainer.runs.config import RunConfig
-from trainer.training.callbacks.drop import Drop
 from trainer.training.callbacks.evaluating import evaluating
 from trainer.training.callbacks.monitor import Monitor
+from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import LanguageModule
 
 
@@ -28,11 +28,11 @@ class Probe(Monitor):
         self,
         config: RunConfig,
         corpus: Corpus,
-        drop: Drop,
+        transitions: Transitions,
         add_metrics: Callable[[dict[str, float]], None],
     ) -> None:
         assert config.monitor.probe_every is not None
-        super().__init__(config, config.monitor.probe_every, drop)
+        super().__init__(config, config.monitor.probe_every, transitions)
         self.add_metrics = add_metrics
         count, length = config.monitor.probe_sequences, config.data.sequence_length
         text = held_out_windows(corpus.validation, count, length)

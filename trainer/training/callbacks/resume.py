@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 
+from trainer.runs.saved_state import callback_states
 from trainer.runs.state import restore
 from trainer.training.lightning_internals import set_steps_done
 from trainer.training.module import LanguageModule
@@ -41,10 +42,11 @@ class Resume(L.Callback):
         restore(module.model, trainer.optimizers[0], self.checkpoint)
         module.tally.load(self.state["tally"], module.device)
         module.certificate.load(self.state["certificate"])
+        states = callback_states(self.state)
         for callback in self.callbacks:
             # A monitor may have come with this command.
-            if (name := type(callback).__name__) in self.state["callbacks"]:
-                callback.load_state_dict(self.state["callbacks"][name])
+            if (name := type(callback).__name__) in states:
+                callback.load_state_dict(states[name])
         unused = load_states(self.user_callbacks, self.state.get("user_callbacks", {}))
         if unused:
             log.warning(

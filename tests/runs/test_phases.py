@@ -1,0 +1,157 @@
+"""Phases as numbers: where they begin, which samples they read, and what is impossible."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.errors import UserError
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import merged, parse
+from trainer.runs.phases import (
+    kept_steps,
+    longest,
+    phase_at,
+    phase_before,
+    phases_of,
+    samples_between,
+    stretch_end,
+    tokens_at,
+)
+
+SMALL = {
+    "run_dir": "runs/small",
+    "model": {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2,
+    },
+    "data": {"sequence_length": 32},
+    "trainer": {"batch_size": 4},
+}  # fmt: skip
+
+
+def configured(phases, **changes):
+    return parse(RunConfig, merged({**SMALL, "phases": phases}, changes))
+
+
+phase = st.fixed_dictionaries(
+    {"steps": st.integers(1, 6)},
+    optional={
+        "sequence_length": st.sampled_from([16, 32, 64]),
+        "batch_size": st.sampled_from([2, 4, 8]),
+    },
+)
+
+
+@given(st.lists(phase, min_size=1, max_size=5))
+def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_length(given_phases):
+    config = configured({f"p{i}": one for i, one in enumerate(given_phases)})
+    phases, step, tokens, orders = phases_of(config), 0, 0, []
+    for one in given_phases:
+        length, size = one.get("sequence_length", 32), one.get("batch_size", 4)
+        for _ in range(one["steps"]):
+            if not orders or orders[-1][0] != length:
+                orders.append([length, 0])
+            found = phase_at(phases, step)
+            assert found.config.data.sequence_length == length
+            assert found.order == len(orders) - 1
+            assert found.first_sample(step) == orders[-1][1]
+            assert tokens_at(config, step) == tokens
+            orders[-1][1] += size
+            step, tokens = step + 1, tokens + length * size
+            assert phase_before(phases, step) is found
+            alike = phases[(found.start == 0 and 0) or phases.index(found)]
+            assert phase_at(phases, stretch_end(phases, step - 1) - 1).stretch == alike.stretch
+    assert config.trainer.max_steps == step
+    assert tokens_at(config, step) == tokens
+    assert longest(config) == max(32, *(length for length, _ in orders))
+
+
+def test_samples_that_are_left_out_move_up_those_of_the_same_order_only():
+    same = {"steps": 4}
+    phases = phases_of(configured({"a": same, "b": same, "c": {**same, "sequence_length": 64}}))
+    skips = [[2, 10], [6, 7], [9, 5]]
+    firsts = [phase_at(phases, step).first_sample(step, skips) for step in (1, 2, 5, 6, 8, 9)]
+    assert firsts == [4, 18, 30, 41, 0, 9]
+    assert samples_between(phases, 2, 7) == 20
+    assert samples_between(phases, 6, 11) == 8  # of the order that is read at step 6
+
+
+def test_without_phases_a_drop_makes_two():
+    values = merged(SMALL, {"drop": {"at": 40}, "trainer": {"max_steps": 50}})
+    config = parse(RunConfig, values)
+    before, after = phases_of(config)
+    assert (before.start, before.end, after.start, after.end) == (0, 40, 40, 50)
+    assert (before.horizon, after.horizon) == (50, 10)
+    assert after.first_sample(41) == 164
+    assert stretch_end((before, after), 3) == 50
+    assert kept_steps(config) == frozenset()
+
+
+def test_checkpoints_stay_at_ends_of_phases_and_where_controls_branch_off():
+    config = configured(
+        {"a": {"steps": 4}, "b": {"steps": 3}}, controls={"early": {"branch": 2, "label": "early"}}
+    )
+    assert kept_steps(config) == {2, 4, 7}
+
+
+IMPOSSIBLE = {
+    "phases.a: how long is it? Give phases.a.steps or phases.a.tokens.": {"a": {}},
+    "phases.a.steps: expected 1 or more, got 0.": {"a": {"steps": 0}},
+    "phases.a.sequence_lenght: unknown key. Did you mean 'sequence_length'?": {
+        "a": {"steps": 1, "sequence_lenght": 64}
+    },
+    "phases.a.weights: there is one text; data.mixture names several.": {
+        "a": {"steps": 1, "weights": {"x": 1.0}}
+    },
+    "phases.a.rescale.method: unknown method 'yarm'. Did you mean 'yarn'?": {
+        "a": {"steps": 1, "rescale": {"method": "yarm"}}
+    },
+    "phases.a.rescale.factor: expected 1 or more, got 0.5.": {
+        "a": {"steps": 1, "rescale": {"factor": 0.5}}
+    },
+    "phases.b.rescale: give it a phase apart from phases.b.drop.": {
+        "a": {"steps": 1}, "b": {"steps": 1, "rescale": {}, "drop": {}}
+    },
+    "phases.a.drop: nothing is trained yet; drop in a later phase.": {
+        "a": {"steps": 1, "drop": {}}
+    },
+    "phases.b.drop.to: unknown encoding 'nop'. Did you mean": {
+        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"to": "nop"}}
+    },
+    "phases.b.drop.to: 'rope' is what the layers to drop have already": {
+        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"to": "rope"}}
+    },
+    "phases.b.drop.layers: layer 2 does not exist in a model of 2 layers.": {
+        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"layers": [2]}}
+    },
+    "phases.b.drop.anneal_steps: expected 0 to 3, the steps that are left, got 4.": {
+        "a": {"steps": 1}, "b": {"steps": 3, "drop": {"anneal_steps": 4}}
+    },
+    "phases.a: trainer.micro_batch_size: 3 does not divide trainer.batch_size 4.": {
+        "a": {"steps": 1, "micro_batch_size": 3}
+    },
+    "phases: 'a/b': expected letters, digits and ._+- only.": {"a/b": {"steps": 1}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", IMPOSSIBLE)
+def test_what_is_impossible_is_named(problem):
+    with pytest.raises(UserError) as error:
+        configured(IMPOSSIBLE[problem])
+    (found,) = error.value.problems
+    assert found.startswith(problem)
+
+
+def test_a_drop_of_the_run_beside_phases_is_refused():
+    with pytest.raises(UserError, match=r"^drop: with phases it is one of them that drops"):
+        configured({"a": {"steps": 5}}, drop={"at": 3})
+
+
+def test_a_branch_begins_before_the_drop():
+    with pytest.raises(UserError, match=r"controls\.x\.branch: expected a step from 1 to 3"):
+        parse(
+            RunConfig,
+            merged(SMALL, {"drop": {"at": 3}, "controls": {"x": {"branch": 4, "drop": {"at": 5}}}}),
+        )

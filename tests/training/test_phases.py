@@ -1,0 +1,197 @@
+"""Runs of several phases: what each reads, what changes between them, and that they resume."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.small_runs import trained_in
+from tests.training.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
+from trainer.data.certificate import as_text
+from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.data.dataset import TrainingSamples
+from trainer.errors import PreemptedError
+from trainer.positional.rescaling import position_interpolation
+from trainer.runs.checkpoints import load_decoder, read_state
+from trainer.runs.metrics_file import read_metrics
+from trainer.training.callbacks.preemption import Preemption
+from trainer.workflows.training_text import open_corpus
+
+PHASES = {
+    "first": {"steps": 4},
+    "long": {"steps": 3, "sequence_length": 64, "batch_size": 2, "rescale": {"method": "pi"}},
+    "dropped": {
+        "tokens": 256, "sequence_length": 64, "batch_size": 2, "optimizer_state": "reset",
+        "schedule": {"name": "constant", "peak": 0.5, "warmup_steps": 1},
+        "drop": {"anneal_steps": 2},
+    },
+    "short": {"steps": 3, "sequence_length": 16, "batch_size": 8, "log_every": 1},
+}  # fmt: skip
+ORDERS = ((32, range(16)), (64, range(10)), (16, range(24)))
+"""Tokens of a sequence, and the samples of it, in the orders that these phases read one after
+another: three, since the drop changes nothing about what is read."""
+CHANGES = {
+    "phases": PHASES, "drop": {"at": None}, "trainer": {"checkpoint_every": 1},
+    "data": {"needles": {"mentions": [2, 5]}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    """The run of these phases without any interruption."""
+    return trained_in(tmp_path_factory.mktemp("whole") / "run", base, **CHANGES)
+
+
+def test_every_phase_reads_samples_of_its_own_length_in_an_order_of_its_own(whole):
+    config, trained = whole
+    corpus, total = open_corpus(config), 0
+    for order, (length, numbers) in enumerate(ORDERS):
+        data = config.data.__class__(**{**vars(config.data), "sequence_length": length})
+        samples = TrainingSamples(corpus, data, config.seed + 1_000_003 * order)
+        total += int(samples.hashes(numbers).sum(dtype="uint64"))
+    found = read_state(trained.checkpoint)["certificate"]["samples"]
+    assert found == as_text(total % 2**64)
+
+
+def test_tokens_rates_and_phases_are_counted_over_all_of_them(whole):
+    config, _ = whole
+    rows = {row["step"]: row for row in rows_of(config)}
+    assert config.trainer.max_steps == 12
+    assert config.drop_step == 7
+    tokens = {step: step * 128 for step in (2, 4, 6, 8, 9, 10, 11, 12)}
+    assert {step: row["tokens"] for step, row in rows.items()} == tokens
+    assert {step: row["phase"] for step, row in rows.items()} == {
+        2: 0, 4: 0, 6: 1, 8: 2, 9: 2, 10: 3, 11: 3, 12: 3
+    }  # fmt: skip
+
+    def falling(step):
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 2) / 10)) / 2
+
+    rates = {step: row["learning_rate"] / config.optimizer.lr for step, row in rows.items()}
+    # Of update number step - 1; a schedule that is no phase's own goes on as if none came between.
+    for step in (4, 6, 10, 12):
+        assert rates[step] == pytest.approx(falling(step - 1))
+    assert rates[8] == rates[9] == pytest.approx(0.5)
+
+
+def test_angles_shrink_to_nothing_over_the_steps_of_a_drop(whole):
+    """After interpolation to twice the length; the model is then one of that length."""
+    config, _ = whole
+    frequencies = {}
+    for step in range(4, 10):
+        layout = read_state(checkpoint_of(config, step))["layout"]
+        frequencies[step] = layout["spectra"][0]["inv_freq"]
+        assert layout["training_length"] == (32 if step < 5 else 64)
+    whole_turn = torch.tensor(frequencies[4], dtype=torch.float64)
+    for step, share in ((5, 0.5), (7, 0.5), (8, 0.25)):
+        found = torch.tensor(frequencies[step], dtype=torch.float64)
+        torch.testing.assert_close(found, share * whole_turn)
+    assert frequencies[9] == []
+
+
+@torch.no_grad()
+def test_what_a_phase_changed_is_computed_again_at_its_own_length(whole):
+    config, trained = whole
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    starts = torch.linspace(0, len(corpus.validation) - 64, 4, dtype=torch.float64).long()
+    labels = torch.from_numpy(corpus.validation.windows(starts.numpy(), 64))
+    ids = torch.cat([torch.full_like(labels[:, :1], corpus.end_of_text), labels[:, :-1]], dim=1)
+
+    def loss(step, change=lambda layout: layout):
+        path = checkpoint_of(config, step)
+        model = load_decoder(path, read_state(path))
+        model.layout = change(model.layout)
+        logits = model(ids).double()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+
+    effect = trained.effects["long"]
+    slowed = loss(4, lambda layout: layout.rescaled(position_interpolation, 2.0))
+    expected = {"loss_before": loss(4), "loss_after": slowed, "loss_end": loss(7)}
+    assert {key: effect[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert effect["step"] == 4
+    assert trained.effect_of_drop(config)["loss_end"] == pytest.approx(loss(9), rel=1e-5)
+    logged = [row for row in rows_of(config) if "phase_long/loss_after" in row]
+    assert [row["step"] for row in logged] == [6]
+
+
+@pytest.mark.parametrize("step", [2, 4, 5, 7, 8, 9, 11])
+def test_a_resume_within_and_between_phases_changes_nothing(whole, run, tmp_path, step):
+    config, _ = whole
+    target = tmp_path / "again" / "checkpoints"
+    target.mkdir(parents=True)
+    shutil.copytree(checkpoint_of(config, step), target / checkpoint_of(config, step).name)
+    shutil.copy(Path(config.run_dir) / "metrics.csv", target.parent)
+    resumed, _ = run("again", **CHANGES)
+    assert_same_state(checkpoint_of(resumed), checkpoint_of(config))
+    assert rows_of(resumed) == rows_of(config)
+
+
+def test_who_asks_in_the_last_step_of_a_stretch_is_heard_in_the_next(run, monkeypatch):
+    """It ends before a vote could be held."""
+    usual = Preemption.on_train_batch_end
+
+    def asked(self, trainer, *args):
+        if trainer.global_step == 4:
+            self.asked = "SIGTERM"
+        else:
+            usual(self, trainer, *args)
+
+    monkeypatch.setattr(Preemption, "on_train_batch_end", asked)
+    with pytest.raises(PreemptedError, match=r"after step [56] \(SIGTERM\)"):
+        run(**CHANGES)
+
+
+def test_checkpoints_between_phases_stay(run):
+    changes = {"trainer": {"checkpoint_every": 3, "keep_checkpoints": 1}}
+    config, _ = run(**{**CHANGES, **changes})
+    kept = sorted(p.name for p in (Path(config.run_dir) / "checkpoints").glob("step-*"))
+    assert kept == [checkpoint_of(config, step).name for step in (4, 7, 9, 12)]
+
+
+def test_texts_are_weighed_anew_and_counted_apart(run, base, tmp_path):
+    other = tmp_path / "other.jsonl"
+    texts = (f'{{"text": "Number {i} of other words. "}}\n' for i in range(2000))
+    other.write_text("".join(texts))
+    files = base["data"]["files"]
+    mixture = {"old": {"files": files}, "new": {"files": [str(other)]}}
+    phases = {
+        "both": {"steps": 2},
+        "new": {"steps": 2, "weights": {"new": 1.0}},
+    }
+    data = {"mixture": mixture, "needles": {"share": 0.0}}
+    changes = {"phases": phases, "data": data, "drop": {"at": None}, "trainer": {"log_every": 1}}
+    config, _ = run(model={"qk_norm": {"when": "never"}}, **changes)
+    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
+    old, new = ([row[f"epochs/{name}"] for row in rows] for name in ("old", "new"))
+    assert old[1] == old[3] > 0
+    assert new[3] - new[1] == pytest.approx(2 * (new[1] - 0), rel=0.01)
+
+
+def test_a_run_may_begin_with_the_weights_of_another(run, whole):
+    """Their shape, positions and tokenizer are its own too; nothing is drawn."""
+    config, _ = whole
+    still = {"lr": 1e-30}
+    model = {"from_run": config.run_dir, "hidden_size": 999}
+    begun, trained = run(
+        "begun", model=model, optimizer=still, drop={"at": None}, trainer={"max_steps": 2}
+    )
+    assert begun.model.hidden_size == config.model.hidden_size
+    weights = [contents_of(checkpoint_of(of)) for of in (config, begun)]
+    for name in weights[0]:
+        if name.startswith("model."):
+            torch.testing.assert_close(weights[0][name], weights[1][name])
+    states = [read_state(checkpoint_of(of)) for of in (config, begun)]
+    assert states[0]["layout"] == states[1]["layout"]
+    assert states[0]["tokenizer"] == states[1]["tokenizer"]
+    assert trained.effects == {}
+
+
+def test_a_corpus_of_some_of_its_texts_keeps_what_is_the_same(whole):
+    corpus = open_corpus(whole[0])
+    assert isinstance(corpus, Corpus)
+    assert corpus.mixed(whole[0].data).fingerprint == corpus.fingerprint

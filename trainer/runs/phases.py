@@ -1,0 +1,273 @@
+"""A run as a list of phases: what each trains with, and which samples its steps read.
+
+Phases that read alike, sequences of one length from one mixture, go through one order of samples
+together. Phases that also have one size of batch are trained in one stretch; between stretches
+there is a checkpoint, and the next begins from it as a resumed run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from trainer.data.config import DataConfig
+from trainer.errors import did_you_mean
+from trainer.positional.encodings import ENCODINGS
+from trainer.recalibration.config import ChangeConfig
+from trainer.recalibration.schedule import ScheduleConfig
+from trainer.runs.config import NAME, RunConfig
+from trainer.runs.layouts import layout_problems
+from trainer.runs.phase_config import PhaseConfig, RescaleConfig
+from trainer.runs.saved_state import RECALIBRATION
+
+ORDERS = 1_000_003
+"""Between the seeds of two orders of samples in a run."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps ``start`` to ``end`` (exclusive) of a run.
+
+    ``config``: the run with what this phase changes in it. ``schedule`` counts steps from
+    ``origin`` and is laid out for ``horizon``: pretraining that a drop cuts short follows the
+    schedule of the whole run, as DroPE takes an ordinary run's checkpoint from before its end;
+    recalibration has a schedule of its own. ``tokens``: read before it. ``order``: the number of
+    the order of samples, which begins at step ``order_start`` and of which ``samples`` were read
+    before the phase. ``drop``, ``rescale``, ``optimizer_state``: what happens at its start.
+    """
+
+    name: str
+    start: int
+    end: int
+    config: RunConfig
+    schedule: ScheduleConfig
+    origin: int
+    horizon: int
+    tokens: int = 0
+    order: int = 0
+    order_start: int = 0
+    samples: int = 0
+    drop: ChangeConfig | None = None
+    rescale: RescaleConfig | None = None
+    optimizer_state: str = "keep"
+
+    @property
+    def changes(self) -> bool:
+        """Whether its start changes the model or the state of the optimizer."""
+        return bool(self.drop or self.rescale) or self.optimizer_state != "keep"
+
+    @property
+    def seed(self) -> int:
+        """Of its order of samples."""
+        return self.config.seed + ORDERS * self.order
+
+    @cached_property
+    def stretch(self) -> tuple[object, ...]:
+        """Equal for phases that are trained in one stretch."""
+        run = self.config.trainer
+        return self.order, run.batch_size, run.micro_batch_size, run.log_every
+
+    def factor(self, step: int) -> float:
+        """Learning-rate factor at ``step`` of the run."""
+        return self.schedule.factor(step - self.origin, self.horizon)
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens read after so many steps of the run, the last of them in this phase."""
+        return self.tokens + (step - self.start) * self.config.tokens_per_step
+
+    def first_sample(self, step: int, skips: Sequence[Sequence[int]] = ()) -> int:
+        """The number of the first sample that a step reads; ``skips``: pairs (step, samples) that
+        were left out from that step on."""
+        left_out = sum(n for at, n in skips if self.order_start <= at <= step)
+        return self.samples + (step - self.start) * self.config.trainer.batch_size + left_out
+
+
+def phases_of(config: RunConfig) -> tuple[Phase, ...]:
+    """Those that are configured; without, pretraining and, where there is a drop, recalibration."""
+    steps = config.trainer.max_steps
+    if not config.phases:
+        drop, change = config.drop_step, config.drop
+        whole = Phase("pretrain", 0, steps, config, config.schedule, 0, steps)
+        if drop is None:
+            return (whole,)
+        recalibrate = replace(
+            whole,
+            name=RECALIBRATION,
+            start=drop,
+            schedule=change.schedule,
+            origin=drop,
+            horizon=steps - drop,
+            tokens=drop * config.tokens_per_step,
+            samples=drop * config.trainer.batch_size,
+            drop=change,
+            optimizer_state=change.optimizer_state,
+        )
+        return (replace(whole, end=drop), recalibrate)
+    found: list[Phase] = []
+    for name, phase in config.phases.items():
+        found.append(_next(config, found, name, phase))
+    return tuple(found)
+
+
+def _next(config: RunConfig, before: list[Phase], name: str, phase: PhaseConfig) -> Phase:
+    own = config_in(config, phase)
+    assert phase.steps is not None
+    start, last = (before[-1].end, before[-1]) if before else (0, None)
+    end = start + phase.steps
+    made = Phase(
+        name,
+        start,
+        end,
+        own,
+        phase.schedule or config.schedule,
+        start if phase.schedule else 0,
+        phase.steps if phase.schedule else config.trainer.max_steps,
+        drop=phase.drop,
+        rescale=phase.rescale,
+        optimizer_state=phase.optimizer_state,
+    )
+    if last is None:
+        return made
+    made = replace(made, tokens=last.tokens_at(start))
+    if _reading(last.config.data) == _reading(own.data):
+        at = last.samples + (start - last.start) * last.config.trainer.batch_size
+        return replace(made, order=last.order, order_start=last.order_start, samples=at)
+    return replace(made, order=last.order + 1, order_start=start)
+
+
+def _reading(data: DataConfig) -> tuple[object, ...]:
+    return data.sequence_length, str(data.mixture)
+
+
+def config_in(config: RunConfig, phase: PhaseConfig) -> RunConfig:
+    """The run as it is in a phase, as far as lengths, sizes and texts go."""
+    data, run = config.data, config.trainer
+    if phase.sequence_length is not None:
+        data = replace(data, sequence_length=phase.sequence_length)
+    if phase.weights is not None:
+        mixture = {
+            name: {**data.mixture[name], "weight": weight}
+            for name, weight in phase.weights.items()
+            if name in data.mixture
+        }
+        data = replace(data, mixture=mixture)
+    sizes = {
+        key: value
+        for key in ("batch_size", "micro_batch_size", "log_every")
+        if (value := getattr(phase, key)) is not None
+    }
+    return replace(config, data=data, trainer=replace(run, **sizes))
+
+
+def with_lengths(config: RunConfig) -> RunConfig:
+    """The configuration with the steps of every phase that gives tokens, and of the whole run, from
+    ``trainer.max_tokens`` or its phases; where the size of a step makes no sense, as it is."""
+    run, size = config.trainer, config.tokens_per_step
+    if not config.phases:
+        if run.max_tokens is None or run.max_tokens < 1 or size < 1:
+            return config
+        return replace(config, trainer=replace(run, max_steps=-(-run.max_tokens // size)))
+    phases = {}
+    for name, phase in config.phases.items():
+        size, given = config_in(config, phase).tokens_per_step, phase.tokens
+        steps = phase.steps if given is None or size < 1 else -(-given // size)
+        phases[name] = replace(phase, steps=steps)
+    steps = max(sum(phase.steps or 0 for phase in phases.values()), 1)
+    return replace(config, phases=phases, trainer=replace(run, max_steps=steps))
+
+
+def phase_at(phases: Sequence[Phase], step: int) -> Phase:
+    """The phase that update number ``step`` (from 0) belongs to; after the last update the last."""
+    return next(phase for phase in reversed(phases) if step >= phase.start)
+
+
+def phase_before(phases: Sequence[Phase], step: int) -> Phase:
+    """The phase of the last of so many updates; before the first one the first."""
+    return phase_at(phases, max(step - 1, 0))
+
+
+def stretch_end(phases: Sequence[Phase], step: int) -> int:
+    """The step after which the stretch that update number ``step`` belongs to ends."""
+    stretch, end = phase_at(phases, step).stretch, step
+    for phase in phases:
+        if phase.end > step and phase.stretch == stretch and phase.start <= max(end, step):
+            end = phase.end
+    return end
+
+
+def samples_between(phases: Sequence[Phase], first: int, end: int) -> int:
+    """Samples that the steps from ``first`` to before ``end`` read, of the order of the first."""
+    order = phase_at(phases, first).order
+    return sum(
+        (min(phase.end, end) - max(phase.start, first)) * phase.config.trainer.batch_size
+        for phase in phases
+        if phase.order == order and phase.start < end and phase.end > first
+    )
+
+
+def kept_steps(config: RunConfig) -> frozenset[int]:
+    """After which there is a checkpoint that stays: ends of configured phases, and steps that
+    controls branch off from."""
+    ends = {phase.end for phase in phases_of(config)} if config.phases else set()
+    branches = {changes.get("branch") for changes in config.controls.values()}
+    return frozenset(ends | {step for step in branches if isinstance(step, int)})
+
+
+def tokens_at(config: RunConfig, step: int) -> int:
+    """Tokens read after so many steps."""
+    return phase_before(phases_of(config), step).tokens_at(step)
+
+
+def longest(config: RunConfig) -> int:
+    """The length in tokens that a run is trained for in the end: that of its longest sequences."""
+    lengths = (phase.config.data.sequence_length for phase in phases_of(config))
+    return max(config.data.sequence_length, *lengths)
+
+
+def phase_problems(config: RunConfig) -> list[str]:
+    """What is impossible in the phases of a run, one sentence each; the rest of it is sound."""
+    found: list[str] = []
+    if not config.phases:
+        return found
+    texts = list(config.data.mixture)
+    for name, phase in config.phases.items():
+        if not NAME.fullmatch(name):
+            found.append(f"phases: {name!r}: expected letters, digits and ._+- only.")
+        found += phase.problems(f"phases.{name}", texts)
+    if config.drop.at is not None or config.drop.at_tokens is not None:
+        found.append("drop: with phases it is one of them that drops; give phases.NAME.drop.")
+    if found:
+        return found
+    phases, model = phases_of(config), config.model
+    for phase in phases:
+        key = f"phases.{phase.name}"
+        found += [
+            f"{key}: {problem}"
+            for problem in (*phase.config.trainer.problems(), *phase.config.data.problems())
+            if not problem.startswith("trainer.profile_steps")
+        ]
+        if phase.drop is not None:
+            found += phase.drop.change_problems(
+                f"{key}.drop",
+                model.num_hidden_layers,
+                model.num_key_value_heads,
+                phase.end - phase.start,
+            )
+            if phase.drop.to not in {*ENCODINGS, *config.positional.encodings}:
+                near = did_you_mean(phase.drop.to, ENCODINGS)
+                found.append(f"{key}.drop.to: unknown encoding {phase.drop.to!r}.{near}")
+            if not phase.start and not model.is_trained:
+                found.append(f"{key}.drop: nothing is trained yet; drop in a later phase.")
+    return found or _first_drop_problems(config, phases)
+
+
+def _first_drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
+    """What the layout that the run begins with says against its first drop."""
+    if config.model.is_trained or any(phase.rescale for phase in phases):
+        return []  # known only when the weights are read
+    for phase in phases:
+        if phase.drop is not None:
+            length, key = config.data.sequence_length, f"phases.{phase.name}.drop"
+            return layout_problems(config.positional, config.model, length, phase.drop, key)
+    return []

@@ -1,0 +1,102 @@
+"""The trained model that a run begins with: published weights, or those of another run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from trainer.errors import UserError
+from trainer.interchange.pretrained import Pretrained, read_pretrained
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.positional.layout import Layout
+from trainer.runs.checkpoints import find_checkpoint, model_config, read_state
+from trainer.runs.config import RunConfig
+from trainer.runs.index import read_index
+from trainer.runs.saved_config import saved_config
+from trainer.runs.state import check_shapes, load, tensors_in
+
+OF_MODEL = "model."
+"""How the names of a checkpoint's weights begin."""
+
+
+def starting_weights(config: ModelConfig) -> Pretrained | None:
+    """The model that ``model.from_pretrained`` or ``model.from_run`` names; no weights are read.
+
+    Raises:
+        UserError: there is none, it is damaged, or both are given.
+    """
+    if config.from_pretrained is not None and config.from_run is not None:
+        raise UserError("model.from_run: model.from_pretrained is given too; leave out one.")
+    if config.from_pretrained is not None:
+        return read_pretrained(config.from_pretrained)
+    return None if config.from_run is None else _of_run(config.from_run)
+
+
+def normalizes(layout: Layout) -> bool:
+    """Whether query and key norms are on anywhere; where not, those of the weights still wait for a
+    drop, and are no part of them."""
+    return any(layer.qk_norm for layer in layout.layers)
+
+
+def run_of(given: str) -> RunConfig:
+    """The configuration of the run that ``model.from_run`` names.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = _checkpoint(given)
+    what = f"model.from_run: the configuration in {str(path)!r}"
+    return saved_config(read_state(path)["config"], what)
+
+
+def _of_run(given: str) -> Pretrained:
+    path = _checkpoint(given)
+    state, index = read_state(path), read_index(path)
+    config, layout = model_config(state), Layout.from_dict(state["layout"])
+    with torch.device("meta"):
+        shapes = dict(Decoder(config, layout).named_parameters())
+    check_shapes({OF_MODEL + n: p for n, p in shapes.items()}, tensors_in(index), path.name)
+    wait = not normalizes(layout)
+    tensors = {
+        name: _Saved(name, tuple(p.shape), path, index)
+        for name, p in shapes.items()
+        if not (wait and any(norm in name for norm in ("q_norm", "k_norm")))
+    }
+    return Pretrained(given, config, layout, Tokenizer.from_str(state["tokenizer"]), tensors)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A weight in a checkpoint, not read yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    checkpoint: Path
+    index: Metadata
+
+    def read_into(self, out: Tensor) -> None:
+        """Fill ``out``, converting to its type; every rank by itself."""
+        saved = torch.empty(self.shape)
+        load({OF_MODEL + self.name: saved}, self.checkpoint, self.index, alone=True)
+        out.copy_(saved)
+
+
+def _checkpoint(given: str) -> Path:
+    if not given:
+        raise UserError(
+            "model.from_run: expected a run directory or a checkpoint, got nothing; null begins "
+            "from nothing."
+        )
+    try:
+        return find_checkpoint(given)
+    except UserError as error:
+        problems = (
+            problem.replace("checkpoint:", "model.from_run:", 1) for problem in error.problems
+        )
+        raise UserError(*problems) from error

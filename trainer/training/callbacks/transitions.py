@@ -1,0 +1,207 @@
+"""The callback that changes the model between two phases: drops, rescalings, a fresh optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from trainer.data.dataset import Batch
+from trainer.model.attention import RMSNorm
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import RESCALINGS
+from trainer.recalibration.drop import dropped_layout, shrunk
+from trainer.recalibration.gain import input_sizes, set_gains
+from trainer.runs.phases import Phase, phase_at
+from trainer.training.callbacks.evaluating import evaluating
+from trainer.training.callbacks.steps import begins_step, ends_step
+from trainer.training.module import LanguageModule
+
+log = logging.getLogger(__name__)
+
+
+class Transitions(L.Callback):
+    """At the first step of a phase: another layout, QK-norm, an optimizer whose state is cleared.
+
+    What a change did is measured on one fixed held-out batch, of the length of the phase, just
+    before, just after and at the end of the phase. ``effects`` by the names of phases are this
+    callback's state; a run that resumes keeps them and changes nothing twice, and the layout itself
+    comes with the checkpoint. Of a drop that takes steps the layout before it is kept until then.
+    """
+
+    def __init__(
+        self,
+        phases: tuple[Phase, ...],
+        effect_batch: Callable[[Phase], Batch],
+        before_drop: Callable[[L.Trainer], None],
+        add_metrics: Callable[[dict[str, float]], None],
+    ) -> None:
+        self.phases, self.effect_batch = phases, effect_batch
+        self.before_drop, self.add_metrics = before_drop, add_metrics
+        self.effects: dict[str, dict[str, Any]] = {}
+        self._before: Layout | None = None
+        self._batch: tuple[str, Batch] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the changes did, and the layout that is shrinking."""
+        before = None if self._before is None else self._before.to_dict()
+        return {"effects": dict(self.effects), "before": before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember what happened."""
+        self.effects = dict(state_dict["effects"])
+        before = state_dict.get("before")
+        self._before = None if before is None else Layout.from_dict(before)
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether an encoding was dropped."""
+        return any(phase.drop and phase.name in self.effects for phase in self.phases)
+
+    def crossed_at(self, step: int) -> bool:
+        """Whether the model was changed after so many steps."""
+        return any(effect["step"] == step for effect in self.effects.values())
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
+    ) -> None:
+        """Change the model before the first batch of a phase, or a little before every step."""
+        if not begins_step(trainer, index):
+            return
+        phase = phase_at(self.phases, trainer.global_step)
+        if phase.start == trainer.global_step and phase.name not in self.effects:
+            self._enter(trainer, module, phase)
+        if self._before is not None and phase.drop is not None:
+            self._shrink(module, phase, trainer.global_step + 1 - phase.start)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        """Measure at the last step of a phase where the loss has come to."""
+        if not ends_step(trainer, index):
+            return
+        phase = phase_at(self.phases, trainer.global_step - 1)
+        effect = self.effects.get(phase.name)
+        if effect is None or trainer.global_step != phase.end:
+            return
+        losses = self._losses(module, phase)
+        effect["loss_end"] = fmean(losses)
+        effect["sequences"] = effect.get("sequences", {}) | {"end": losses}
+        what = "recalibration" if phase.drop else f"phase {phase.name!r}"
+        log.info(
+            "Step %d: held-out loss %.3f at the end of %s", phase.end, effect["loss_end"], what
+        )
+        self.add_metrics({f"{_key(phase)}/loss_end": effect["loss_end"]})
+
+    def _enter(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> None:
+        longer = phase.config.data.sequence_length > module.model.layout.training_length
+        if not phase.changes and not longer:
+            return
+        if phase.drop and not self.has_dropped:
+            self.before_drop(trainer)
+        before = self._losses(module, phase)
+        model = module.model
+        if phase.drop is not None:
+            self._drop(module, phase)
+        elif phase.rescale is not None:
+            model.layout = rescaled_layout(model.layout, phase)
+        length = phase.config.data.sequence_length
+        if length > model.layout.training_length:
+            model.layout = replace(model.layout, training_length=length)
+        after = self._losses(module, phase)
+        effect = self.effects[phase.name] = {
+            "step": trainer.global_step,
+            "loss_before": fmean(before),
+            "loss_after": fmean(after),
+            "sequences": {"before": before, "after": after},
+        }
+        self._reset_optimizer(trainer, module, phase)
+        log.info(
+            "Step %d: %s; held-out loss %.3f before, %.3f after",
+            trainer.global_step,
+            describe(phase),
+            effect["loss_before"],
+            effect["loss_after"],
+        )
+        losses = ("loss_before", "loss_after")
+        self.add_metrics({f"{_key(phase)}/{key}": effect[key] for key in losses})
+
+    def _drop(self, module: LanguageModule, phase: Phase) -> None:
+        assert phase.drop is not None
+        model = module.model
+        norms_on = model.config.qk_norm.when == "after_drop"
+        if norms_on and phase.drop.qk_norm_gain == "matched":
+            with evaluating(module):
+                batches = [ids for ids, _ in self._micro_batches(module, phase)]
+                sizes = input_sizes(model, batches)
+            set_gains(sizes)
+        positional = phase.config.positional
+        model.layout = dropped_layout(
+            model.layout, positional, phase.drop, model.config.head_size, norms_on
+        )
+        if phase.drop.anneal_steps:
+            self._before = model.layout
+
+    def _shrink(self, module: LanguageModule, phase: Phase, done: int) -> None:
+        assert self._before is not None
+        assert phase.drop is not None
+        module.model.layout = shrunk(self._before, phase.drop, done)
+        if done >= phase.drop.anneal_steps:
+            self._before = None
+
+    def _reset_optimizer(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> None:
+        policy, (optimizer,) = phase.optimizer_state, trainer.optimizers
+        if policy == "reset":
+            optimizer.state.clear()
+        elif policy == "reset_new" and module.model.config.qk_norm.when == "after_drop":
+            for name, submodule in module.model.named_modules():
+                if isinstance(submodule, RMSNorm) and name.endswith(("q_norm", "k_norm")):
+                    optimizer.state.pop(submodule.weight, None)
+
+    def _losses(self, module: LanguageModule, phase: Phase) -> list[float]:
+        """Of every sequence of the fixed batch."""
+        with evaluating(module) as model:
+            parts = self._micro_batches(module, phase)
+            return torch.cat([model.token_losses(*x).mean(dim=1) for x in parts]).tolist()
+
+    def _micro_batches(self, module: LanguageModule, phase: Phase) -> list[tuple[Tensor, Tensor]]:
+        """The fixed batch, inputs and targets, in parts of one size, no larger than those that the
+        run trains on."""
+        if self._batch is None or self._batch[0] != phase.name:
+            self._batch = phase.name, self.effect_batch(phase)
+        ids, labels = (self._batch[1][k].to(module.device) for k in ("input_ids", "labels"))
+        run, ranks = phase.config.trainer, module.ranks.world_size
+        largest = run.batch_size // (run.accumulation(ranks) * ranks)
+        parts = next(n for n in range(-(-len(ids) // largest), len(ids) + 1) if len(ids) % n == 0)
+        return list(zip(ids.chunk(parts), labels.chunk(parts), strict=True))
+
+
+def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
+    """The layout of a run whose phase rescales its frequencies."""
+    assert phase.rescale is not None
+    reach = phase.config.data.sequence_length / layout.training_length
+    factor = phase.rescale.factor or max(reach, 1.0)
+    return layout.rescaled(RESCALINGS[phase.rescale.method], factor)
+
+
+def describe(phase: Phase) -> str:
+    """What the start of a phase changes, in words."""
+    if phase.drop is not None:
+        steps = phase.drop.anneal_steps
+        over = f" over {steps} steps" if steps else ""
+        return f"dropped the encoding ({phase.drop.to}){over}"
+    if phase.rescale is not None:
+        return f"frequencies rescaled for longer sequences ({phase.rescale.method})"
+    length = phase.config.data.sequence_length
+    return f"phase {phase.name!r} with sequences of {length:,} tokens"
+
+
+def _key(phase: Phase) -> str:
+    """How the names of its metrics begin."""
+    return "drop" if phase.drop else f"phase_{phase.name}"
