@@ -6,13 +6,20 @@ import re
 
 import pytest
 
+from tests.program import ROOT
 from trainer.__main__ import main
 from trainer.commands.train import read_config
 from trainer.model.flops import forward_flops
+from trainer.runs.config import RunConfig
+from trainer.runs.directory import plain
+from trainer.runs.parsing import control_config, parse
 from trainer.training.module import make_decoder
 from trainer.workflows import plan as plans
 from trainer.workflows.plan import Gpu, flops, parameters
 
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+NANO = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
 PUBLISHED = {
     "drope_494m": (494_005_120, 357_870_464),
     "rope_id_1b": (962_807_040, 634_471_680),
@@ -34,9 +41,31 @@ def test_operations_of_a_branch_count_from_where_it_branches():
     config = read_config(["+experiment=drope_demo", "model.vocab_size=1024"])
     model = make_decoder(config, 0)
     a_step = 3 * 32 * forward_flops(model.config, model.layout, 64)
-    controls = plans._controls(config)
-    assert flops(config) == flops(controls["nope"]) == 1600 * a_step
-    assert flops(controls["rope"]) == 320 * a_step
+    nope, rope = (control_config(plain(config), name) for name in ("nope", "rope"))
+    assert flops(config) == flops(nope) == 1600 * a_step
+    assert flops(rope, begin=config.drop_step) == 320 * a_step
+
+
+def test_operations_of_phases_are_those_of_their_lengths_and_batches():
+    phases = {"short": {"steps": 10}, "long": {"steps": 3, "sequence_length": 256, "batch_size": 4}}
+    values = {"model": {**NANO, "vocab_size": 1024}, "data": {"sequence_length": 64}}
+    config = parse(RunConfig, {**values, "phases": phases})
+    model = make_decoder(config, 0)
+    short, long = (3 * forward_flops(model.config, model.layout, n) for n in (64, 256))
+    assert flops(config) == 10 * 32 * short + 3 * 4 * long
+    assert flops(config, begin=11) == 2 * 4 * long
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_is_planned_without_network(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plans, "memory_of", lambda *_: {"parameters": 1})  # seconds each
+    # At 128k half a million tokens are four sequences.
+    gpus = "slurm.gpus_per_node=4" if name == "rope_id_128k" else "slurm.gpus_per_node=8"
+    out = said(capsys, f"+experiment={name}", f"data.cache_dir={tmp_path}", gpus)
+    for title in ("Parameters", "Training", "One GPU", "Time at 40% of the peak", "Disk"):
+        assert title in out
 
 
 def said(capsys, *words):
@@ -72,7 +101,7 @@ def test_where_a_step_does_not_fit_the_first_change_that_helps_is_named(capsys, 
 
 def test_copies_on_several_gpus_are_never_told_to_be_one_device(capsys, monkeypatch):
     monkeypatch.setitem(plans.GPUS, "h100", Gpu("H100 80GB HBM3", 2e6))
-    words = ["model=nano", "model.vocab_size=1024", "strategy=ddp", "trainer.batch_size=64"]
+    words = ["model=nano", "model.vocab_size=1024", "strategy=ddp", "trainer.batch_size=16"]
     out = said(capsys, *words)
     assert re.search(r"does not fit (strategy=(ddp|fsdp2) |nor does anything)", out)
 

@@ -11,7 +11,6 @@ from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import (
     kept_steps,
-    longest,
     phase_at,
     phase_before,
     phases_of,
@@ -65,7 +64,7 @@ def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_le
             assert phase_at(phases, stretch_end(phases, step - 1) - 1).stretch == alike.stretch
     assert config.trainer.max_steps == step
     assert tokens_at(config, step) == tokens
-    assert longest(config) == max(32, *(length for length, _ in orders))
+    assert config.training_length == max(32, *(length for length, _ in orders))
 
 
 def test_samples_that_are_left_out_move_up_those_of_the_same_order_only():

@@ -32,6 +32,8 @@ class _Own:
         return found
 
 
+MISSING = "model weights", "model.from_run:", "model.from_pretrained: there is no directory"
+"""How problems of weights begin that are still to be had, or to be trained."""
 OWN = ("gpu", "mfu", "exact", "slurm")
 
 
@@ -39,6 +41,7 @@ def read(composed: Composed) -> PlanRequest:
     """The checked request; published weights need not be here, if the model's shape is given."""
     from trainer.runs.numbers import number_problems
     from trainer.runs.parsing import validated
+    from trainer.runs.phases import phases_of
     from trainer.runs.spread import spread_problems
 
     own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
@@ -49,14 +52,16 @@ def read(composed: Composed) -> PlanRequest:
     try:
         config = read_run(composed, problems)
     except UserError as error:
-        weights = tuple(p for p in error.problems if p.startswith("model weights"))
+        weights = tuple(p for p in error.problems if p.startswith(MISSING))
         if not weights or len(weights) < len(error.problems):
             raise
         config, missing = read_run(composed, problems, weights=False), weights
     on_a_node = max(own.slurm.gpus_per_node, 1)
     ranks = 1 if config.strategy.name == "single" else own.slurm.nodes * on_a_node
-    if problems := spread_problems(config, ranks, on_a_node):
-        raise UserError(*problems)
+    for phase in phases_of(config):
+        problems += spread_problems(phase.config, ranks, on_a_node)
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
     return PlanRequest(config, ranks, min(on_a_node, ranks), own.gpu, own.mfu, own.exact, missing)
 
 

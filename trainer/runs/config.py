@@ -68,6 +68,12 @@ class RunConfig:
         return self.trainer.batch_size * self.data.sequence_length
 
     @property
+    def training_length(self) -> int:
+        """Tokens that the model is trained for in the end: those of the longest sequences."""
+        lengths = (phase.sequence_length or 0 for phase in self.phases.values())
+        return max(self.data.sequence_length, *lengths, 0)
+
+    @property
     def drop_step(self) -> int | None:
         """Steps trained before the drop, or None; of several the first."""
         if self.phases:
@@ -108,7 +114,7 @@ class RunConfig:
             *self.monitor.problems(),
             *drop_problems,
             *self.evaluation.problems(
-                self.data.sequence_length if 1 < self.data.sequence_length < 1 << 31 else None
+                self.training_length if 1 < self.training_length < 1 << 31 else None
             ),
         ]
         if self.evaluation.enabled and "none" not in (self.evaluation.methods or ["none"]):

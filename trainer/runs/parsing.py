@@ -251,9 +251,10 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def control_config(values: dict[str, Any], name: str) -> RunConfig:
+def control_config(values: dict[str, Any], name: str, weights: bool = True) -> RunConfig:
     """The configuration of a control: the run's, without controls, with the control's changes.
 
+    ``weights``: whether those that it begins with are here; else it has the shape of ``values``.
     The run's label is no part of it: it says what the run is, and the control is something else.
     """
     changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
@@ -263,4 +264,5 @@ def control_config(values: dict[str, Any], name: str) -> RunConfig:
         "controls": {},
         "run_dir": f"{values['run_dir']}/controls/{name}",
     }
-    return parse(RunConfig, merged(base, changes))
+    changed = merged(base, changes)
+    return parse(RunConfig, changed) if weights else parse_without_weights(changed)

@@ -219,12 +219,6 @@ def tokens_at(config: RunConfig, step: int) -> int:
     return phase_before(phases_of(config), step).tokens_at(step)
 
 
-def longest(config: RunConfig) -> int:
-    """The length in tokens that a run is trained for in the end: that of its longest sequences."""
-    lengths = (phase.config.data.sequence_length for phase in phases_of(config))
-    return max(config.data.sequence_length, *lengths)
-
-
 def phase_problems(config: RunConfig) -> list[str]:
     """What is impossible in the phases of a run, one sentence each; the rest of it is sound."""
     found: list[str] = []

@@ -30,7 +30,7 @@ from trainer.runs.directory import (
 from trainer.runs.job_files import say_run_directory
 from trainer.runs.memory import memory_problems
 from trainer.runs.parsing import control_config
-from trainer.runs.phases import longest, phases_of
+from trainer.runs.phases import phases_of
 from trainer.runs.ranks import (
     Ranks,
     all_gather,
@@ -273,12 +273,12 @@ def _branch(config: RunConfig, control: str) -> Path | None:
 
 def length_problems(configs: dict[str, RunConfig]) -> list[str]:
     """Runs that one table cannot hold, whose columns are multiples of one training length."""
-    first = longest(configs["main"])
+    first = configs["main"].training_length
     return [
         f"controls.{name}: its longest sequences have {length:,} tokens, and those of the run "
         f"{first:,}; a table is for one length."
         for name, arm in configs.items()
-        if (length := longest(arm)) != first
+        if (length := arm.training_length) != first
     ]
 
 

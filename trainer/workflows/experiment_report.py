@@ -19,7 +19,7 @@ from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate
 from trainer.runs.origin import origin
-from trainer.runs.phases import longest, phases_of, tokens_at
+from trainer.runs.phases import phases_of, tokens_at
 from trainer.training.callbacks.transitions import describe
 from trainer.training.run import TrainedRun
 from trainer.workflows.measuring import Text, measure_models, unmeasured, with_observations
@@ -64,7 +64,7 @@ def make_report(
             config.name, ordered, evaluation, text, cells, config.trainer.accelerator, share
         )
         if evaluation.enabled
-        else unmeasured(config.name, longest(config), corpus)
+        else unmeasured(config.name, config.training_length, corpus)
     )
     seconds = round(time.perf_counter() - began, 1)
     losses = {

@@ -78,7 +78,7 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     for name, changes in config.controls.items():
         begin = changes.get("branch") or 0
         begin = config.drop_step or 0 if begin == "drop" else begin
-        operations[name] = flops(control_config(plain(config), name), begin)
+        operations[name] = flops(control_config(plain(config), name, not request.missing), begin)
     yield Section("Training", list(_training(config, corpus, operations)))
     yield Section("One GPU", list(_memory(replace(request, config=config), model)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))

@@ -1,0 +1,102 @@
+"""Every experiment, in two layers on a little text, trains in all its phases and is evaluated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.program import ROOT
+from trainer.commands.configuration import compose_words
+from trainer.runs.config import RunConfig
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.parsing import merged, parse
+from trainer.runs.phases import phases_of
+from trainer.workflows.experiment import run_experiment
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+STEPS, C = 4, 64
+"""Of a phase; tokens of the shortest sequences."""
+
+
+def small(name, base, tmp_path):
+    """The experiment's values, with a model, text and lengths for seconds."""
+    values, _ = compose_words([f"+experiment={name}"]).without_kind("evaluation")
+    drops = values["drop"]["at"] is not None and values["drop"]["enabled"]
+    own = values["data"]["sequence_length"]
+    phases = {
+        key: {
+            **phase,
+            "steps": STEPS, "tokens": None, "batch_size": 2, "micro_batch_size": 1,
+            "sequence_length": C * min((phase.get("sequence_length") or own) // own, 4),
+        }
+        for key, phase in values["phases"].items()
+    }  # fmt: skip
+    changes = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": None,
+            "vocab_size": None, "from_pretrained": None, "from_run": None,
+        },
+        "data": {
+            "source": "files", "files": base["data"]["files"], "hub_name": None, "hub_config": None,
+            "hub_files": [], "mixture": {}, "sequence_length": C, "num_workers": 0,
+            "cache_dir": base["data"]["cache_dir"],
+        },
+        "tokenizer": {"path": None, "vocab_size": 300},
+        "drop": {"at": STEPS, "at_tokens": None, "effect_sequences": 2} if drops else {},
+        "phases": phases,
+        "trainer": {
+            "max_steps": 2 * STEPS, "max_tokens": None, "batch_size": 4, "micro_batch_size": 2,
+            "compile": False, "threads": 1, "log_every": 1, "checkpoint_every": 100,
+            "keep_every": None, "precision": "fp32", "accelerator": "cpu",
+        },
+        "strategy": {"name": "single", "activation_checkpointing": "none", "shard_size": None},
+        "logger": {"wandb": False, "tensorboard": False},
+        "monitor": {"lengths_every": None, "probe_every": None},
+        "controls": {},
+        "evaluation": {
+            "enabled": True, "methods": ["none"], "tasks": ["perplexity"], "lengths": [1, 2],
+            "windows": 1, "fit_windows": 1,
+        },
+    }  # fmt: skip
+    if values["positional"]["layers"] == ["rope_id"]:
+        # The paper's fastest wavelength of 32 tokens is the slowest at this length.
+        changes["positional"] = {"encodings": {"rope_id": {"fastest_wavelength": 8.0}}}
+    windows = [window and min(window, C) for window in values["positional"]["windows"]]
+    changes.setdefault("positional", {})["windows"] = windows
+    result = merged(values, changes)
+    return result | {"phases": phases, "controls": _few(values["controls"])}
+
+
+def _few(controls):
+    """The last control alone, which branches off after two steps where it did after more."""
+    for name, control in list(controls.items())[-1:]:
+        changed = dict(control)
+        if isinstance(changed.get("branch"), int):
+            changed["branch"] = 2
+        if "at" in changed.get("drop", {}):
+            changed["drop"] = {**changed["drop"], "at": 2}
+        if "anneal_steps" in changed.get("drop", {}):
+            changed["drop"] = {**changed["drop"], "anneal_steps": 3}
+        return {name: changed}
+    return {}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path):
+    config = parse(RunConfig, small(name, base, tmp_path))
+    report, _ = run_experiment(config)
+    phases, run_dir = phases_of(config), Path(config.run_dir)
+    rows = read_metrics(run_dir / "metrics.csv")
+    assert [row["step"] for row in rows] == [*range(1, phases[-1].end + 1)]
+    assert {row["phase"] for row in rows} == {*range(len(phases))}
+    arm, *others = report.arms
+    assert len(others) == len(config.controls)
+    dropped = [phase.start for phase in phases if phase.drop]
+    assert {change.step for change in arm.changes} >= {*dropped}
+    assert all(change.loss_end is not None for change in arm.changes)
+    lengths = {cell.length for cell in report.cells}
+    assert lengths == {config.training_length, 2 * config.training_length}
+    assert (run_dir / "report.html").is_file()
