@@ -32,6 +32,7 @@ FREE_FORM = (
     "positional.encodings",
     "positional.heads",
     "controls",
+    "phases",
     "callbacks",
     "data.mixture",
     "data.arguments",

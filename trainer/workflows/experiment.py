@@ -254,7 +254,7 @@ def say_long_warmups(configs: dict[str, RunConfig]) -> None:
         keys = [f"phases.{p.name}.schedule" for p in phases] if arm.phases else OF_A_DROP
         for key, phase in zip(keys, phases, strict=False):
             warmup, steps = phase.schedule.warmup_steps, phase.end - phase.origin
-            if warmup > steps:
+            if warmup > steps > 0:
                 log.warning(
                     "%s.warmup_steps: %d steps, but %s has %d in this phase: its learning rate "
                     "does not reach its peak",
