@@ -18,12 +18,15 @@ from trainer.commands import snapshot as snapshots
 from trainer.commands.running import run_command
 from trainer.commands.slurm import COMMAND
 from trainer.errors import UserError
+from trainer.workflows import plan
 
 SLURM = Path(__file__).parents[2] / "slurm"
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
+    """Where plans need no rehearsal of a step, which takes seconds."""
+    monkeypatch.setattr(plan, "memory_of", lambda *_: {"parameters": 1 << 30})
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -290,3 +293,13 @@ def test_the_array_that_prepares_can_be_written_alone(place):
 
     run_command(ARRAY, [ONE, "name=mine", "slurm.prepare=3"])
     assert "--array=1-3" in options(Path("slurm_jobs/mine/prepare.sbatch").read_text())
+
+
+def test_what_the_job_will_need_is_printed_with_it(capsys):
+    run_command(COMMAND, ["slurm.nodes=2", "strategy=fsdp2", "slurm.gpu=a100", "model=nano"])
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "GPUs 16, strategy fsdp2" in out
+    assert "in all 1.0 GiB of 80, uncompiled" in out
+    assert out.index("GPU-hours") < out.index("Submit it with: sbatch")
+    run_command(COMMAND, ["slurm.gpus_per_node=0"])
+    assert "GPU-hours" not in capsys.readouterr().out

@@ -66,14 +66,24 @@ def read(composed: Composed) -> PlanRequest:
 
 
 def execute(request: PlanRequest) -> None:
-    """Print the sections as they are known."""
+    """Print it."""
+    from trainer.commands.console import set_up_console
+
+    set_up_console(quiet=True)
+    print_plan(request)
+
+
+def print_plan(request: PlanRequest) -> None:
+    """Print the sections as they are known.
+
+    Raises:
+        UserError: the vocabulary cannot be known yet.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from trainer.commands.console import WIDTH, set_up_console
-
-    set_up_console(quiet=True)
+    from trainer.commands.console import WIDTH
     from trainer.workflows.plan import plan
 
     out = Console(width=WIDTH)

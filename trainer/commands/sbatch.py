@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from trainer.commands.snapshot import slurm_directory
 
@@ -20,10 +21,10 @@ CORES_A_WORKER = 8
 class SlurmConfig:
     """What a job asks the cluster for; null leaves a choice to the cluster.
 
-    ``gpus_per_node``: workers too, one a GPU; 0: one worker on the CPU. ``cpus_per_task``: cores a
-    node; null: 8 for each worker. ``time``: minutes, or as sbatch writes it. ``mem``: a node's
-    memory, in MB or with a unit. ``job_name``: null: the run's name. ``signal_seconds``: how long
-    before its end a job is told to write a checkpoint. ``max_retries``: how often in a row a job is
+    ``gpus_per_node``: workers too, one a GPU; 0: one worker on the CPU. ``gpu``: which kind its
+    plan is for. ``cpus_per_task``: cores a node; null: 8 for each worker. ``time``: minutes, or as
+    sbatch writes it. ``mem``: a node's memory, in MB or with a unit. ``job_name``: null: the run's
+    name. ``signal_seconds``: how long before its end a job is told to write a checkpoint. ``max_retries``: how often in a row a job is
     started again after failures without a newer checkpoint between; never after a mistake of the
     user's. ``setup``: shell lines to run first, which then choose the ``python``; without them the
     job runs the Python of this command. ``extra``: further options of sbatch.
@@ -34,6 +35,7 @@ class SlurmConfig:
 
     nodes: int = 1
     gpus_per_node: int = 8
+    gpu: Literal["a100_40gb", "a100", "h100", "h200"] = "h100"
     cpus_per_task: int | None = None
     time: int | str = "24:00:00"
     partition: str | None = None

@@ -49,6 +49,7 @@ def read(composed: Composed, trains: bool = True) -> Job:
     """The checked job; ``trains``: whether it is the run's own."""
     from trainer.runs.numbers import number_problems
     from trainer.runs.parsing import validated
+    from trainer.runs.phases import phases_of
     from trainer.runs.spread import spread_problems
 
     values = {key: value for key, value in composed.values.items() if key != "slurm"}
@@ -57,22 +58,41 @@ def read(composed: Composed, trains: bool = True) -> Job:
     problems += [f"slurm.{problem}" for problem in group.slurm.problems()]
     problems += _misfits(group.slurm, values) if trains else []
     config = read_run(replace(composed, values=values), problems)
-    if trains and (found := spread_problems(config, *_workers(group.slurm))):
-        raise UserError(*found)
+    if trains:
+        for phase in phases_of(config):
+            problems += spread_problems(phase.config, *_workers(group.slurm))
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
     words = tuple(word for word in composed.words if not _is_setting(word))
     words = words or (f"name={config.name}",)  # without any the job would ask for one
     return Job(group.slurm, config, words, composed.files, SUBMIT in composed.flags)
 
 
 def execute(job: Job) -> None:
-    """Write the job, with those that prepare its text where that is asked for, and submit all or
-    say how."""
+    """Write the job, with those that prepare its text where that is asked for, say what it will
+    need, and submit all or say how."""
     script = write_job(job)
+    if job.settings.gpus_per_node:
+        _say_plan(job)
     before = PREPARING if job.settings.prepare else {}
     # Training waits for text that is whole; where it cannot be, it is cancelled.
     options = [f"--dependency=afterok:{LAST}", "--kill-on-invalid-dep=yes"] if before else []
     submit_all(job, script.parent, {**before, script.name: options})
 
+
+def _say_plan(job: Job) -> None:
+    from trainer.commands.plan import print_plan
+    from trainer.workflows.plan_request import PlanRequest
+
+    ranks, on_a_node = _workers(job.settings)
+    try:
+        print_plan(PlanRequest(job.config, ranks, on_a_node, job.settings.gpu, MFU))
+    except UserError as error:
+        print("No plan:", *error.problems)
+
+
+MFU = 0.4
+"""Share of the peak that hours are told at; `trainer plan mfu=` has others."""
 
 LAST = "LAST"
 """In an option of sbatch: the number of the job that was submitted before."""
