@@ -131,6 +131,15 @@ IMPOSSIBLE = {
     "phases.a: trainer.micro_batch_size: 3 does not divide trainer.batch_size 4.": {
         "a": {"steps": 1, "micro_batch_size": 3}
     },
+    "phases.a.until: give phases.a.until.flat or phases.a.until.back_within": {
+        "a": {"steps": 1, "until": {}}
+    },
+    "phases.a.until.back_within: the phase drops and rescales nothing; give flat.": {
+        "a": {"steps": 1, "until": {"back_within": 0.1}}
+    },
+    "phases.b.schedule: needed, since 'a' may end early": {
+        "a": {"steps": 1, "until": {"flat": 0.1}}, "b": {"steps": 1}
+    },
     "phases: 'a/b': expected letters, digits and ._+- only.": {"a/b": {"steps": 1}},
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ from trainer.training.devices import (
     open_gpus,
     set_environment,
 )
-from trainer.training.stretch import make_trainer
+from trainer.training.lightning_trainer import make_trainer
 
 SHARDED = RunConfig(strategy=StrategyConfig(name="fsdp2"))
 

@@ -12,7 +12,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from trainer.runs.config import RunConfig, StrategyConfig
 from trainer.runs.ranks import current_ranks
 from trainer.training.lightning_internals import disable_sigterm_broadcast, set_steps_done
-from trainer.training.stretch import make_trainer
+from trainer.training.lightning_trainer import make_trainer
 
 
 class Line(L.LightningModule):

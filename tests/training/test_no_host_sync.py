@@ -17,8 +17,8 @@ from trainer.data.corpus import prepare_corpus
 from trainer.model.backend_choice import Choice
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
+from trainer.training import lightning_trainer
 from trainer.training import run as runs
-from trainer.training import stretch
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.transitions import Transitions
 
@@ -40,7 +40,7 @@ class OnMeta(SingleDeviceStrategy):
 @pytest.fixture(autouse=True)
 def on_meta(monkeypatch):
     """Runs train on the meta device, for which torch's fused AdamW is the same operator."""
-    monkeypatch.setattr(stretch, "lightning_strategy", lambda *_: OnMeta("meta"))
+    monkeypatch.setattr(lightning_trainer, "lightning_strategy", lambda *_: OnMeta("meta"))
     optimizer = sys.modules["torch.optim.optimizer"]
     monkeypatch.setattr(optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta"])
 
@@ -78,7 +78,7 @@ VARIANTS = {
 
 def steps(base, tmp_path, monkeypatch, changes):
     """Eight updates of a run that drops after six."""
-    monkeypatch.setattr(Transitions, "_losses", lambda *_: [0.0])  # waits, three times a run
+    monkeypatch.setattr(Transitions, "losses", lambda *_: [0.0])  # waits, three times a run
     monkeypatch.setattr(Checkpointing, "save", lambda *_: None)  # copies to the CPU
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100}}
     config = parse(RunConfig, merged(merged(base, rare), changes))

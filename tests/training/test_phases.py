@@ -114,7 +114,7 @@ def test_what_a_phase_changed_is_computed_again_at_its_own_length(whole):
     expected = {"loss_before": loss(4), "loss_after": slowed, "loss_end": loss(7)}
     assert {key: effect[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert effect["step"] == 4
-    assert trained.effect_of_drop(config)["loss_end"] == pytest.approx(loss(9), rel=1e-5)
+    assert trained.effect_of_drop["loss_end"] == pytest.approx(loss(9), rel=1e-5)
     logged = [row for row in rows_of(config) if "phase_long/loss_after" in row]
     assert [row["step"] for row in logged] == [6]
 
@@ -151,6 +151,41 @@ def test_checkpoints_between_phases_stay(run):
     config, _ = run(**{**CHANGES, **changes})
     kept = sorted(p.name for p in (Path(config.run_dir) / "checkpoints").glob("step-*"))
     assert kept == [checkpoint_of(config, step).name for step in (4, 7, 9, 12)]
+
+
+EARLY = {
+    "first": {"steps": 8, "until": {"every": 2, "flat": 100.0, "patience": 2}},
+    "dropped": {
+        "steps": 8, "drop": {}, "schedule": {"warmup_steps": 1},
+        "until": {"every": 3, "back_within": 50.0},
+    },
+}  # fmt: skip
+"""The first phase ends at its third look, the second at its first: no loss falls by 100 nats."""
+
+
+def test_a_phase_ends_once_its_loss_is_flat_or_back(run, tmp_path):
+    """And the run goes on to the same bits from within it and from its end."""
+    changes = {**CHANGES, "phases": EARLY}
+    config, trained = run("early", **changes)
+    assert config.trainer.max_steps == 16
+    assert trained.config.trainer.max_steps == 9
+    assert trained.config.drop_step == 6
+    state = read_state(trained.checkpoint)
+    assert state["ends"] == {"first": 6, "dropped": 3}
+    assert state["config"]["trainer"]["max_steps"] == state["step"] == 9
+    assert trained.effects["dropped"]["step"] == 6
+    assert trained.effects["dropped"]["loss_end"] == pytest.approx(
+        state["callbacks"]["Until"]["losses"][-1]
+    )
+    for step in (3, 4, 6, 8):
+        target = tmp_path / f"from{step}" / "checkpoints"
+        target.mkdir(parents=True)
+        path = checkpoint_of(config, step)
+        shutil.copytree(path, target / path.name)
+        shutil.copy(Path(config.run_dir) / "metrics.csv", target.parent)
+        resumed, again = run(f"from{step}", **changes)
+        assert_same_state(again.checkpoint, trained.checkpoint)
+        assert rows_of(resumed) == rows_of(config)
 
 
 def test_texts_are_weighed_anew_and_counted_apart(run, base, tmp_path):

@@ -78,7 +78,7 @@ def test_the_loss_before_the_drop_is_that_of_the_published_model(begin, publishe
     batch = effect_batch(corpus, phases_of(config)[1])
     logits = published[1](batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    effect = run.effect_of_drop(config)
+    effect = run.effect_of_drop
     assert effect["loss_before"] == pytest.approx(expected.item(), rel=1e-5)
     assert effect["step"] == 0
 

@@ -24,10 +24,11 @@ class SlurmConfig:
     ``gpus_per_node``: workers too, one a GPU; 0: one worker on the CPU. ``gpu``: which kind its
     plan is for. ``cpus_per_task``: cores a node; null: 8 for each worker. ``time``: minutes, or as
     sbatch writes it. ``mem``: a node's memory, in MB or with a unit. ``job_name``: null: the run's
-    name. ``signal_seconds``: how long before its end a job is told to write a checkpoint. ``max_retries``: how often in a row a job is
-    started again after failures without a newer checkpoint between; never after a mistake of the
-    user's. ``setup``: shell lines to run first, which then choose the ``python``; without them the
-    job runs the Python of this command. ``extra``: further options of sbatch.
+    name. ``signal_seconds``: how long before its end a job is told to write a checkpoint.
+    ``max_retries``: how often in a row a job is started again after failures without a newer
+    checkpoint between; never after a mistake of the user's. ``setup``: shell lines to run first,
+    which then choose the ``python``; without them the job runs the Python of this command.
+    ``extra``: further options of sbatch.
     ``directory``: where the job's files go; null: ``slurm_jobs/<name>``. ``prepare``: jobs of an
     array that prepares the text before; 0: it is prepared already. ``prepare_options``: options of
     sbatch for these jobs, instead of ``extra`` and what the run's nodes are chosen by.

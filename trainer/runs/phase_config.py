@@ -32,6 +32,32 @@ class RescaleConfig:
 
 
 @dataclass(frozen=True)
+class UntilConfig:
+    """When a phase ends before its steps are done, by its loss on the held-out sequences on which
+    changes are measured, looked at every ``every`` steps: ``flat``: it has fallen by less than so
+    many nats per token over the last ``patience`` looks; ``back_within``: it is no more than so
+    many nats above what it was before the phase changed something."""
+
+    every: int = 100
+    flat: float | None = None
+    patience: int = 3
+    back_within: float | None = None
+
+    def problems(self, key: str, changes: bool) -> list[str]:
+        """What is impossible, one sentence each; ``changes``: whether its phase changes a model."""
+        found = [
+            f"{key}.{name}: expected 1 or more, got {value}."
+            for name in ("every", "patience")
+            if (value := getattr(self, name)) < 1
+        ]
+        if self.flat is None and self.back_within is None:
+            found.append(f"{key}: give {key}.flat or {key}.back_within, in nats per token.")
+        if self.back_within is not None and not changes:
+            found.append(f"{key}.back_within: the phase drops and rescales nothing; give flat.")
+        return found
+
+
+@dataclass(frozen=True)
 class PhaseConfig:
     """A part of a run; what is null is as the run has it.
 
@@ -40,7 +66,8 @@ class PhaseConfig:
     of ``data.mixture`` by name; one that is not named is not read. ``schedule``: a learning rate of
     its own (null: that of the run, laid out over all phases, goes on). ``drop``: what is dropped at
     its start. ``rescale``: how frequencies are slowed at its start. ``optimizer_state``: at its
-    start keep, reset, or reset for what the drop adds. ``log_every``: steps between rows.
+    start keep, reset, or reset for what the drop adds. ``until``: when it ends before its steps are
+    done. ``log_every``: steps between rows.
     """
 
     steps: int | None = None
@@ -53,6 +80,7 @@ class PhaseConfig:
     drop: ChangeConfig | None = None
     rescale: RescaleConfig | None = None
     optimizer_state: Literal["keep", "reset", "reset_new"] = "keep"
+    until: UntilConfig | None = None
     log_every: int | None = None
 
     def problems(self, key: str, texts: list[str]) -> list[str]:
@@ -74,6 +102,9 @@ class PhaseConfig:
             found += self.schedule.problems(f"{key}.schedule")
         if self.rescale is not None:
             found += self.rescale.problems(f"{key}.rescale")
+        if self.until is not None:
+            changes = self.drop is not None or self.rescale is not None
+            found += self.until.problems(f"{key}.until", changes)
         if self.rescale is not None and self.drop is not None:
             found.append(f"{key}.rescale: give it a phase apart from {key}.drop.")
         return found

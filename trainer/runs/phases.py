@@ -7,9 +7,10 @@ there is a checkpoint, and the next begins from it as a resumed run does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from trainer.data.config import DataConfig
 from trainer.errors import did_you_mean
@@ -18,7 +19,7 @@ from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.schedule import ScheduleConfig
 from trainer.runs.config import NAME, RunConfig
 from trainer.runs.layouts import layout_problems
-from trainer.runs.phase_config import PhaseConfig, RescaleConfig
+from trainer.runs.phase_config import PhaseConfig, RescaleConfig, UntilConfig
 from trainer.runs.saved_state import RECALIBRATION
 
 ORDERS = 1_000_003
@@ -34,7 +35,8 @@ class Phase:
     schedule of the whole run, as DroPE takes an ordinary run's checkpoint from before its end;
     recalibration has a schedule of its own. ``tokens``: read before it. ``order``: the number of
     the order of samples, which begins at step ``order_start`` and of which ``samples`` were read
-    before the phase. ``drop``, ``rescale``, ``optimizer_state``: what happens at its start.
+    before the phase. ``drop``, ``rescale``, ``optimizer_state``: what happens at its start;
+    ``until``: when it ends early, for which it is a stretch of its own.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Phase:
     drop: ChangeConfig | None = None
     rescale: RescaleConfig | None = None
     optimizer_state: str = "keep"
+    until: UntilConfig | None = None
 
     @property
     def changes(self) -> bool:
@@ -66,7 +69,8 @@ class Phase:
     def stretch(self) -> tuple[object, ...]:
         """Equal for phases that are trained in one stretch."""
         run = self.config.trainer
-        return self.order, run.batch_size, run.micro_batch_size, run.log_every
+        alone = self.name if self.until else ""
+        return self.order, run.batch_size, run.micro_batch_size, run.log_every, alone
 
     def factor(self, step: int) -> float:
         """Learning-rate factor at ``step`` of the run."""
@@ -126,6 +130,7 @@ def _next(config: RunConfig, before: list[Phase], name: str, phase: PhaseConfig)
         drop=phase.drop,
         rescale=phase.rescale,
         optimizer_state=phase.optimizer_state,
+        until=phase.until,
     )
     if last is None:
         return made
@@ -175,6 +180,17 @@ def with_lengths(config: RunConfig) -> RunConfig:
         phases[name] = replace(phase, steps=steps)
     steps = max(sum(phase.steps or 0 for phase in phases.values()), 1)
     return replace(config, phases=phases, trainer=replace(run, max_steps=steps))
+
+
+def with_ends(config: RunConfig, ends: Mapping[str, int]) -> RunConfig:
+    """The configuration of a run in which some phases have ended early; ``ends``: their steps."""
+    if not ends:
+        return config
+    phases = {
+        name: replace(phase, steps=ends[name], tokens=None) if name in ends else phase
+        for name, phase in config.phases.items()
+    }
+    return with_lengths(replace(config, phases=phases))
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:
@@ -234,6 +250,12 @@ def phase_problems(config: RunConfig) -> list[str]:
     if found:
         return found
     phases, model = phases_of(config), config.model
+    for earlier, phase in pairwise(config.phases.items()):
+        if earlier[1].until is not None and phase[1].schedule is None:
+            found.append(
+                f"phases.{phase[0]}.schedule: needed, since {earlier[0]!r} may end early, and the "
+                "run's is laid out over all steps."
+            )
     for phase in phases:
         key = f"phases.{phase.name}"
         found += [

@@ -81,6 +81,7 @@ class Saved:
     versions: dict[str, str] = field(default_factory=dict)
     data: SavedData | None = None
     skips: list[tuple[Count, Count]] = field(default_factory=list)
+    ends: dict[str, Count] = field(default_factory=dict)
     numerics: str = ""
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -145,6 +146,14 @@ class SavedTransitions:
 
 
 @dataclass(frozen=True)
+class SavedUntil:
+    """Held-out losses of the phase that was trained."""
+
+    phase: str
+    losses: list[float]
+
+
+@dataclass(frozen=True)
 class SavedLengths:
     """What was measured of lengths while the run trained."""
 
@@ -158,6 +167,7 @@ class SavedCallbacks:
     Metrics: SavedMetrics
     Drop: SavedDrop | None = None
     Transitions: SavedTransitions | None = None
+    Until: SavedUntil | None = None
     Lengths: SavedLengths = field(default_factory=SavedLengths)
 
 

@@ -15,7 +15,7 @@ from trainer.data.corpus import Corpus
 from trainer.errors import UserError
 from trainer.runs.checkpoints import step_name
 from trainer.runs.config import RunConfig
-from trainer.runs.phases import phases_of
+from trainer.runs.phases import phases_of, with_ends
 from trainer.runs.starting_point import rewind_run, starting_point
 from trainer.training.devices import numerics
 from trainer.training.stretch import Around, train_stretch
@@ -27,16 +27,19 @@ MAX_REWINDS = 10
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: its last checkpoint, the ``effects`` of what its phases changed, by their
-    names, and the seconds spent in this process."""
+    """A finished run: its configuration with the steps that its phases had in the end, its last
+    checkpoint, the ``effects`` of what the phases changed, by their names, and the seconds spent in
+    this process."""
 
+    config: RunConfig
     checkpoint: Path
     effects: dict[str, dict[str, Any]]
     seconds: float
 
-    def effect_of_drop(self, config: RunConfig) -> dict[str, Any] | None:
+    @property
+    def effect_of_drop(self) -> dict[str, Any] | None:
         """That of the first drop; None without one."""
-        dropped = (phase.name for phase in phases_of(config) if phase.drop)
+        dropped = (phase.name for phase in phases_of(self.config) if phase.drop)
         return next((self.effects[name] for name in dropped if name in self.effects), None)
 
 
@@ -68,12 +71,14 @@ def train(
     own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
     while True:
         start = starting_point(config, branch)
+        config = with_ends(config, start.state.get("ends", {}))
         with numerics(config):
             around = Around(began, asked, own, callbacks)
             trained = train_stretch(config, corpus, start, skips, around)
+        config = with_ends(config, trained.ends)
         if trained.broken is None and trained.step == config.trainer.max_steps:
             path = Path(config.run_dir) / "checkpoints" / step_name(trained.step)
-            return TrainedRun(path, trained.effects, time.perf_counter() - clock)
+            return TrainedRun(config, path, trained.effects, time.perf_counter() - clock)
         skips, asked = None, trained.asked
         if trained.broken is not None:
             rewinds += 1

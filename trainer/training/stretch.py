@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,21 +12,28 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
 
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.data.tokenizer import vocabulary_size
 from trainer.errors import PreemptedError, UserError
+from trainer.interchange.pretrained import Pretrained
+from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
 from trainer.runs.checkpoints import check_same_model, description
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
-from trainer.runs.phases import Phase, kept_steps, phase_at, phase_before, phases_of, stretch_end
-from trainer.runs.ranks import Ranks, current_ranks, device_of, device_type, on_rank_zero
+from trainer.runs.phases import (
+    Phase,
+    kept_steps,
+    phase_at,
+    phase_before,
+    phases_of,
+    stretch_end,
+    with_ends,
+)
+from trainer.runs.ranks import Ranks, current_ranks, on_rank_zero
 from trainer.runs.saved_state import callback_states
 from trainer.runs.starting_point import (
     NUMERICS,
@@ -51,12 +57,12 @@ from trainer.training.callbacks.resume import Resume
 from trainer.training.callbacks.stability import Rewind, Watchdog
 from trainer.training.callbacks.timed_checkpoints import TimedCheckpoints
 from trainer.training.callbacks.transitions import Transitions
+from trainer.training.callbacks.until import Until
 from trainer.training.data_module import TrainingData
-from trainer.training.lightning_internals import disable_sigterm_broadcast
+from trainer.training.lightning_trainer import make_trainer
 from trainer.training.loggers import close, other_loggers
 from trainer.training.metrics_logger import MetricsFile
 from trainer.training.module import LanguageModule, make_decoder
-from trainer.training.strategy import lightning_strategy
 from trainer.training.user_callbacks import states_of
 
 log = logging.getLogger(__name__)
@@ -64,10 +70,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a stretch: its last ``step``, what the phases until then changed, the steps
-    between which the run diverged, and who asked it to stop in its very last step."""
+    """What came of a stretch: its last ``step``, the steps of the phases that have ended early,
+    what the phases until then changed, the steps between which the run diverged, and who asked it
+    to stop in its very last step."""
 
     step: int
+    ends: dict[str, int]
     effects: dict[str, dict[str, Any]]
     broken: tuple[int, int] | None
     asked: str | None
@@ -111,15 +119,9 @@ def train_stretch(
     # The run as this stretch trains it: its lengths and sizes, and its end.
     here = replace(phase.config, trainer=replace(phase.config.trainer, max_steps=end))
     torch.manual_seed(config.seed + ranks.rank)
-    weights = starting_weights(config.model) if start.checkpoint is None else None
-    model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
-    if start.checkpoint is not None:
-        check_same_model(start.state, model, start.checkpoint.name)
-        if ranks.is_rank_zero:
-            say_other_numerics(start.state, config)
-        on_rank_zero(lambda: check_same_data(start.state, corpus, config))
-        model.layout = Layout.from_dict(start.state["layout"])
+    model, weights = _decoder(config, corpus, start, ranks)
     skips = start.state.get("skips", []) if skips is None else skips
+    ends = dict(start.state.get("ends", {}))
     module = LanguageModule(config, model, ranks, weights, start.checkpoint is not None)
     title = f"Training {label(config)}"
     if config.phases:
@@ -130,11 +132,14 @@ def train_stretch(
 
         def run_state(trainer: L.Trainer) -> dict[str, Any]:
             read = phase_before(phases, trainer.global_step)
+            now = ends | ({} if until.ended is None else {phase.name: until.ended})
+            ended = with_ends(config, now)
             return {
-                **description(config, model, corpus.tokenizer.to_str(), trainer.global_step),
+                **description(ended, model, corpus.tokenizer.to_str(), trainer.global_step),
                 "data": data_fingerprints(corpus, read),
                 "numerics": NUMERICS[config.trainer.precision],
                 "skips": skips,
+                "ends": now,
                 "world_size": ranks.world_size,
                 "loss": metrics.last_loss,
                 "tally": module.tally.state(),
@@ -150,7 +155,8 @@ def train_stretch(
             phases, partial(effect_batch, corpus), checkpointing.before_drop, metrics.add
         )
         monitors = _monitors(config, corpus, ranks, transitions, metrics)
-        with_state = metrics, transitions, *monitors
+        until = Until(phase, transitions, checkpointing)
+        with_state = [metrics, transitions, *monitors, *([until] if phase.until else [])]
         preemption = Preemption(config, checkpointing, around.began, around.asked)
         rewind = Rewind(here)
         trainer = make_trainer(
@@ -164,6 +170,7 @@ def train_stretch(
                 *around.own,
                 *monitors,
                 metrics,
+                until,
                 checkpointing,
                 TimedCheckpoints(config, ranks, checkpointing),
                 rewind,
@@ -194,13 +201,31 @@ def train_stretch(
             raise PreemptedError(
                 f"Stopped after step {trainer.global_step} ({preemption.reason}), checkpoint saved."
             )
+        if until.ended is not None:
+            end, ends = trainer.global_step, ends | {phase.name: until.ended}
         if to_train and trainer.global_step < end and not rewind.broken:
             raise UserError(
                 f"callbacks: one of them stopped the run after step {trainer.global_step} of "
                 f"{config.trainer.max_steps}; leave it out, and the same command goes on from the "
                 "newest checkpoint."
             )
-    return Trained(end, transitions.effects, rewind.broken, preemption.asked)
+    return Trained(end, ends, transitions.effects, rewind.broken, preemption.asked)
+
+
+def _decoder(
+    config: RunConfig, corpus: Corpus, start: Start, ranks: Ranks
+) -> tuple[Decoder, Pretrained | None]:
+    """The decoder with the layout it has at the start, without weights yet, and where they are if
+    the run begins with trained ones."""
+    weights = starting_weights(config.model) if start.checkpoint is None else None
+    model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
+    if start.checkpoint is not None:
+        check_same_model(start.state, model, start.checkpoint.name)
+        if ranks.is_rank_zero:
+            say_other_numerics(start.state, config)
+        on_rank_zero(lambda: check_same_data(start.state, corpus, config))
+        model.layout = Layout.from_dict(start.state["layout"])
+    return model, weights
 
 
 def _first_sample(phases: Sequence[Phase], skips: Sequence[Sequence[int]], step: int) -> int:
@@ -237,40 +262,3 @@ def effect_batch(corpus: Corpus, phase: Phase) -> Batch:
     count, length = phase.config.drop.effect_sequences, phase.config.data.sequence_length
     windows = held_out_windows(corpus.validation, count, length)
     return as_batch(windows, corpus.end_of_text, np.ones(windows.shape, dtype=np.float32))
-
-
-def make_trainer(
-    config: RunConfig, ranks: Ranks, loggers: list[Logger], callbacks: list[L.Callback]
-) -> L.Trainer:
-    """Lightning's trainer, without its own checkpoints, progress bar and advice."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="lightning")
-    run, single = config.trainer, config.strategy.name == "single"
-    strategy = lightning_strategy(config, ranks)
-    if isinstance(strategy, ParallelStrategy):
-        # Of this list Lightning takes what stands at the local rank. Left to itself it expects to
-        # see the GPUs of all processes of a machine.
-        strategy.parallel_devices = [device_of(config, ranks)] * ranks.local_size
-    trainer = L.Trainer(
-        max_steps=run.max_steps,
-        accelerator=device_type(config),
-        devices=1,
-        num_nodes=ranks.nodes,
-        strategy=strategy,
-        # Named, so that Lightning does not take to what it finds in a SLURM job.
-        plugins=[LightningEnvironment() if single else TorchElasticEnvironment()],
-        precision="32-true",  # of the weights; the decoder knows in which type it computes
-        accumulate_grad_batches=run.accumulation(ranks.world_size),
-        logger=loggers,
-        log_every_n_steps=0,  # the Metrics callback logs, what others gave to log() too
-        callbacks=callbacks,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        default_root_dir=config.run_dir,
-    )
-    disable_sigterm_broadcast(trainer)
-    return trainer

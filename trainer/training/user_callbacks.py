@@ -20,7 +20,7 @@ from trainer.errors import UserError, did_you_mean
 
 TARGET = "_target_"
 """The key that names the class, as Hydra has it."""
-OWN_STATES = frozenset({"Drop", "Lengths", "Metrics", "Transitions"})
+OWN_STATES = frozenset({"Drop", "Lengths", "Metrics", "Transitions", "Until"})
 """State keys of the run's own callbacks."""
 REPLACED: Mapping[type, str] = {
     Checkpoint: "checkpoints are written by the run itself (trainer.checkpoint_every)",

@@ -104,6 +104,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
             name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
             for name, arm in configs.items()
         }
+        configs = {name: run.config for name, run in runs.items()}
         share = evaluation_share([run.checkpoint for run in runs.values()], ranks)
     finally:
         shutdown_distributed()
@@ -113,7 +114,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
     # A trainer that is done is a circle of references: only now its memory is free for evaluation.
     gc.collect()
     with stopping_between_files():
-        report = make_report(config, configs, runs, corpus, share)
+        report = make_report(configs["main"], configs, runs, corpus, share)
         if share.index:
             return None
         figures = write_renderings(report, directory)

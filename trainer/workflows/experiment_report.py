@@ -70,7 +70,7 @@ def make_report(
     losses = {
         result.name: result.loss for result in Outcomes(report).results() if result.factor == 1
     }
-    effect = runs["main"].effect_of_drop(config)
+    effect = runs["main"].effect_of_drop
     drop = Drop.from_dict(effect) if effect else None
     report = replace(
         report,

@@ -107,6 +107,7 @@ def _phase(
         schedule=phase.schedule and _quick(phase.schedule),
         drop=phase.drop and _shrunk(phase.drop, depth, steps),
         log_every=None,
+        until=None,  # by whose faults a run would end at another step
     )
 
 

@@ -87,16 +87,20 @@ class Transitions(L.Callback):
         if not ends_step(trainer, index):
             return
         phase = phase_at(self.phases, trainer.global_step - 1)
+        if trainer.global_step == phase.end:
+            self.measure_end(module, phase)
+
+    def measure_end(self, module: LanguageModule, phase: Phase) -> None:
+        """Measure where a phase has come to, if its start changed something."""
         effect = self.effects.get(phase.name)
-        if effect is None or trainer.global_step != phase.end:
+        if effect is None:
             return
-        losses = self._losses(module, phase)
+        losses = self.losses(module, phase)
         effect["loss_end"] = fmean(losses)
         effect["sequences"] = effect.get("sequences", {}) | {"end": losses}
         what = "recalibration" if phase.drop else f"phase {phase.name!r}"
-        log.info(
-            "Step %d: held-out loss %.3f at the end of %s", phase.end, effect["loss_end"], what
-        )
+        step, loss = module.trainer.global_step, effect["loss_end"]
+        log.info("Step %d: held-out loss %.3f at the end of %s", step, loss, what)
         self.add_metrics({f"{_key(phase)}/loss_end": effect["loss_end"]})
 
     def _enter(self, trainer: L.Trainer, module: LanguageModule, phase: Phase) -> None:
@@ -105,7 +109,7 @@ class Transitions(L.Callback):
             return
         if phase.drop and not self.has_dropped:
             self.before_drop(trainer)
-        before = self._losses(module, phase)
+        before = self.losses(module, phase)
         model = module.model
         if phase.drop is not None:
             self._drop(module, phase)
@@ -114,7 +118,7 @@ class Transitions(L.Callback):
         length = phase.config.data.sequence_length
         if length > model.layout.training_length:
             model.layout = replace(model.layout, training_length=length)
-        after = self._losses(module, phase)
+        after = self.losses(module, phase)
         effect = self.effects[phase.name] = {
             "step": trainer.global_step,
             "loss_before": fmean(before),
@@ -164,7 +168,7 @@ class Transitions(L.Callback):
                 if isinstance(submodule, RMSNorm) and name.endswith(("q_norm", "k_norm")):
                     optimizer.state.pop(submodule.weight, None)
 
-    def _losses(self, module: LanguageModule, phase: Phase) -> list[float]:
+    def losses(self, module: LanguageModule, phase: Phase) -> list[float]:
         """Of every sequence of the fixed batch."""
         with evaluating(module) as model:
             parts = self._micro_batches(module, phase)
