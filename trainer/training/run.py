@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
 from trainer.data.corpus import Corpus
 from trainer.errors import UserError
@@ -91,3 +92,4 @@ def train(
         own = make_callbacks(config.callbacks)
         # A trainer that is done is a circle of references: only now its memory is free.
         gc.collect()
+        torch.compiler.reset()  # another length is compiled for itself, and not for any length
