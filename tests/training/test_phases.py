@@ -15,11 +15,15 @@ from tests.training.test_run import assert_same_state, checkpoint_of, contents_o
 from trainer.data.certificate import as_text
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.errors import PreemptedError
+from trainer.errors import PreemptedError, UserError
 from trainer.positional.rescaling import position_interpolation
 from trainer.runs.checkpoints import load_decoder, read_state
+from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import read_metrics
+from trainer.runs.parsing import merged, parse
 from trainer.training.callbacks.preemption import Preemption
+from trainer.workflows.prepare import prepare
+from trainer.workflows.prepare_request import PrepareRequest
 from trainer.workflows.training_text import open_corpus
 
 PHASES = {
@@ -205,6 +209,20 @@ def test_texts_are_weighed_anew_and_counted_apart(run, base, tmp_path):
     old, new = ([row[f"epochs/{name}"] for row in rows] for name in ("old", "new"))
     assert old[1] == old[3] > 0
     assert new[3] - new[1] == pytest.approx(2 * (new[1] - 0), rel=0.01)
+
+
+def test_text_is_packed_for_the_lengths_of_all_phases(run, base, tmp_path):
+    """By the command that prepares it, for a run that may not."""
+    data = {**base["data"], "packing": "best_fit", "cache_dir": str(tmp_path / "cache")}
+    changes = {**CHANGES, "data": {**data, "needles": {"share": 0.0}}}
+    config = parse(RunConfig, merged({**base, "run_dir": str(tmp_path / "run")}, changes))
+    with pytest.raises(UserError, match="prepared"):
+        open_corpus(config, alone=False)
+    said = list(prepare(PrepareRequest(config)))
+    assert len(said) == 3
+    _, trained = run(**changes)
+    assert read_state(trained.checkpoint)["step"] == 12
+    open_corpus(config, alone=False)
 
 
 def test_a_run_may_begin_with_the_weights_of_another(run, whole):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 from trainer.cores import cores
+from trainer.data.config import DataConfig
 from trainer.data.packing import packing_problems
 from trainer.data.plan import Plan
 from trainer.data.prepared import open_prepared, verify
@@ -19,7 +20,7 @@ from trainer.report.progress import Progress
 from trainer.report.words import counted
 from trainer.runs.descriptions import without_home
 from trainer.workflows.prepare_request import PrepareRequest
-from trainer.workflows.training_text import tokenizer_of_weights
+from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +35,16 @@ def prepare(request: PrepareRequest) -> Iterator[str]:
         UserError: a source cannot be read, or what is prepared is not what was written.
     """
     config = request.config
+    # Only packed text depends on the lengths of the phases that read it.
+    for data in readings(config) if config.data.packing == "best_fit" else [config.data]:
+        yield from _prepare(request, data)
+
+
+def _prepare(request: PrepareRequest, data: DataConfig) -> Iterator[str]:
+    config = request.config
     tokenizer = tokenizer_of_weights(config)
-    for name, (text, _) in config.data.texts.items():
-        with of_mixture(config.data, name):
+    for name, (text, _) in data.texts.items():
+        with of_mixture(data, name):
             work = Preparation.of(text, config.tokenizer, tokenizer, name, network=True)
             if request.verify:
                 said = _verified(work)

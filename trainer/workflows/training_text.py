@@ -29,7 +29,7 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     """
     tokenizer = tokenizer_of_weights(config)
     wanted = None if config.overwrite else texts_read(Path(config.run_dir))
-    for data in _readings(config):
+    for data in readings(config):
         corpus = prepare_corpus(data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
     tokens, embeddings = vocabulary_size(corpus.tokenizer), config.model.vocab_size
     if embeddings is not None and embeddings < tokens:
@@ -40,7 +40,7 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     return corpus
 
 
-def _readings(config: RunConfig) -> list[DataConfig]:
+def readings(config: RunConfig) -> list[DataConfig]:
     """All texts with the lengths of the phases that read them: the run's own last."""
     lengths = {phase.config.data.sequence_length for phase in phases_of(config)}
     others = sorted(lengths - {config.data.sequence_length})
