@@ -30,6 +30,11 @@ BUDGETS = {
     "+evaluation=multiple_choice": ["evaluation.limit=2"],
     "+evaluation=extension": [*LENGTHS, "evaluation.lengths=[1,2]"],
     "evaluate": LENGTHS,
+    **{
+        # Trained by tests/workflows/test_experiments.py.
+        f"+experiment={name}_demo": ["--cfg", "job"]
+        for name in ("qk_norm_rates", "rope_id_extension", "annealed_drop", "trunk_and_branches")
+    },
     "+experiment=drope_smollm2_135m_local": [
         *TRAIN, "data.sequence_length=32", "trainer.max_steps=2",
     ],

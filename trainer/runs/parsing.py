@@ -17,6 +17,8 @@ from trainer.runs.config import NAME, RunConfig
 from trainer.runs.numbers import number_problems
 from trainer.runs.phases import phase_problems, with_lengths
 
+NAMED_BY_USERS = "controls", "callbacks", "phases"
+"""Groups whose keys users choose."""
 S = TypeVar("S")
 
 
@@ -120,7 +122,8 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) ->
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
     """
     # `controls=null` on a command line leaves an experiment's out; merging keeps {}.
-    values = values | {key: {} for key in ("controls", "callbacks") if values.get(key, ...) is None}
+    empty = {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
+    values = values | empty
     config, problems = validated(schema, values)
     try:
         load_plugins(getattr(config, "plugins", ()))

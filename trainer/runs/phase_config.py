@@ -52,6 +52,8 @@ class UntilConfig:
         ]
         if self.flat is None and self.back_within is None:
             found.append(f"{key}: give {key}.flat or {key}.back_within, in nats per token.")
+        if self.flat is not None and self.flat <= 0:
+            found.append(f"{key}.flat: expected a positive number of nats, got {self.flat}.")
         if self.back_within is not None and not changes:
             found.append(f"{key}.back_within: the phase drops and rescales nothing; give flat.")
         return found

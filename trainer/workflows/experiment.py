@@ -30,7 +30,7 @@ from trainer.runs.directory import (
 from trainer.runs.job_files import say_run_directory
 from trainer.runs.memory import memory_problems
 from trainer.runs.parsing import control_config
-from trainer.runs.phases import phases_of
+from trainer.runs.phases import Phase, phases_of
 from trainer.runs.ranks import (
     Ranks,
     all_gather,
@@ -55,9 +55,6 @@ from trainer.workflows.experiment_report import make_report
 from trainer.workflows.training_text import open_corpus, vocabulary_problems
 
 log = logging.getLogger(__name__)
-
-OF_A_DROP = "schedule", "drop.schedule"
-"""Where the schedules of a run stand that names no phases."""
 
 
 def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
@@ -251,9 +248,7 @@ def say_epochs(config: RunConfig, corpus: Corpus) -> None:
 def say_long_warmups(configs: dict[str, RunConfig]) -> None:
     """Tell which learning rates never reach their peak."""
     for arm in configs.values():
-        phases = phases_of(arm)
-        keys = [f"phases.{p.name}.schedule" for p in phases] if arm.phases else OF_A_DROP
-        for key, phase in zip(keys, phases, strict=False):
+        for key, phase in schedules(arm).items():
             warmup, steps = phase.schedule.warmup_steps, phase.end - phase.origin
             if warmup > steps > 0:
                 log.warning(
@@ -261,6 +256,15 @@ def say_long_warmups(configs: dict[str, RunConfig]) -> None:
                     "does not reach its peak",
                     *(key, warmup, label(arm), steps),
                 )
+
+
+def schedules(config: RunConfig) -> dict[str, Phase]:
+    """Where the schedules of a run stand, and the last phase that each is of."""
+    phases = phases_of(config)
+    if not config.phases:
+        return dict(zip(("schedule", "drop.schedule"), phases, strict=False))
+    own = {phase.name: config.phases[phase.name].schedule for phase in phases}
+    return {f"phases.{p.name}.schedule" if own[p.name] else "schedule": p for p in phases}
 
 
 def _branch(config: RunConfig, control: str) -> Path | None:
