@@ -30,9 +30,10 @@ INTRODUCTION = """# The papers, item by item
 
 Every table, figure, definition and proposition of the five papers, and what gives it here. A
 command is what follows `python -m trainer`, or a line for pytest. `runs/NAME` stands for a run of
-yours, other checkpoints for what the rows before it train, and `Meta-Llama-3-8B` and its like for
-directories of published weights; texts and problems (`math.jsonl`) are files of yours. GPU-hours
-are those on A100 and on H100 at 40% of their peak, as
+yours, other checkpoints for what is trained by the rows before or by the experiment of that name,
+and `Meta-Llama-3-8B` and its like for directories of published weights, which read the text that
+comes with Python unless `text=` names another. Texts and problems (`math.jsonl`) are files of
+yours. GPU-hours are those on A100 and on H100 at 40% of their peak, as
 
 ```sh
 python -m trainer plan +experiment=drope_scratch
@@ -41,7 +42,7 @@ python -m trainer plan +experiment=drope_scratch
 prints them ([plan.md](plan.md)); of small experiments it is the time on two CPU cores. None of the
 runs that take GPU-hours has been made for this page, and our results are of small models. The page
 is written by `scripts/write_reproduce.py` from [reproduce.yaml](reproduce.yaml)."""
-HEADS = ("item", "state", "command", "A100 / H100 hours", "our result", "what differs")
+HEADS = ("item", "state", "command", "GPU-hours, A100 / H100", "our result", "what differs")
 
 
 def cost(command: str, costs: dict[str, Any]) -> str:
