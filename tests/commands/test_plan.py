@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import yaml
 
 from tests.program import ROOT
 from trainer.__main__ import main
@@ -18,6 +19,8 @@ from trainer.workflows import plan as plans
 from trainer.workflows.plan import Gpu, flops, parameters
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+COSTS = yaml.safe_load((ROOT / "docs" / "reproduce.yaml").read_text())["costs"]
+"""GPU-hours on A100 and H100 that the documentation tells, by experiment and its length."""
 NANO = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
         "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
 PUBLISHED = {
@@ -56,16 +59,19 @@ def test_operations_of_phases_are_those_of_their_lengths_and_batches():
     assert flops(config, begin=11) == 2 * 4 * long
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", sorted({*EXPERIMENTS, *COSTS}))
 def test_every_experiment_is_planned_without_network(capsys, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plans, "memory_of", lambda *_: {"parameters": 1})  # seconds each
     # At 128k half a million tokens are four sequences.
     gpus = "slurm.gpus_per_node=4" if name == "rope_id_128k" else "slurm.gpus_per_node=8"
-    out = said(capsys, f"+experiment={name}", f"data.cache_dir={tmp_path}", gpus)
+    out = said(capsys, *f"+experiment={name}".split(), f"data.cache_dir={tmp_path}", gpus)
     for title in ("Parameters", "Training", "One GPU", "Time at 40% of the peak", "Disk"):
         assert title in out
+    if isinstance(told := COSTS.get(name), list):  # of small ones it is minutes on a CPU
+        a100, h100, *_ = re.findall(r"([\d,]+) GPU-hours", out)
+        assert [a100, h100] == [f"{hours:,}" for hours in told]
 
 
 def said(capsys, *words):

@@ -1,0 +1,114 @@
+#!/usr/bin/env python
+"""Writes docs/reproduce.md from docs/reproduce.yaml: what of the papers is here, and how to get it.
+
+python scripts/write_reproduce.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+DATA, PAGE = DOCS / "reproduce.yaml", DOCS / "reproduce.md"
+STATES = {
+    "done": ("done", "as in the paper, and run or tested here"),
+    "smaller": (
+        "at a smaller scale",
+        "the commands have the paper's definitions; what was run here, if anything, is a smaller "
+        "model or other text",
+    ),
+    "part": ("in part", "something is left out or defined otherwise, and the row says what"),
+    "missing": ("missing", "nothing here gives it"),
+    "drawing": ("a drawing", "nothing to compute"),
+}
+INTRODUCTION = """# The papers, item by item
+
+Every table, figure, definition and proposition of the five papers, and what gives it here. A
+command is what follows `python -m trainer`, or a line for pytest. `runs/NAME` stands for a run of
+yours, other checkpoints for what is trained by the rows before or by the experiment of that name,
+and `Meta-Llama-3-8B` and its like for directories of published weights, which read the text that
+comes with Python unless `text=` names another. Texts and problems (`math.jsonl`) are files of
+yours. GPU-hours are those on A100 and on H100 at 40% of their peak, as
+
+```sh
+python -m trainer plan +experiment=drope_scratch
+```
+
+prints them ([plan.md](plan.md)); of small experiments it is the time on two CPU cores. None of the
+runs that take GPU-hours has been made for this page, and our results are of small models. The page
+is written by `scripts/write_reproduce.py` from [reproduce.yaml](reproduce.yaml)."""
+HEADS = ("item", "state", "command", "GPU-hours, A100 / H100", "our result", "what differs")
+
+
+def cost(command: str, costs: dict[str, Any]) -> str:
+    """What the training of a command costs; empty where it trains no experiment.
+
+    Raises:
+        KeyError: the cost of its experiment is not in the data.
+    """
+    experiment = re.match(r"\+experiment=(\w+)", command)
+    if experiment is None:
+        return ""
+    known = costs[" ".join([experiment[1], *re.findall(r"trainer\.max_\w+=\d+", command)])]
+    return known if isinstance(known, str) else " / ".join(f"{hours:,}" for hours in known)
+
+
+def rows(item: dict[str, Any], costs: dict[str, Any]) -> list[list[str]]:
+    """Of the table: a row for each command, the first with all the rest."""
+    result = item.get("result", "")
+    name = Path(result.partition("#")[0]).stem.replace("README", "results")
+    linked = f"[{name}]({result})" if result else ""
+    ours = ", ".join(part for part in (linked, item.get("scale", "")) if part)
+    commands = item.get("command", [])
+    cells = [(f"`{command}`", cost(command, costs)) for command in commands]
+    if "see" in item:
+        cells = [(f"as {item['see'].partition(':')[0]}", "")]
+    first, *others = cells or [("", "")]
+    state = STATES[item["state"]][0]
+    return [
+        [item["item"], state, *first, ours, item.get("differs", "")],
+        *(["", "", *other, "", ""] for other in others),
+    ]
+
+
+def table(heads: tuple[str, ...], lines: list[list[str]]) -> str:
+    """In Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
+
+
+def page(data: dict[str, Any]) -> str:
+    """The whole page."""
+    papers = data["papers"]
+    counts = [Counter(item["state"] for item in paper["items"]) for paper in papers]
+    counted = [
+        [paper["title"].partition(":")[0], *(str(count[state]) for state in STATES)]
+        for paper, count in zip(papers, counts, strict=True)
+    ]
+    total = sum(counts, Counter())
+    counted.append(["all", *(str(total[state]) for state in STATES)])
+    return (
+        "\n\n".join(
+            [
+                INTRODUCTION,
+                table(("state", "means"), [list(state) for state in STATES.values()]),
+                table(("paper", *(name for name, _ in STATES.values())), counted),
+                *(
+                    f"## {paper['title']}\n\n"
+                    + table(
+                        HEADS, [row for item in paper["items"] for row in rows(item, data["costs"])]
+                    )
+                    for paper in papers
+                ),
+            ]
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(yaml.safe_load(DATA.read_text(encoding="utf-8"))), encoding="utf-8")
