@@ -23,7 +23,7 @@ from trainer.analysis.yarn_shift import yarn_shift
 from trainer.model.config import QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.rescaling import yarn
+from trainer.positional.rescaling import yarn_turns
 from trainer.positional.spectrum import Spectrum
 
 IDS = torch.randint(50, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -174,7 +174,7 @@ def test_yarn_moves_attention_by_so_much(rope):
     half = 15
     assert (found.half, found.positional) == (half, (1, 2))
     text = torch.cat([IDS[:, : half + 1], IDS[:, 1 : half + 1]], dim=1)
-    scaled = rope.layout.rescaled(yarn, 2.0)
+    scaled = rope.layout.rescaled(yarn_turns, 2.0)
     recall = np.zeros((2, 4))
     for layer in range(2):
         readings = [captured(rope, text, layout)[layer] for layout in (rope.layout, scaled)]

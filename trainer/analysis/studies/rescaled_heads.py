@@ -135,7 +135,8 @@ def factors_part(spectrum: Spectrum, training_length: int) -> Part:
         factor_figure(factors, int(np.argmax(slow)) if slow.any() else None, METHODS),
         "What PI, NTK-aware scaling and YaRN multiply every frequency by, for texts 2, 3 and 4 "
         "times as long. All of them slow the low frequencies down by s, on the right, which is "
-        "where content is compared over long distances; PI slows all.",
+        "where content is compared over long distances; PI slows all. YaRN's ramp is linear in "
+        "the frequency (Eq. 11); the usual implementation has one over the pair's index.",
         ("s", "method", "pair", "wavelength", "factor"),
         rows,
     )
