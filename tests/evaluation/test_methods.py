@@ -15,6 +15,7 @@ from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.settings import (
     DopeSettings,
+    DynamicNtkSettings,
     LongRopeSettings,
     TemperatureSettings,
     WeightedRopeSettings,
@@ -84,6 +85,21 @@ def test_the_dynamic_part_is_the_static_one_at_its_length(fitting, name):
     dynamic = layout_of(f"dynamic_{name}", have, 2.0).at(64)
     for a, b in zip(static.spectra, dynamic.spectra, strict=True):
         np.testing.assert_allclose(a.inv_freq, b.inv_freq, rtol=1e-12)
+
+
+@pytest.mark.parametrize("alpha", [None, 1.0, 4.0])
+def test_dynamic_ntk_has_the_factor_of_dope_appendix_a2(fitting, alpha):
+    """theta_m = base'^(-2 m / d), base' = base (alpha n / C - (alpha - 1))^(d / (d - 2)), with
+    alpha = L_target / L_original where none is given."""
+    have, C, d, target = fitting(), 32, 8, 2.0
+    config = replace(CONFIG, dynamic_ntk=DynamicNtkSettings(alpha))
+    layout = layout_of("dynamic_ntk_alpha", have, target, config)
+    a = target if alpha is None else alpha
+    for n in (16, 32, 48, 64, 256):
+        base = 10_000.0 * max(a * n / C - (a - 1), 1.0) ** (d / (d - 2))
+        expected = [base ** (-2 * m / d) for m in range(d // 2)]
+        (found,) = layout.at(n).spectra
+        np.testing.assert_allclose(found.inv_freq, expected, rtol=1e-12)
 
 
 def test_joined_parts_apply_from_left_to_right(fitting):

@@ -24,7 +24,7 @@ from trainer.evaluation.layouts import (
 from trainer.evaluation.longrope import search_longrope
 from trainer.evaluation.temperature import fit_coefficient
 from trainer.positional.layout import Layout
-from trainer.positional.rescaling import RESCALINGS, Rescaling
+from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 from trainer.report.outcomes import AS_IS_TITLE
 
@@ -116,6 +116,17 @@ def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
         return lambda factor: before(factor).dynamically_rescaled(rescaling)
 
     return make
+
+
+def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    """Dynamic NTK with s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
+
+    def at(factor: float) -> Layout:
+        alpha = config.dynamic_ntk.alpha
+        growth = max(factor, 1.0) if alpha is None else alpha
+        return before(factor).dynamically_rescaled(ntk_aware, growth)
+
+    return at
 
 
 def _windowed(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
@@ -249,6 +260,7 @@ MAKERS: dict[str, Part] = {
         f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), rotation=True)
         for name, rescaling in RESCALINGS.items()
     },
+    "dynamic_ntk_alpha": Part("dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk",)),
     "longrope": Part("LongRoPE", _longrope, True, ("longrope",), _longrope_fits),
     "temperature": Part("temperature", _temperature, False, ("temperature",), _temperature_fits),
     "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),

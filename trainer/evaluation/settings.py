@@ -21,6 +21,24 @@ class TemperatureSettings:
 
 
 @dataclass(frozen=True)
+class DynamicNtkSettings:
+    """``alpha`` of ``dynamic_ntk_alpha``, which slows a sequence of n > C tokens for
+    s = alpha n / C - (alpha - 1); null: the length of the evaluation over C, as DoPE has it
+    (App. A.2)."""
+
+    alpha: float | None = None
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        if self.alpha is None or 1 <= self.alpha <= 1e6:
+            return []
+        return [
+            "evaluation.dynamic_ntk.alpha: expected a number from 1 to 1,000,000, or null for the "
+            f"length over the training length, got {self.alpha}."
+        ]
+
+
+@dataclass(frozen=True)
 class LongRopeSettings:
     """``evaluations``: sets of factors that the search tries at each length. ``windows``: held-out
     windows it tries them on."""

@@ -117,9 +117,9 @@ class Layout:
         C = self.training_length
         return self.map(lambda s: rescaled(s, rescaling(s.inv_freq, C), factor))
 
-    def dynamically_rescaled(self, rescaling: Rescaling) -> Layout:
-        """Every rotation slowed with the length of the sequence at hand."""
-        return self.map(lambda s: dynamic(s, rescaling, self.training_length))
+    def dynamically_rescaled(self, rescaling: Rescaling, growth: float = 1.0) -> Layout:
+        """Every rotation slowed with the length of the sequence at hand, and so much faster."""
+        return self.map(lambda s: dynamic(s, rescaling, self.training_length, growth))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and checkpoints; each distinct spectrum is written once.

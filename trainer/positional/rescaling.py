@@ -185,7 +185,8 @@ def dynamic(
     In a sequence of n > C tokens s = 1 + ``growth`` (n / C - 1), which by default is n / C; in a
     shorter one nothing changes. A spectrum that has other frequencies in long sequences already
     keeps them, rescaled beyond C; of two schedules the later one counts. With :func:`ntk_aware`
-    and transformers' ``factor`` as ``growth`` this is dynamic NTK (emozilla 2023).
+    and transformers' ``factor`` as ``growth`` this is dynamic NTK (emozilla 2023; DoPE App. A.2):
+    s = alpha n / C - (alpha - 1).
     """
     if not spectrum.rotates:
         return spectrum
