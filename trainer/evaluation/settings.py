@@ -56,32 +56,32 @@ class DopeSettings:
     ``variant``: ``by_parts`` takes the bands slower than one turn in the training length, those
     with 0 < theta < 2 pi / C (Eq. 33; the figure's reading of Eq. 32), ``by_all`` all of them, and
     ``by_gaussian`` puts noise in the place of the head (Eq. 36 and 37).
-    ``by``: entropies of queries or of keys. ``entropy``: the mean over the bands (``vanilla``,
-    Eq. 26) or the truncated effective rank (``trunc``, Eq. 30) with ``r`` eigenvalues, null for
-    all; with r = 1 heads are ranked by the largest eigenvalue, the larger the lower their entropy.
+    ``by``: entropies of queries, of keys, or of both together (``joint``: of one Gram matrix over
+    the queries and the keys). ``entropy``: the mean over the bands (``vanilla``, Eq. 26) or the
+    truncated effective rank (``trunc``, Eq. 30) with ``r`` eigenvalues, null for all; with r = 1
+    heads are ranked by the largest eigenvalue, the larger the lower their entropy.
     ``stage``: of the encoding, see :mod:`trainer.analysis.matrix_entropy`. ``order``: heads of low
     (``ascending``) or high entropy. ``heads``: how many.
-    ``removal``, of ``by_parts`` and ``by_all``: ``unrotate`` lets the bands of whole key-value
-    heads, with all queries that read them, stand still; a key-value head's score by queries is then
-    the mean of theirs. ``zero`` multiplies the bands of query heads (by query) or key heads (by
-    key) by 0. ``seed``: of the noise.
+    ``unit``: what a head is. ``head``: a query head with a copy of its keys for itself, of which
+    Llama 3 8B has 1,024, as the paper counts (Sec. 5.1). ``group``: a key-value head with all
+    queries that read it, whose score is the mean of theirs.
+    Queries and keys change both (Eq. 34 to 37). ``removal``, of ``by_parts`` and ``by_all``:
+    ``unrotate`` lets the bands stand still, ``zero`` takes them out of the scores. ``sigma``:
+    standard deviation of the noise (1 in App. A.2); null: that of what is retained (Sec. 4.3).
+    ``seed``: of the noise.
     """
 
     variant: Literal["by_parts", "by_all", "by_gaussian"] = "by_all"
-    by: Literal["query", "key"] = "query"
+    by: Literal["query", "key", "joint"] = "query"
     entropy: Literal["vanilla", "trunc"] = "trunc"
     r: int | None = 1
     stage: Literal["pre_ntk", "post_ntk", "post_rope"] = "post_ntk"
     order: Literal["ascending", "descending"] = "ascending"
     heads: int = 1
+    unit: Literal["head", "group"] = "head"
     removal: Literal["unrotate", "zero"] = "unrotate"
+    sigma: float | None = None
     seed: int = 0
-
-    @property
-    def unrotates(self) -> bool:
-        """Whether whole key-value heads change their spectra, rather than heads of one side get
-        gains."""
-        return self.variant != "by_gaussian" and self.removal == "unrotate"
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
@@ -92,6 +92,11 @@ class DopeSettings:
             found.append(f"evaluation.dope.heads: expected 0 or more, got {self.heads}.")
         if self.seed < 0:
             found.append(f"evaluation.dope.seed: expected 0 or more, got {self.seed}.")
+        if self.sigma is not None and not 0 <= self.sigma <= 1e6:
+            found.append(
+                "evaluation.dope.sigma: expected a number from 0 on, or null for that of the "
+                f"retained heads, got {self.sigma}."
+            )
         return found
 
 
