@@ -86,6 +86,7 @@ def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
     for version, kind in (("encoded", "rope"), ("nope", "nope")):
         layout = rope.layout.map(lambda _, kind=kind: make_spectrum(kind, 8, 32, {}))
         config = replace(rope.config, vocab_size=len(words), initializer="normal")
+        config = replace(config, initializer_by_depth=False)
         for seed in range(3):
             decoder = Decoder(config, layout, seed)
             for shift in (0, 1):
@@ -97,6 +98,7 @@ def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
                 )
             x = decoder.embed_tokens(text)[0].detach().double()
             assert x.std() == pytest.approx(0.02, rel=0.1)
+            x = x / (x.square().mean(-1, keepdim=True) + rope.config.rms_norm_eps).sqrt()
             widest = max(
                 (x[: i + 1].mean(0) - x[j]).norm().item() for i in range(32) for j in range(i + 1)
             )

@@ -154,7 +154,8 @@ def fresh_part(fresh: FreshResult | None) -> Part:
     ]
     caption = (
         f"Norm of the gradient of Aᶜ by W_Q and W_K, mean over heads, in decoders of this shape "
-        f"with random weights (normal, {seeds} {'seed' if seeds == 1 else 'seeds, bars from the '}"
+        "with random weights (normal, 0.02 in every matrix, also in those that write to the "
+        f"residual stream; {seeds} {'seed' if seeds == 1 else 'seeds, bars from the '}"
         f"{'' if seeds == 1 else 'least to the largest'}), on {fresh.tokens} tokens of the text; "
         f"with positions: {fresh.encoding}. Higher: the head can learn the pattern faster. DroPE "
         "finds RoPE higher, more so in deeper layers."
@@ -179,8 +180,8 @@ def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
     spreads = ({} if fresh is None else fresh.spreads) | {"model": spread[None]}
     growth = {version: float((of[:, -1] / of[:, 0]).mean()) for version, of in spreads.items()}
     finding = (
-        f"From the embeddings to the end of the last block the prefix spread of this model grows "
-        f"{growth['model']:.3g}-fold"
+        "From the first attention to the end of the last block the prefix spread of this model, "
+        f"of normalised states, grows {growth['model']:.3g}-fold"
     )
     if fresh is not None:
         finding += (
@@ -193,9 +194,10 @@ def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
         for seed, blocks in np.ndindex(of.shape)
     ]
     caption = (
-        "Prefix spread of the residual stream behind so many blocks, 0 the embeddings; on the "
-        "right, over that of the embeddings. In a fresh NoPE decoder it stays within a constant "
-        "of that of the embeddings, at any length of text, and so keeps attention close to uniform."
+        "Prefix spread of what is fed into the next attention behind so many blocks, normalised as "
+        "it is; on the right, over that at the first. In a fresh NoPE decoder it stays within a "
+        "constant of that, at any length of text, so that where the embeddings lie close together "
+        "attention stays close to uniform."
     )
     header = ("version", "seed", "blocks", "spread")
     figure = spread_figure(spreads, VERSIONS)

@@ -55,11 +55,11 @@ def gradient_figure(gradients: Mapping[str, Array], names: Mapping[str, str]) ->
 
 def spread_figure(spreads: Mapping[str, Array], names: Mapping[str, str]) -> Figure:
     """``spreads``: by version ``[seeds, layers + 1]``; on the left as it is, on the right over that
-    of the embeddings."""
+    at the first attention."""
     panels = []
     for title, label, relative in (
-        ("prefix spread", "spread (norm of the residual stream)", False),
-        ("growth over the embeddings", "spread / spread of the embeddings", True),
+        ("prefix spread", "spread (norm, of what enters attention)", False),
+        ("growth over the first", "spread / spread at the first attention", True),
     ):
         shown = {
             version: values / values[:, :1] if relative else values
