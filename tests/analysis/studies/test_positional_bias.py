@@ -15,9 +15,10 @@ from tests.analysis.test_positional_bias import dense_gradients, weights
 from trainer.analysis import fresh_decoders as fresh_module
 from trainer.analysis.capture import capture
 from trainer.analysis.fresh_decoders import encoded_layout, fresh_decoders
+from trainer.analysis.needle_prompt import NeedlePrompt, needle_shift
 from trainer.analysis.rescaled_attention import attention_around
 from trainer.analysis.studies.positional_bias import PositionalBiasStudy, heads_part
-from trainer.analysis.studies.rescaled_heads import factors_part, rank_correlation
+from trainer.analysis.studies.rescaled_heads import factors_part, needle_part, rank_correlation
 from trainer.analysis.studies.study import Target, run
 from trainer.analysis.yarn_shift import yarn_shift
 from trainer.model.config import QKNormConfig
@@ -216,6 +217,37 @@ def test_findings_about_yarn_are_its_numbers(section):
     bias = np.maximum(section.numbers["diagonal"], section.numbers["previous"])
     expected = spearmanr(bias.ravel(), shift.ravel()).statistic
     assert section.numbers["yarn"]["rank_correlation"] == pytest.approx(expected)
+
+
+def test_the_last_token_of_a_needle_prompt_under_yarn(rope):
+    """Fig. 8: plain attention of the last query on the tokens around the needle, under both."""
+    prompt = NeedlePrompt(IDS[:, :32], slice(5, 9))
+    found = needle_shift(rope, prompt)
+    maps = {}
+    for name, layout in (("trained", rope.layout), ("yarn", rope.layout.rescaled(yarn_turns, 2.0))):
+        layers = captured(rope, prompt.ids, layout)
+        maps[name] = np.array(
+            [
+                [
+                    np.mean([attention_of(h, row, head)[0][-1] for row in range(2)], axis=0)
+                    for head in range(4)
+                ]
+                for h in layers
+            ]
+        )
+    on_needle = maps["trained"][..., 5:9].sum(-1)
+    assert found.head == np.unravel_index(on_needle.argmax(), on_needle.shape)
+    assert (found.first, found.tokens) == (-5, 32)
+    for name, of in maps.items():
+        np.testing.assert_allclose(found.around[name], of[found.head][:17], rtol=1e-3)
+        assert found.on_needle[name] == pytest.approx(of[found.head][5:9].sum(), rel=1e-3)
+    (finding,) = needle_part(found).findings
+    assert f"{100 * found.on_needle['trained']:.1f}%" in finding
+    assert f"{100 * found.on_needle['yarn']:.1f}%" in finding
+
+
+def test_without_a_needle_the_page_says_so(section):
+    assert any("Attention on a needle under YaRN was left out" in x for x in section.findings)
 
 
 def test_yarn_leaves_the_layout_alone_and_chooses_heads_that_rotate(tiny_decoder):

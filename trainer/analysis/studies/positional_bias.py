@@ -11,9 +11,10 @@ from trainer.analysis.attention_rows import attention_rows
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
 from trainer.analysis.fresh_decoders import TOKENS, FreshResult, fresh_decoders
+from trainer.analysis.needle_prompt import needle_shift
 from trainer.analysis.positional_bias import BiasResult, PositionalBias, prefix_spreads
 from trainer.analysis.studies.part import Part, joined
-from trainer.analysis.studies.rescaled_heads import factors_part, yarn_part
+from trainer.analysis.studies.rescaled_heads import factors_part, needle_part, yarn_part
 from trainer.analysis.studies.study import Study, Target
 from trainer.analysis.yarn_shift import yarn_shift
 from trainer.report.geometry.bias_figures import gradient_figure, spread_figure
@@ -54,8 +55,10 @@ class PositionalBiasStudy(Study):
         rotating = [s for s in model.layout.spectra if s.rotates]
         parts = [heads_part(bias), fresh_part(fresh), spread_part(spread, fresh)]
         if rotating:
+            prompt = self.target.prompt
             parts += [
                 yarn_part(yarn_shift(model, self.target.ids, strongest), strongest),
+                needle_part(None if prompt is None else needle_shift(model, prompt)),
                 factors_part(rotating[0], self.target.training_length),
             ]
         else:
@@ -83,7 +86,7 @@ class PositionalBiasStudy(Study):
                 "Aᶜ = 1/T Σᵢ Σ_{j≤i} c_ij α_ij,  c_ij = 1 at j = i − s, −1/(i − 1) elsewhere;"
                 "  s = 0: diagonal, s = 1: previous token",
                 "Δ⁽ˡ⁾ = max_{j≤i} ‖mean(h₁⁽ˡ⁾ … hᵢ⁽ˡ⁾) − h_j⁽ˡ⁾‖  (NoPE: Aᶜ and its gradients "
-                "are at most a constant times Δ of the embeddings)",
+                "are at most a constant times Δ⁽¹⁾)",
                 "ω′_m = γ_m ω_m",
             ),
             "DroPE, Def. 3.1, Prop. 3.2 and 3.3, Thm. 3.4, Eq. 3; Fig. 4, 6, 7, 8 and 11.",

@@ -102,6 +102,18 @@ def rescaled_figure(
     )
 
 
+def needle_figure(
+    around: Mapping[str, Array], first: int, names: Mapping[str, str], title: str
+) -> Figure:
+    """Attention on the tokens around a needle by layout, from the token ``first`` on."""
+    frame = Frame("key, tokens from the needle's first", "attention of the last token", unscaled)
+    series = [
+        Series(names[key], STYLES[key], range(first, first + len(values)), values.tolist())
+        for key, values in around.items()
+    ]
+    return lines([Panel(title, series, frame)])
+
+
 def shift_figure(bias: Array, shift: Array) -> Figure:
     """Both ``[layers, heads]``: Aᶜ, and the attention that YaRN moves."""
     label = "attention on other keys\n(total variation)"
