@@ -31,6 +31,10 @@ def test_the_defaults_are_possible():
             {"dynamic_ntk": DynamicNtkSettings(0.5)},
             "evaluation.dynamic_ntk.alpha: expected a number",
         ),
+        (
+            {"temperature": TemperatureSettings(rope_id_exponent=-1)},
+            "evaluation.temperature.rope_id_exponent: expected",
+        ),
         ({"longrope": LongRopeSettings(evaluations=0)}, "evaluation.longrope.evaluations"),
     ],
 )

@@ -105,6 +105,20 @@ def test_dynamic_ntk_has_the_factor_of_dope_appendix_a2(fitting, alpha):
         np.testing.assert_allclose(found.inv_freq, expected, rtol=1e-12)
 
 
+def test_rope_id_s_temperature_takes_another_coefficient_and_exponent(fitting):
+    have = fitting()
+    for settings, expected in (
+        (TemperatureSettings(), (0.1 * np.log(2) + 1) ** 2),
+        (
+            TemperatureSettings(rope_id_coefficient=0.3, rope_id_exponent=1.0),
+            0.3 * np.log(2) + 1,
+        ),
+    ):
+        config = replace(CONFIG, temperature=settings)
+        (found,) = layout_of("temperature_rope_id", have, 2.0, config).at(64).spectra
+        assert found.temperature.scale == pytest.approx(expected)
+
+
 def test_joined_parts_apply_from_left_to_right(fitting):
     have = fitting()
     joined = layout_of("yarn+weighted_rope", have, 2.0)

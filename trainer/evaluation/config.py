@@ -99,8 +99,6 @@ class EvaluationConfig:
         for key in ("windows", "last", "fit_windows", "batch_tokens"):
             if (value := getattr(self, key)) is not None and value < 1:
                 found.append(f"evaluation.{key}: expected 1 or more, got {value}.")
-        if not self.temperature.grid or not all(0 <= c <= 100 for c in self.temperature.grid):
-            found.append("evaluation.temperature.grid: expected coefficients from 0 to 100.")
         for key in ("evaluations", "windows"):
             if getattr(self.longrope, key) < 1:
                 found.append(f"evaluation.longrope.{key}: expected 1 or more.")
@@ -112,6 +110,7 @@ class EvaluationConfig:
         for method in self.methods or ():
             found += part_problems(method)
         groups = (
+            self.temperature,
             self.dynamic_ntk,
             self.dope,
             *self.weighted_rope,

@@ -207,8 +207,10 @@ def _length(fitting: Fitting) -> int:
 
 
 def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
-    """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4)."""
-    return lambda factor: tempered(before(factor), 0.1, config.temperature.per, exponent=2.0)
+    """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another coefficient and exponent."""
+    settings = config.temperature
+    c, exponent = settings.rope_id_coefficient, settings.rope_id_exponent
+    return lambda factor: tempered(before(factor), c, settings.per, exponent=exponent)
 
 
 def _dope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:

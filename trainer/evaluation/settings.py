@@ -11,13 +11,29 @@ from typing import Literal
 class TemperatureSettings:
     """Softmax temperature: ``grid`` of coefficients c of 1 + c ln s that is searched, whether s is
     that of the sequence or of each ``query``, and whether it is fitted for all ``models`` or for
-    those that are ``free`` of positions, where it is all that is left to choose."""
+    those that are ``free`` of positions, where it is all that is left to choose.
+    ``rope_id_coefficient``, ``rope_id_exponent``: of ``temperature_rope_id``, by default those of
+    RoPE-ID (App. A.4)."""
 
     grid: list[float] = field(
         default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
     )
     per: Literal["sequence", "query"] = "sequence"
     models: Literal["free", "all"] = "free"
+    rope_id_coefficient: float = 0.1
+    rope_id_exponent: float = 2.0
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = []
+        if not self.grid or not all(0 <= c <= 100 for c in self.grid):
+            found.append("evaluation.temperature.grid: expected coefficients from 0 to 100.")
+        found += [
+            f"evaluation.temperature.{key}: expected a number from 0 to 100, got {value}."
+            for key in ("rope_id_coefficient", "rope_id_exponent")
+            if not 0 <= (value := getattr(self, key)) <= 100
+        ]
+        return found
 
 
 @dataclass(frozen=True)
