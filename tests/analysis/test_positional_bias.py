@@ -97,7 +97,7 @@ def test_gradients_leave_the_model_as_it_was(tiny_decoder):
     torch.testing.assert_close(model(IDS), before)
 
 
-def initialised(encoding, seed):
+def initialised(encoding, seed, by_depth=True):
     """Eight layers as they are before training."""
     config = ModelConfig(
         hidden_size=128,
@@ -106,6 +106,7 @@ def initialised(encoding, seed):
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=500,
+        initializer_by_depth=by_depth,
     )
     layout = build_layout(
         PositionalConfig(layers=[encoding]),
@@ -117,25 +118,38 @@ def initialised(encoding, seed):
     return Decoder(config, layout, seed)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("by_depth", [False, True])
 @pytest.mark.parametrize("shift", [0, 1])
-def test_figure_4_the_gap_between_rope_and_nope_grows_with_depth(shift, seed):
-    """At initialisation the gradients are alike in the first layers, and RoPE's larger in the last
-    ones."""
-    ids = torch.randint(500, (1, 256), generator=torch.Generator().manual_seed(seed))
-    rope, nope = (bias_gradients(initialised(n, seed), ids, shift) for n in ("rope", "nope"))
+def test_figure_4_the_gap_between_rope_and_nope_opens_at_the_second_layer(shift, by_depth):
+    """At initialisation with one standard deviation for all matrices. Where those that write to the
+    residual stream are divided by sqrt(2 layers), the first layers see little but the embeddings,
+    and the gradients are alike in them."""
+    ids = torch.randint(500, (1, 256), generator=torch.Generator().manual_seed(0))
+    rope, nope = (
+        bias_gradients(initialised(name, 0, by_depth), ids, shift) for name in ("rope", "nope")
+    )
     for ours, theirs in ((rope.query, nope.query), (rope.key, nope.key)):
         ratio = ours.mean(axis=1) / theirs.mean(axis=1)
-        assert ratio[:3] == pytest.approx(1, abs=0.05)
-        assert ratio[-2:].min() > 1.1
+        assert ratio[0] == pytest.approx(1, abs=0.05)
+        if by_depth:
+            assert ratio[:3] == pytest.approx(1, abs=0.05)
+            assert ratio[-2:].min() > 1.1
+        else:
+            assert ratio[1] > 1.05
+            assert ratio[2:].min() > 1.3
 
 
-def test_spreads_are_the_widest_of_all_prefixes(tiny_decoder):
+def test_spreads_are_the_widest_of_all_prefixes_of_what_enters_attention(tiny_decoder):
     model = tiny_decoder()
-    states = [model.embed_tokens(IDS)]
-    hooks = [
-        block.register_forward_hook(lambda _, __, out: states.append(out)) for block in model.layers
-    ]
+    states = []
+
+    def normalised(norm, args):
+        x = args[0].detach().double()
+        x = x / (x.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
+        states.append(x * norm.weight.detach())
+
+    norms = [*(block.input_layernorm for block in model.layers), model.norm]
+    hooks = [norm.register_forward_pre_hook(normalised) for norm in norms]
     capture(model, IDS, lambda heads: None)
     for hook in hooks:
         hook.remove()
@@ -148,18 +162,18 @@ def test_spreads_are_the_widest_of_all_prefixes(tiny_decoder):
                 for i in range(len(text))
                 for j in range(i + 1)
             )
-            for text in layer.detach().double()
+            for text in layer
         ]
         expected.append(np.mean(widest))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_a_small_spread_is_not_lost_beside_a_large_common_vector(tiny_decoder):
-    """Embeddings of norm 6,000 that differ by 0.1."""
+    """Embeddings of norm 6,000 that differ by 0.1, before the norm."""
     model = tiny_decoder()
     with torch.no_grad():
         model.embed_tokens.weight.copy_(1000 + 0.01 * torch.randn(50, 32))
-    states = model.embed_tokens(IDS[:1])[0].detach().double()
+    states = model.layers[0].input_layernorm(model.embed_tokens(IDS[:1]))[0].detach().double()
     widest = max(
         (states[: i + 1].mean(0) - states[j]).norm().item() for i in range(24) for j in range(i + 1)
     )

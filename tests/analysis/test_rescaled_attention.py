@@ -25,6 +25,18 @@ def test_figure_6_all_methods_compress_the_low_frequencies():
         assert (np.diff(gamma) <= 1e-12).all()
 
 
+@pytest.mark.parametrize("s", [2.0, 3.0, 4.0])
+def test_figures_6_and_11_have_yarns_ramp_over_the_frequency(s):
+    """Eq. 11, p = 1 and q = 32 turns."""
+    spectrum = make_spectrum("rope", 64, 2048, {})
+    expected = []
+    for omega in spectrum.inv_freq:
+        turns = 2048 * omega / (2 * np.pi)
+        kappa = min(max((turns - 1) / 31, 0.0), 1.0)
+        expected.append((1 - kappa) / s + kappa)
+    np.testing.assert_allclose(scaling_factors(spectrum, 2048, s)["yarn"], expected)
+
+
 def test_a_pair_that_stands_still_has_factor_one():
     factors = scaling_factors(make_spectrum("p_rope", 16, 64, {"p": 0.5}), 64, 4.0)
     assert all((gamma[4:] == 1).all() for gamma in factors.values())

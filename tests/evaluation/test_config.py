@@ -10,7 +10,7 @@ import pytest
 
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
-from trainer.evaluation.settings import LongRopeSettings, TemperatureSettings
+from trainer.evaluation.settings import DynamicNtkSettings, LongRopeSettings, TemperatureSettings
 
 
 def test_the_defaults_are_possible():
@@ -27,6 +27,14 @@ def test_the_defaults_are_possible():
         ({"tasks": ["perplexty"]}, "Did you mean 'perplexity'?"),
         ({"windows": 0}, "evaluation.windows: expected 1 or more, got 0"),
         ({"temperature": TemperatureSettings(grid=[])}, "evaluation.temperature.grid"),
+        (
+            {"dynamic_ntk": DynamicNtkSettings(0.5)},
+            "evaluation.dynamic_ntk.alpha: expected a number",
+        ),
+        (
+            {"temperature": TemperatureSettings(rope_id_exponent=-1)},
+            "evaluation.temperature.rope_id_exponent: expected",
+        ),
         ({"longrope": LongRopeSettings(evaluations=0)}, "evaluation.longrope.evaluations"),
     ],
 )

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 
+from tests.reference import attend, turned
 from trainer.analysis.capture import capture
 from trainer.analysis.matrix_entropy import matrix_entropy_of
 from trainer.errors import UserError
@@ -18,17 +19,18 @@ from trainer.evaluation.dope import (
     select,
 )
 from trainer.generation.generate import generate
+from trainer.positional.intervention import Intervention
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(7))
 SHAPE = {"num_hidden_layers": 3}
 VARIANTS = {
-    f"{variant}, {removal}, {by}": DopeSettings(variant, by, removal=removal)
-    for variant, removal, by in (
-        *product(("by_parts", "by_all"), ("unrotate", "zero"), ("query", "key")),
-        ("by_gaussian", "zero", "query"),
-        ("by_gaussian", "zero", "key"),
+    f"{variant}, {removal}, {unit}": DopeSettings(variant, removal=removal, unit=unit)
+    for variant, removal, unit in (
+        *product(("by_parts", "by_all"), ("unrotate", "zero"), ("head", "group")),
+        ("by_gaussian", "zero", "head"),
+        ("by_gaussian", "zero", "group"),
     )
 }
 every_variant = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
@@ -70,14 +72,44 @@ def scores(model, settings):
     )
 
 
+def plain_rank(vectors, r):
+    """exp of the entropy of the r largest eigenvalues of the vectors' covariance over its trace
+    (Eq. 27 to 30)."""
+    size = len(vectors[0])
+    gram = [[math.fsum(v[a] * v[b] for v in vectors) for b in range(size)] for a in range(size)]
+    trace = math.fsum(gram[a][a] for a in range(size))
+    found = torch.linalg.eigvalsh(torch.tensor(gram, dtype=torch.float64) / trace)
+    largest = sorted(found.clamp(min=0).tolist())[-r:]
+    shares = [e / math.fsum(largest) for e in largest]
+    return math.exp(-math.fsum(p * math.log(p) for p in shares if p > 0))
+
+
+@pytest.mark.parametrize("by", ["query", "key", "joint"])
+def test_all_query_heads_of_all_layers_are_ranked_with_the_keys_they_read(model, by):
+    """Sec. 5.1: l x h attention heads, by entropies of queries, keys or both jointly."""
+    ranks = {}
+    for layer, heads in enumerate(captured(model, model.layout)):
+        for h in range(4):
+            queries = heads.rotated_q[:, h].flatten(0, 1).double().tolist()
+            keys = heads.rotated_k[:, h // 2].flatten(0, 1).double().tolist()
+            vectors = {"query": queries, "key": keys, "joint": queries + keys}[by]
+            ranks[layer, h] = plain_rank(vectors, 4)
+    selection = select(model, IDS, DopeSettings(by=by, r=4, heads=12))
+    assert set(places(selection)) == set(ranks)
+    for chosen in selection.heads:
+        assert chosen.score == pytest.approx(ranks[chosen.layer, chosen.head], rel=1e-5)
+    assert [chosen.score for chosen in selection.heads] == pytest.approx(sorted(ranks.values()))
+
+
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 @pytest.mark.parametrize(
     ("entropy", "r"), [("vanilla", 1), ("trunc", 1), ("trunc", 4), ("trunc", None)]
 )
-@pytest.mark.parametrize("by", ["query", "key"])
-def test_heads_are_ranked_over_all_layers(model, by, entropy, r, order):
+@pytest.mark.parametrize("unit", ["head", "group"])
+def test_heads_are_ranked_over_all_layers(model, unit, entropy, r, order):
+    by = "query" if unit == "head" else "key"
     settings = DopeSettings(
-        by=by, entropy=entropy, r=r, order=order, removal="zero", heads=5, stage="pre_ntk"
+        by=by, entropy=entropy, r=r, order=order, unit=unit, heads=5, stage="pre_ntk"
     )
     table = scores(model, settings)
     order = table.flatten().argsort(descending=order == "descending")
@@ -86,7 +118,7 @@ def test_heads_are_ranked_over_all_layers(model, by, entropy, r, order):
 
 
 def test_a_key_value_head_has_the_mean_score_of_its_queries(model):
-    settings = DopeSettings(heads=6, entropy="trunc", r=4)
+    settings = DopeSettings(heads=6, entropy="trunc", r=4, unit="group")
     table = scores(model, settings).unflatten(1, (2, 2)).mean(dim=-1)
     selection = select(model, IDS, settings)
     for chosen in selection.heads:
@@ -95,7 +127,7 @@ def test_a_key_value_head_has_the_mean_score_of_its_queries(model):
 
 
 def test_with_r_1_the_head_of_the_largest_eigenvalue_is_the_first(model):
-    settings = DopeSettings(removal="zero", heads=1)
+    settings = DopeSettings(heads=1)
     largest = torch.stack([e.eigenvalues[:, 0] for e in entropies(model, "query")])
     assert places(select(model, IDS, settings)) == [divmod(int(largest.argmax()), 4)]
 
@@ -104,7 +136,7 @@ def test_stages_see_the_rescaled_and_the_trained_frequencies(model):
     rescaled = model.layout.rescaled(RESCALINGS["pi"], 8.0)
 
     def found(stage, layout):
-        settings = DopeSettings(stage=stage, heads=6, entropy="vanilla")
+        settings = DopeSettings(stage=stage, heads=12, entropy="vanilla")
         return [chosen.score for chosen in select(model, IDS, settings, layout).heads]
 
     assert found("post_ntk", None) == found("post_rope", None)
@@ -161,19 +193,23 @@ CHANGES = (
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("variant", ["by_parts", "by_all"])
-def test_unrotated_bands_pass_and_the_others_turn(model, variant, change):
+@pytest.mark.parametrize("unit", ["head", "group"])
+def test_unrotated_bands_pass_and_the_others_turn(model, unit, variant, change):
     """With the temperature and the attention factor that they had."""
     layout = change(model.layout).map(lambda s: s.with_temperature(scale=1.7))
-    selection = chosen_by_hand(model, DopeSettings(variant), 0, 1)
+    selection = chosen_by_hand(model, DopeSettings(variant, unit=unit), 0, 1)
     before, after = captured(model, layout)[0], captured(model, apply(layout, selection))[0]
     scale = layout.at(40).spectra[0].rotary_scale
     still = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
     turning = [c for c in range(8) if c not in still]
-    for name, heads, factor in (("q", [2, 3], 1.7 * scale), ("k", [1], scale)):
+    queries, copies = ([1], 2) if unit == "head" else ([2, 3], 1)
+    for name, heads, factor in (("q", queries, 1.7 * scale), ("k", [1], scale)):
         plain, old, new = (
             getattr(x, side + name)
             for x, side in ((after, ""), (before, "rotated_"), (after, "rotated_"))
         )
+        if name == "k":
+            old = old.repeat_interleave(copies, dim=1)
         torch.testing.assert_close(new[:, heads][..., still], factor * plain[:, heads][..., still])
         assert torch.equal(new[:, heads][..., turning], old[:, heads][..., turning])
         others = [h for h in range(new.shape[1]) if h not in heads]
@@ -181,16 +217,49 @@ def test_unrotated_bands_pass_and_the_others_turn(model, variant, change):
 
 
 @pytest.mark.parametrize("variant", ["by_parts", "by_all"])
-@pytest.mark.parametrize("by", ["query", "key"])
-def test_zeros_are_on_the_head_of_one_side(model, variant, by):
-    selection = chosen_by_hand(model, DopeSettings(variant, by, removal="zero"), 0, 1)
+@pytest.mark.parametrize(("unit", "changed"), [("head", [1]), ("group", [2, 3])])
+def test_zeros_take_bands_out_of_the_scores_of_a_head(model, variant, unit, changed):
+    """Eq. 34 and 35 put them into queries and keys; a product needs but one zero."""
+    selection = chosen_by_hand(model, DopeSettings(variant, removal="zero", unit=unit), 0, 1)
     before, after = (captured(model, x)[0] for x in (model.layout, apply(model.layout, selection)))
     gone = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
-    for side in ("query", "key"):
-        expected = (before.rotated_q if side == "query" else before.rotated_k).clone()
-        if side == by:
-            expected[:, 1, :, gone] = 0
-        assert torch.equal(after.rotated_q if side == "query" else after.rotated_k, expected)
+    expected_q, expected_k = before.rotated_q.clone(), before.rotated_k.repeat_interleave(2, dim=1)
+    for h in changed:
+        expected_q[:, h, :, gone] = 0
+        expected_k[:, h, :, gone] = 0
+    torch.testing.assert_close(
+        after.rotated_q @ after.rotated_k.repeat_interleave(2, dim=1).mT,
+        expected_q @ expected_k.mT,
+    )
+
+
+@torch.no_grad()
+def test_a_query_head_without_rotation_is_plain_attention_of_its_own_keys(model):
+    """Against float64 attention, one query and one key at a time; the other query that reads the
+    same keys still finds them turned."""
+    selection = chosen_by_hand(model, DopeSettings(), 0, 1)
+    turning = model.layout.layers[0].spectra[0].inv_freq
+    attention = model.layers[0].self_attn
+    x, mixed = [], []
+    hooks = [
+        attention.register_forward_pre_hook(lambda _, args: x.append(args[0][0].double())),
+        attention.o_proj.register_forward_pre_hook(lambda _, args: mixed.append(args[0][0])),
+    ]
+    with model.using(apply(model.layout, selection)):
+        model(IDS[:1])
+    for hook in hooks:
+        hook.remove()
+
+    def heads(linear):
+        return (x[0] @ linear.weight.double().T).unflatten(-1, (-1, 8)).transpose(0, 1).tolist()
+
+    q, k, v = (heads(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    for h in range(4):
+        frequencies = [0.0] * 4 if h == 1 else turning
+        place = [[turned(u, i, frequencies) for i, u in enumerate(s)] for s in (q[h], k[h // 2])]
+        expected = torch.tensor(attend(*place, v[h // 2]), dtype=torch.float64)
+        found = mixed[0].unflatten(-1, (4, 8))[:, h].double()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_bands_that_turned_in_training_stay_by_any_rescaling(model):
@@ -201,68 +270,100 @@ def test_bands_that_turned_in_training_stay_by_any_rescaling(model):
     rescaled = model.layout.rescaled(RESCALINGS["pi"], 1000.0)
     for layout in (None, rescaled):
         assert {c.bands for c in select(model, IDS, settings, layout).heads} == {expected}
-    spectra = apply(rescaled, select(model, IDS, settings, rescaled)).spectra
+    whole = select(model, IDS, replace(settings, heads=12), rescaled)
+    spectra = apply(rescaled, whole).spectra
     assert [f == 0 for f in spectra[0].inv_freq] == [m in expected for m in range(4)]
 
 
-@pytest.mark.parametrize("by", ["query", "key"])
-def test_noise_has_the_deviation_of_what_the_layer_retains(model, by):
-    settings = DopeSettings("by_gaussian", by, heads=4 if by == "query" else 1)
-    selection = select(model, IDS, settings)
+@pytest.mark.parametrize(("unit", "count"), [("head", 4), ("group", 1)])
+def test_noise_has_the_deviations_of_what_the_layer_retains(model, unit, count):
+    """Of queries and of the keys that they read (Eq. 36 and 37)."""
+    selection = select(model, IDS, DopeSettings("by_gaussian", unit=unit, heads=count))
     layers = captured(model, model.layout)
+    each = 1 if unit == "head" else 2
     for chosen in selection.heads:
         heads = layers[chosen.layer]
-        x = heads.rotated_q if by == "query" else heads.rotated_k
-        lost = [head for layer, head in places(selection) if layer == chosen.layer]
-        kept = [head for head in range(x.shape[1]) if head not in lost]
-        expected = float(x[:, kept].double().std(correction=0))
+        lost = [
+            h
+            for layer, u in places(selection)
+            if layer == chosen.layer
+            for h in range(u * each, (u + 1) * each)
+        ]
+        kept = [h for h in range(4) if h not in lost]
+        sides = heads.rotated_q, heads.rotated_k.repeat_interleave(2, dim=1)
+        expected = [float(x[:, kept].double().std(correction=0)) for x in sides]
         assert chosen.noise == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_layer_that_retains_nothing_has_the_noise_of_the_model(model):
-    selection = select(model, IDS, DopeSettings("by_gaussian", "key", heads=5))
-    (kept,) = {(layer, head) for layer in range(3) for head in range(2)} - set(places(selection))
-    x = captured(model, model.layout)[kept[0]].rotated_k[:, kept[1]]
-    expected = float(x.double().std(correction=0))
-    assert [c.noise for c in selection.heads] == pytest.approx([expected] * 5, rel=1e-5)
-    everything = select(model, IDS, DopeSettings("by_gaussian", "key", heads=6))
-    every = torch.stack([heads.rotated_k for heads in captured(model, model.layout)])
-    expected = float(every.double().std(correction=0))
-    assert [c.noise for c in everything.heads] == pytest.approx([expected] * 6, rel=1e-5)
-
-
-def test_noise_takes_the_place_of_the_head_and_of_no_other(model):
-    settings = DopeSettings("by_gaussian", heads=12)
+    settings = DopeSettings("by_gaussian", unit="group", heads=5)
     selection = select(model, IDS, settings)
-    one = replace(selection, heads=(replace(selection.heads[0], layer=1, head=2, noise=0.5),))
+    (kept,) = {(layer, head) for layer in range(3) for head in range(2)} - set(places(selection))
+    layers = captured(model, model.layout)
+    x = layers[kept[0]].rotated_k[:, kept[1]]
+    expected = float(x.double().std(correction=0))
+    assert [c.noise[1] for c in selection.heads] == pytest.approx([expected] * 5, rel=1e-5)
+    everything = select(model, IDS, replace(settings, heads=6))
+    every = torch.stack([heads.rotated_k for heads in layers])
+    expected = float(every.double().std(correction=0))
+    assert [c.noise[1] for c in everything.heads] == pytest.approx([expected] * 6, rel=1e-5)
+
+
+@pytest.mark.parametrize(("unit", "queries", "keys"), [("head", [2], [2]), ("group", [2, 3], [1])])
+def test_noise_of_sigma_takes_the_place_of_the_queries_and_keys_of_a_head(
+    model, unit, queries, keys
+):
+    settings = DopeSettings("by_gaussian", unit=unit, heads=6, sigma=1.0)
+    selection = select(model, IDS, settings)
+    assert {chosen.noise for chosen in selection.heads} == {(1.0, 1.0)}
+    one = replace(
+        selection,
+        heads=(
+            replace(selection.heads[0], layer=1, head=queries[0] // (1 if unit == "head" else 2)),
+        ),
+    )
     before, after = (captured(model, x)[1] for x in (model.layout, apply(model.layout, one)))
-    noise = after.rotated_q[:, 2]
-    assert torch.equal(noise[0], noise[1])  # of the position, not of the text
-    assert float(noise.std()) == pytest.approx(0.5, rel=0.2)
-    others = [0, 1, 3]
-    assert torch.equal(after.rotated_q[:, others], before.rotated_q[:, others])
-    assert torch.equal(after.rotated_k, before.rotated_k)
+    copies = after.rotated_k.shape[1] // 2
+    for new, old, heads in (
+        (after.rotated_q, before.rotated_q, queries),
+        (after.rotated_k, before.rotated_k.repeat_interleave(copies, dim=1), keys),
+    ):
+        noise = new[:, heads]
+        assert torch.equal(noise[0], noise[1])  # of the position, not of the text
+        assert float(noise.std()) == pytest.approx(1, rel=0.2)
+        others = [h for h in range(new.shape[1]) if h not in heads]
+        assert torch.equal(new[:, others], old[:, others])
 
 
 def test_layers_and_seeds_have_noise_of_their_own(model):
     def noise(seed):
-        selection = select(model, IDS, DopeSettings("by_gaussian", heads=12, seed=seed))
-        same = replace(selection, heads=tuple(replace(c, noise=1.0) for c in selection.heads))
-        return [heads.rotated_q[0] for heads in captured(model, apply(model.layout, same))]
+        settings = DopeSettings("by_gaussian", heads=12, seed=seed, sigma=1.0)
+        layers = captured(model, apply(model.layout, select(model, IDS, settings)))
+        return [x[0] for heads in layers for x in (heads.rotated_q, heads.rotated_k)]
 
     draws = [*noise(0), *noise(1)]
-    assert not any(torch.equal(draws[i], draws[j]) for i in range(6) for j in range(i))
-    assert all(map(torch.equal, noise(1), draws[3:]))
+    assert not any(torch.equal(draws[i], draws[j]) for i in range(12) for j in range(i))
+    assert all(map(torch.equal, noise(1), draws[6:]))
+
+
+def test_one_head_more_changes_the_factors_of_a_layer_that_has_some(model):
+    """Weights on pairs, made before, go with the copies of the keys."""
+    halves = Intervention(query=((0.5,) * 8,) * 4, key=((0.5,) * 8, (0.25,) * 8))
+    first = replace(model.layout.layers[0], intervention=halves)
+    layout = replace(model.layout, layers=(first, *model.layout.layers[1:]))
+    selection = chosen_by_hand(model, DopeSettings(), 0, 1)
+    before, after = captured(model, layout)[0], captured(model, apply(layout, selection))[0]
+    others = [0, 2, 3]
+    expected = before.rotated_k.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(after.rotated_k[:, others], expected[:, others])
+    torch.testing.assert_close(after.rotated_k[:, 1], after.k[:, 1] / 2)
 
 
 def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
     model = tiny_decoder(model=SHAPE, layers=["rope", "nope"], heads={"nope": 0.5})
-    for settings, most, kind in (
-        (DopeSettings(), 2, "key-value"),
-        (DopeSettings(removal="zero"), 4, "query"),
-        (DopeSettings(by="key", removal="zero"), 2, "key"),
-    ):
-        found = places(select(model, IDS, replace(settings, heads=most)))
+    for unit, most, kind in (("group", 2, "key-value"), ("head", 4, "query")):
+        settings = DopeSettings(unit=unit, heads=most)
+        found = places(select(model, IDS, settings))
         assert {layer for layer, _ in found} == {0, 2}
         assert {head for _, head in found} == ({0, 1} if most == 4 else {0})
         said = f"evaluation.dope.heads: expected at most {most}, the {kind} heads"
@@ -276,11 +377,12 @@ def test_a_model_without_rotation_is_a_clear_error(tiny_decoder):
 
 
 def test_impossible_settings_are_named_together(model):
-    settings = DopeSettings(r=0, heads=-1, seed=-1)
+    settings = DopeSettings(r=0, heads=-1, seed=-1, sigma=-1.0)
     assert [p.split(":")[0] for p in settings.problems()] == [
         "evaluation.dope.r",
         "evaluation.dope.heads",
         "evaluation.dope.seed",
+        "evaluation.dope.sigma",
     ]
     with pytest.raises(UserError):
         select(model, IDS, settings)

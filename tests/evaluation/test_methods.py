@@ -15,6 +15,7 @@ from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.settings import (
     DopeSettings,
+    DynamicNtkSettings,
     LongRopeSettings,
     TemperatureSettings,
     WeightedRopeSettings,
@@ -57,7 +58,10 @@ def test_every_part_leaves_the_model_as_it_was_and_gives_a_layout_that_runs(fitt
     before = have.model.layout
     changed = layout_of(name, have, 2.0)
     assert have.model.layout == before
-    assert [len(layer.spectra) for layer in changed.layers] == [2, 2]
+    # DoPE gives the query heads of a layer spectra of their own.
+    assert sorted(len(layer.spectra) for layer in changed.layers) == (
+        [2, 4] if name == "dope" else [2, 2]
+    )
     have.model.layout = changed
     ids = torch.from_numpy(have.text.windows[64])
     whole = have.model(ids)
@@ -84,6 +88,35 @@ def test_the_dynamic_part_is_the_static_one_at_its_length(fitting, name):
     dynamic = layout_of(f"dynamic_{name}", have, 2.0).at(64)
     for a, b in zip(static.spectra, dynamic.spectra, strict=True):
         np.testing.assert_allclose(a.inv_freq, b.inv_freq, rtol=1e-12)
+
+
+@pytest.mark.parametrize("alpha", [None, 1.0, 4.0])
+def test_dynamic_ntk_has_the_factor_of_dope_appendix_a2(fitting, alpha):
+    """theta_m = base'^(-2 m / d), base' = base (alpha n / C - (alpha - 1))^(d / (d - 2)), with
+    alpha = L_target / L_original where none is given."""
+    have, C, d, target = fitting(), 32, 8, 2.0
+    config = replace(CONFIG, dynamic_ntk=DynamicNtkSettings(alpha))
+    layout = layout_of("dynamic_ntk_alpha", have, target, config)
+    a = target if alpha is None else alpha
+    for n in (16, 32, 48, 64, 256):
+        base = 10_000.0 * max(a * n / C - (a - 1), 1.0) ** (d / (d - 2))
+        expected = [base ** (-2 * m / d) for m in range(d // 2)]
+        (found,) = layout.at(n).spectra
+        np.testing.assert_allclose(found.inv_freq, expected, rtol=1e-12)
+
+
+def test_rope_id_s_temperature_takes_another_coefficient_and_exponent(fitting):
+    have = fitting()
+    for settings, expected in (
+        (TemperatureSettings(), (0.1 * np.log(2) + 1) ** 2),
+        (
+            TemperatureSettings(rope_id_coefficient=0.3, rope_id_exponent=1.0),
+            0.3 * np.log(2) + 1,
+        ),
+    ):
+        config = replace(CONFIG, temperature=settings)
+        (found,) = layout_of("temperature_rope_id", have, 2.0, config).at(64).spectra
+        assert found.temperature.scale == pytest.approx(expected)
 
 
 def test_joined_parts_apply_from_left_to_right(fitting):

@@ -77,7 +77,9 @@ def test_longrope_comes_back_as_the_same_frequencies():
     assert (again.long.length, again.rotary_scale) == (4096, spectrum.rotary_scale)
 
 
-@pytest.mark.parametrize("name", ["rope", "half_rope", "high_frequency", "p_rope", "hope"])
+@pytest.mark.parametrize(
+    "name", ["rope", "half_rope", "high_frequency", "p_rope", "hope", "hope_published"]
+)
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 def test_every_encoding_turns_alike(name, head_dim):
     spectrum = make_spectrum(name, head_dim, 4096, {})
@@ -85,6 +87,14 @@ def test_every_encoding_turns_alike(name, head_dim):
     padded = [*spectrum.inv_freq, *[0.0] * (head_dim // 2 - len(spectrum.inv_freq))]
     assert held.inv_freq == pytest.approx(padded, rel=1e-8)
     assert rope_parameters(spectrum, head_dim, 4096)["rope_type"] in ("default", "proportional")
+
+
+def test_a_share_of_the_pairs_survives_the_rounding_of_transformers():
+    spectrum = make_spectrum("p_rope", 100, 4096, {"p": 0.58})
+    found = rope_parameters(spectrum, 100, 4096)
+    assert found["rope_type"] == "proportional"
+    assert int(found["partial_rotary_factor"] * 100 // 2) == 29
+    assert spectrum_from_rope_parameters(found, 100, 4096).inv_freq == spectrum.inv_freq
 
 
 def test_a_yarn_of_ours_carries_its_attention_factor():

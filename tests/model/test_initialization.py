@@ -40,6 +40,15 @@ def test_normal_has_one_standard_deviation_but_for_what_writes_to_the_stream(std
         assert std(model, name) == pytest.approx(std_of_all / math.sqrt(16), rel=0.03)
 
 
+def test_without_division_by_depth_every_matrix_has_one_standard_deviation():
+    """DroPE's Table 5: a range of 0.02."""
+    model = decoder(initializer_by_depth=False)
+    for name in ["embed_tokens", *INTO, *OUT_OF]:
+        assert std(model, name) == pytest.approx(0.02, rel=0.03)
+    plain = decoder(initializer="fan_in", initializer_by_depth=False)
+    assert std(plain, "down_proj") == pytest.approx(1 / math.sqrt(192), rel=0.03)
+
+
 def test_fan_in_keeps_the_size_of_activations():
     model = decoder(initializer="fan_in", tie_word_embeddings=False)
     assert std(model, "embed_tokens") == pytest.approx(1, rel=0.03)

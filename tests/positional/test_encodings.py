@@ -103,6 +103,28 @@ def test_p_rope_stops_the_slowest_pairs_like_transformers(p, still):
     assert (ours == 0).sum() == still
 
 
+def test_p_rope_keeps_the_whole_share_of_the_pairs():
+    assert 0.58 * 50 < 29
+    assert sum(f > 0 for f in spectrum("p_rope", 100, p=0.58).inv_freq) == 29
+
+
+@given(
+    st.sampled_from([16, 64, 128]), st.sampled_from([1e4, 5e5]), st.sampled_from([64, 1024, 4096])
+)
+def test_published_hope_is_rope_without_wavelengths_beyond_the_training_length(size, base, length):
+    expected = []
+    for m in range(size // 2):
+        theta = base ** (-2 * m / size)
+        expected.append(theta if 2 * math.pi / theta <= length else 0.0)
+    assert spectrum("hope_published", size, length, base=base).inv_freq == pytest.approx(expected)
+
+
+def test_published_hope_rotates_half_of_the_channels_of_rope_ids_1b_model():
+    """RoPE-ID, App. A.6."""
+    frequencies = spectrum("hope_published", 64, 4096, base=500_000.0).inv_freq
+    assert sum(f > 0 for f in frequencies) == len(frequencies) / 2
+
+
 def test_hope_spans_two_pi_to_the_training_length_on_half_of_the_channels():
     wavelengths = spectrum("hope", 64, 4096).wavelengths
     assert len(wavelengths) == 16

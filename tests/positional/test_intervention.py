@@ -12,7 +12,7 @@ from tests.reference import attend, turned
 from trainer.generation.generate import generate
 from trainer.model.cache import KVCache
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.intervening import PERIOD, Intervene
+from trainer.positional.intervening import Intervene
 from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import dynamic, ntk_aware
 from trainer.positional.spectrum import Spectrum
@@ -173,7 +173,7 @@ def noise_at(positions, intervention=EVERYTHING):
     return (q, k) if positions.dim() == 2 else (q[0], k[0])
 
 
-@given(st.lists(st.integers(0, 3 * PERIOD), min_size=1, max_size=20))
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20))
 def test_noise_is_a_fixed_function_of_the_position(positions):
     together = noise_at(torch.tensor(positions))
     rows = noise_at(torch.tensor([positions[::-1], positions]))
@@ -185,15 +185,20 @@ def test_noise_is_a_fixed_function_of_the_position(positions):
             assert torch.equal(of_rows[0, :, -1 - i], one[:, 0])
 
 
-def test_noise_repeats_after_its_period():
-    here, there = (noise_at(torch.arange(5) + start)[0] for start in (0, PERIOD))
-    assert torch.equal(here, there)
-    for earlier in (5, PERIOD // 2):
-        assert not torch.equal(here, noise_at(torch.arange(5) + earlier)[0])
+def test_noise_of_a_position_is_that_of_no_other():
+    """Also of those a power of two away."""
+    here = noise_at(torch.arange(5))[0]
+    for away in (5, 2048, 4096, 2**20, 2**31 - 5):
+        assert not torch.equal(here, noise_at(torch.arange(5) + away)[0])
+
+
+def test_every_number_of_the_noise_is_drawn_for_itself():
+    drawn = noise_at(torch.arange(20_000), Intervention(query=(ONES,) * 4, query_noise=(1.0,) * 4))
+    assert len(drawn[0].unique()) > 0.98 * drawn[0].numel()
 
 
 def test_noise_is_gaussian_of_the_given_size_and_of_another_draw_a_head_side_and_seed():
-    positions = torch.arange(PERIOD)
+    positions = torch.arange(4096)
     intervention = Intervention((ONES,) * 4, (ONES,) * 2, (1.0, 0.5, 1.0, 0.0), (2.0, 0.0), seed=1)
     q, k = noise_at(positions, intervention)
     assert not q[3].any()

@@ -18,13 +18,16 @@ from trainer.positional.rescaling import (
     longrope,
     ntk_aware,
     ntk_by_parts,
+    ntk_by_parts_turns,
     position_interpolation,
     yarn,
     yarn_full_range,
+    yarn_turns,
 )
 from trainer.positional.spectrum import Spectrum
 
 C = 2048
+PUBLISHED_RAMPS = (ntk_by_parts_turns, yarn_turns)
 cases = pytest.mark.parametrize(
     ("head_dim", "base", "factor"),
     [(64, 1e4, 2.0), (64, 1e4, 8.0), (128, 5e5, 4.0), (32, 1e6, 1.5), (16, 1e4, 32.0)],
@@ -184,6 +187,37 @@ def test_of_a_model_with_long_factors_the_schedule_begins_at_its_training_length
         assert changed.at(length, C) == spectrum.at(length, C)
     slow = [f / 4 for f in spectrum.long.inv_freq]
     assert changed.at(4 * C, C).inv_freq == pytest.approx(slow, rel=1e-12)
+
+
+@given(st.integers(2, 64), st.floats(2, 1e6), st.floats(1, 64))
+def test_the_ramp_over_turns_is_drope_eq_11(pairs, base, s):
+    """gamma_m = (1 - kappa_m) / s + kappa_m with kappa linear in omega from p = 1 to q = 32 turns
+    in C."""
+    gammas = []
+    for m in range(pairs):
+        omega = base ** (-m / pairs) * C / (2 * math.pi)  # in turns, as p and q are
+        kappa = 0.0 if omega < 1 else 1.0 if omega > 32 else (omega - 1) / (32 - 1)
+        gammas.append((1 - kappa) / s + kappa)
+    before = rope(2 * pairs, base).inv_freq
+    parts, whole = (slowed(by, rope(2 * pairs, base), s, C) for by in PUBLISHED_RAMPS)
+    assert [g / f for g, f in zip(parts.inv_freq, before, strict=True)] == pytest.approx(gammas)
+    assert whole.inv_freq == parts.inv_freq
+    assert (parts.rotary_scale, whole.rotary_scale) == (1, pytest.approx(0.1 * math.log(s) + 1))
+
+
+def test_the_two_ramps_of_yarn_differ_between_their_ends_alone():
+    before = rope(64, 1e4)
+    gaps = {
+        C * f / (2 * math.pi): abs(g - h) / f
+        for f, g, h in zip(
+            before.inv_freq,
+            slowed(yarn, before, 2.0, C).inv_freq,
+            slowed(yarn_turns, before, 2.0, C).inv_freq,
+            strict=True,
+        )
+    }
+    assert max(gaps.values()) > 0.15
+    assert max(gap for turns, gap in gaps.items() if turns > 45 or turns < 0.7) == 0
 
 
 def test_yarn_takes_other_bounds_of_its_ramp():

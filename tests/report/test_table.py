@@ -3,6 +3,7 @@
 import math
 
 from tests.report.examples import cell, example, report
+from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS
 from trainer.report.results import PERPLEXITY
 from trainer.report.table import number, perplexity, tables
 
@@ -76,6 +77,42 @@ def test_averages_by_each_part_of_a_label():
     assert [e.value for e in kinds.rows[0][2]] == ["60.0", "30.0"]
     assert buckets.columns == (("0–4K", "2 trials"), ("8–16K", "1 trial"))
     assert [e.value for e in buckets.rows[1][2]] == ["65.0", "10.0"]
+
+
+def test_means_over_tasks_by_label_count_every_task_alike():
+    qa, code = ("QA|0–4K", "QA|0–4K", "QA|4–8K"), ("Code|4–8K", "Code|8–16K")
+    made = report(
+        cell([1, 0, 1], task="a", labels=qa),
+        cell([0.5], task="b", labels=("QA|4–8K",)),
+        cell([0.2, 0.4], task="c", labels=code),
+        tasks={"a": "A", "b": "B", "c": "C"},
+    )
+    kinds, buckets = (table for table in tables(made) if table.title == "Mean over tasks by label")
+    assert kinds.columns == (("Code", "1 task"), ("QA", "2 tasks"))
+    assert [e.value for e in kinds.rows[0][2]] == ["30.0", "58.3"]  # (2/3 + 1/2) / 2
+    assert [head for head, _ in buckets.columns] == ["0–4K", "4–8K", "8–16K"]
+    assert [e.value for e in buckets.rows[0][2]] == ["50.0", "56.7", "40.0"]  # (1 + .5 + .2) / 3
+
+
+def test_the_mean_over_tasks_is_that_of_rope_id_s_table_7():
+    """RoPE at 1B and 4k: 14.61 is the mean over tasks, not over the five categories."""
+    printed = {
+        "Single-Document QA": 6.65,
+        "Multi-Document QA": 4.32,
+        "Summarization": 14.22,
+        "Few-shot Learning": 27.27,
+        "Code Completion": 23.55,
+    }
+    kinds = {task: KINDS[task].category for task in FOURTEEN}
+    made = report(
+        *(cell([printed[kind] / 100], task=task, labels=(kind,)) for task, kind in kinds.items()),
+        tasks={task: task for task in kinds},
+    )
+    whole, by_category = (table for table in tables(made) if table.key.startswith("summary"))
+    assert [e.value for e in whole.rows[0][2]] == ["14.6"]
+    assert [e.value for e in by_category.rows[0][2]] == [
+        f"{printed[kind]:.1f}" for kind, _ in by_category.columns
+    ]
 
 
 def test_differences_by_label_are_tested_on_the_pairs_of_trials_with_it():

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from trainer.errors import UserError
 from trainer.runs import checkpoint_files
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish
 from trainer.runs.checkpoints import (
+    check_same_model,
     find_checkpoint,
     newest_sound_checkpoint,
     read_state,
@@ -232,3 +234,13 @@ def test_other_text_or_another_order_is_refused(run):
     run()
     with pytest.raises(UserError, match="trained on other text, or in another order"):
         run(data={"needles": {"weight": 3.0}})
+
+
+def test_a_key_that_an_earlier_version_did_not_know_is_as_by_default(tiny_decoder):
+    model = tiny_decoder()
+    saved = asdict(model.config)
+    del saved["initializer_by_depth"]
+    check_same_model({"model": saved}, model, "step-1")
+    other = tiny_decoder(model={"initializer_by_depth": False})
+    with pytest.raises(UserError, match=r"initializer_by_depth: the checkpoint 'step-1' has True"):
+        check_same_model({"model": saved}, other, "step-1")

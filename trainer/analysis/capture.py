@@ -21,7 +21,7 @@ class Heads:
     ``q``, ``k``: before the encoding, after QK-norm where the layer has it; ``rotated_q``,
     ``rotated_k``: as they meet in the scores, temperature and gains included. ``encoding``: what
     happened between, in a model of ``training_length`` C. Query head h reads key-value head
-    h // (Hq / Hkv).
+    h // (Hq / Hkv); in a layer with a spectrum for every query head Hkv is Hq.
     """
 
     layer: int

@@ -1,7 +1,10 @@
 """A model's shape before training, with an encoding and without (DroPE Sec. 3, Fig. 4, Thm. 3.4).
 
-The decoders have the depth, width and heads of the model and weights drawn anew. Their vocabulary
-is what occurs in the text: embeddings are independent, so that the others change nothing.
+The decoders have the depth, width and heads of the model and weights drawn anew, all matrices with
+one standard deviation of 0.02, as the paper's "fixed variance" and its Table 5 have it: divided by
+depth, the matrices that write to the residual stream would let the two differ in late layers alone.
+Their vocabulary is what occurs in the text: embeddings are independent, so that the others change
+nothing.
 """
 
 from __future__ import annotations
@@ -87,6 +90,7 @@ def _measure(
         model.config,
         vocab_size=vocab,
         initializer="normal",
+        initializer_by_depth=False,
         tie_word_embeddings=True,
         from_pretrained=None,
         from_run=None,

@@ -165,21 +165,19 @@ def prefix_spreads(model: Decoder, ids: Tensor) -> Array:
         ids: ``[B, T]``.
 
     Returns:
-        ``[layers + 1]``: of the residual stream as it enters every block, the embeddings first, and
-        as it leaves the last.
+        ``[layers + 1]``: of what is fed into the attention of every block, the output of its norm
+        (App. A and Prop. B.3), and of what the last norm feeds into the head.
     """
     averages = Averages()
 
     def note(layer: int, states: Tensor) -> None:
         averages.add(layer, spread=torch.stack([_prefix_spread(x) for x in states]))
 
+    norms = [*(block.input_layernorm for block in model.layers), model.norm]
     hooks = [
-        block.register_forward_pre_hook(lambda _, args, layer=layer: note(layer, args[0]))
-        for layer, block in enumerate(model.layers)
+        norm.register_forward_hook(lambda _, __, out, layer=layer: note(layer, out))
+        for layer, norm in enumerate(norms)
     ]
-    hooks.append(
-        model.layers[-1].register_forward_hook(lambda _, __, out: note(len(model.layers), out))
-    )
     try:
         with torch.compiler.set_stance("force_eager"):
             model.hidden_states(ids.to(model.norm.weight.device))

@@ -9,12 +9,21 @@ from torch import Tensor
 from trainer.analysis.attention_rows import head_attention
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
-from trainer.positional.rescaling import RESCALINGS
+from trainer.positional.rescaling import (
+    Rescaling,
+    ntk_aware,
+    ntk_by_parts_turns,
+    position_interpolation,
+)
 from trainer.positional.spectrum import Spectrum
 
 BLOCK = 256
-METHODS = ("pi", "ntk", "yarn")
-"""Keys of :data:`RESCALINGS` that Fig. 6 and 11 compare."""
+METHODS: dict[str, Rescaling] = {
+    "pi": position_interpolation,
+    "ntk": ntk_aware,
+    "yarn": ntk_by_parts_turns,
+}
+"""What Fig. 6 and 11 compare: Eq. 9 to 11, of which the last has a ramp over the frequency."""
 
 
 def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
@@ -29,13 +38,11 @@ def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> 
             still,
             1.0,
             np.array(
-                RESCALINGS[name](spectrum.inv_freq, training_length).frequencies(
-                    spectrum.inv_freq, factor
-                )
+                rescaling(spectrum.inv_freq, training_length).frequencies(spectrum.inv_freq, factor)
             )
             / np.where(still, 1.0, before),
         )
-        for name in METHODS
+        for name, rescaling in METHODS.items()
     }
 
 

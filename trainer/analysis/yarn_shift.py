@@ -22,7 +22,7 @@ from trainer.analysis.rescaled_attention import (
     attention_shift,
 )
 from trainer.model.decoder import Decoder
-from trainer.positional.rescaling import yarn
+from trainer.positional.rescaling import yarn_turns
 
 FACTOR = 2.0
 REACH = 8
@@ -92,7 +92,7 @@ def yarn_shift(model: Decoder, ids: Tensor, bias: Array) -> YarnShift | None:
         if heads.layer in (positional[0], semantic[0]):
             scaled[heads.layer] = _encoded(heads)
 
-    with model.using(model.layout.rescaled(yarn, FACTOR)):
+    with model.using(model.layout.rescaled(yarn_turns, FACTOR)):
         capture(model, text, compare)
     readings = {"trained": trained, "yarn": scaled}
     return YarnShift(

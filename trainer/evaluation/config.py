@@ -13,6 +13,7 @@ from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.evaluation.settings import (
     DopeSettings,
+    DynamicNtkSettings,
     LongRopeSettings,
     TemperatureSettings,
     WeightedRopeSettings,
@@ -29,7 +30,15 @@ PARTS = (
     *("none", "crop", "window"),
     *RESCALINGS,
     *(f"dynamic_{name}" for name in RESCALINGS),
-    *("longrope", "temperature", "temperature_rope_id", "dope", "weighted_rope", "drop"),
+    *(
+        "dynamic_ntk_alpha",
+        "longrope",
+        "temperature",
+        "temperature_rope_id",
+        "dope",
+        "weighted_rope",
+        "drop",
+    ),
 )
 """What ``evaluation.methods`` joins by ``+``."""
 
@@ -65,6 +74,7 @@ class EvaluationConfig:
     batch_tokens: int = 16384
     dtype: Literal["fp32", "bf16"] = "fp32"
     temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
+    dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
     longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
     dope: DopeSettings = field(default_factory=DopeSettings)
     weighted_rope: list[WeightedRopeSettings] = field(
@@ -89,8 +99,6 @@ class EvaluationConfig:
         for key in ("windows", "last", "fit_windows", "batch_tokens"):
             if (value := getattr(self, key)) is not None and value < 1:
                 found.append(f"evaluation.{key}: expected 1 or more, got {value}.")
-        if not self.temperature.grid or not all(0 <= c <= 100 for c in self.temperature.grid):
-            found.append("evaluation.temperature.grid: expected coefficients from 0 to 100.")
         for key in ("evaluations", "windows"):
             if getattr(self.longrope, key) < 1:
                 found.append(f"evaluation.longrope.{key}: expected 1 or more.")
@@ -101,7 +109,15 @@ class EvaluationConfig:
         ]
         for method in self.methods or ():
             found += part_problems(method)
-        groups = (self.dope, *self.weighted_rope, self.needles, self.ruler, self.longbench)
+        groups = (
+            self.temperature,
+            self.dynamic_ntk,
+            self.dope,
+            *self.weighted_rope,
+            self.needles,
+            self.ruler,
+            self.longbench,
+        )
         for group in (*groups, self.many_shot):
             found += group.problems()
         return found or ([] if training_length is None else self._misfits(training_length))

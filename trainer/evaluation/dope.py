@@ -2,9 +2,11 @@
 training (Denoising Rotary Position Embedding, Sec. 4.3).
 
 Heads are chosen on a text, among all layers together (Sec. 5.1), then a layout is changed for them;
-any rescaling of the model's own will do. What the paper leaves open is a setting: it sorts both
-ways, and by-all multiplies queries and keys by 0 (Eq. 35) where the text removes their encoding
-"rather than completely zeroing out the head".
+any rescaling of the model's own will do. A head is a query head, with the keys that it reads for
+itself, as the paper counts them; or, as a setting, a key-value head with all of its queries.
+What the paper leaves open is a setting too: it sorts both ways, and by-all multiplies queries and
+keys by 0 (Eq. 35) where the text removes their encoding "rather than completely zeroing out the
+head".
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ import torch
 from torch import Tensor
 
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.matrix_entropy import matrix_entropy_of
+from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
+from trainer.analysis.pairs import Side, pair_counts
 from trainer.errors import UserError
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import DopeSettings
 from trainer.model.decoder import Decoder
-from trainer.positional.intervention import Intervention
+from trainer.positional.intervention import Factors, Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
@@ -31,26 +34,25 @@ from trainer.positional.spectrum import Spectrum
 class Chosen:
     """A head that was chosen.
 
-    ``head``: its index among the key-value heads where they lose their rotation, else among the
-    heads of the settings' side. ``bands``: the pairs it loses. ``noise``: standard deviation of
-    what takes its place.
+    ``head``: its index among the units of the settings in its layer. ``bands``: the pairs it loses.
+    ``noise``: standard deviations of what takes the place of its queries and of its keys.
     """
 
     layer: int
     head: int
     score: float
     bands: tuple[int, ...]
-    noise: float = 0.0
+    noise: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The heads that were chosen, from the first on, and what one is made of: ``count`` heads a
-    layer of that kind with ``head_dim`` channels each."""
+    """The heads that were chosen, from the first on, in a model of ``queries`` query heads a layer
+    with ``head_dim`` channels each."""
 
     settings: DopeSettings
     heads: tuple[Chosen, ...] = ()
-    count: int = 0
+    queries: int = 0
     head_dim: int = 0
 
 
@@ -69,13 +71,20 @@ def select(
         UserError: impossible settings, a model without rotation, or one with fewer heads that
             rotate.
     """
-    trained = model.layout
+    trained, config = model.layout, model.config
     if problems := settings.problems():
         raise UserError(*problems)
     require_rotation(trained, "evaluation.dope")
-    rotating = _rotating(model, settings)
+    by_head = settings.unit == "head"
+    count = config.num_attention_heads if by_head else config.num_key_value_heads
+    rotating = [
+        (layer, head)
+        for layer, encoding in enumerate(trained.layers)
+        for head in range(count)
+        if _spectrum(encoding, head, count).rotates
+    ]
     if settings.heads > len(rotating):
-        kind = "key-value" if settings.unrotates else settings.by
+        kind = "query" if by_head else "key-value"
         raise UserError(
             f"evaluation.dope.heads: expected at most {len(rotating)}, the {kind} heads that "
             f"rotate, got {settings.heads}."
@@ -85,17 +94,17 @@ def select(
     scores: list[Tensor] = []
     moments: list[Tensor] = []
 
+    def by_unit(of_queries: Tensor) -> Tensor:
+        """The mean over the query heads of a unit, ``[..., Hq]`` to ``[..., units]``."""
+        return of_queries.unflatten(-1, (count, -1)).mean(dim=-1)
+
     def on_layer(heads: Heads) -> None:
-        entropies = matrix_entropy_of(heads, settings.by, settings.stage, trained)
+        entropies = _entropies(heads, settings, trained)
         by_rank = settings.entropy == "trunc"
         found = entropies.effective_rank(settings.r) if by_rank else entropies.band_mean
-        if settings.unrotates:
-            found = found.unflatten(0, (heads.k.shape[1], -1)).mean(dim=-1)
-        scores.append(found)
-        if settings.variant == "by_gaussian":
-            x = heads.rotated_q if settings.by == "query" else heads.rotated_k
-            var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
-            moments.append(torch.stack([mean, var + mean.square()]).double())
+        scores.append(by_unit(found))
+        if settings.variant == "by_gaussian" and settings.sigma is None:
+            moments.append(by_unit(_moments(heads)))
 
     with model.using(layout or trained):
         capture(model, ids, on_layer)
@@ -103,32 +112,51 @@ def select(
     sign = 1 if settings.order == "ascending" else -1
     ranked = sorted(rotating, key=lambda place: sign * table[place[0]][place[1]])
     chosen = ranked[: settings.heads]
-    retained = set(rotating) - set(chosen)
-    noise = _noise(torch.stack(moments).cpu(), retained) if moments else [0.0] * len(table)
-    count = len(table[0])
+    sigma = settings.sigma or 0.0
+    noise = [(sigma, sigma)] * len(table)
+    if moments:
+        of_model, retained = torch.stack(moments).cpu(), set(rotating) - set(chosen)
+        of_sides = (_noise(of_model[:, side], retained) for side in (0, 1))
+        noise = list(zip(*of_sides, strict=True))
     heads = []
     for layer, head in chosen:
         spectrum = _spectrum(trained.layers[layer], head, count)
         bands = _lost_bands(spectrum, trained.training_length, settings)
         heads.append(Chosen(layer, head, table[layer][head], bands, noise[layer]))
-    return Selection(settings, tuple(heads), count, model.config.head_size)
+    return Selection(settings, tuple(heads), config.num_attention_heads, config.head_size)
 
 
-def _rotating(model: Decoder, settings: DopeSettings) -> list[tuple[int, int]]:
-    """(layer, head) of the heads with a rotation that they can lose."""
-    count = model.config.num_key_value_heads
-    if settings.by == "query" and not settings.unrotates:
-        count = model.config.num_attention_heads
-    return [
-        (layer, head)
-        for layer, encoding in enumerate(model.layout.layers)
-        for head in range(count)
-        if _spectrum(encoding, head, count).rotates
-    ]
+def _entropies(heads: Heads, settings: DopeSettings, trained: Layout) -> MatrixEntropy:
+    """Of all query heads, each with the keys that it reads."""
+    queries = heads.q.shape[1]
+    sides: tuple[Side, ...] = ("query", "key") if settings.by == "joint" else (settings.by,)
+    grams = torch.stack(
+        [
+            _of_queries(gram(at_stage(heads, side, settings.stage, trained)), queries)
+            for side in sides
+        ]
+    ).sum(dim=0)
+    return matrix_entropy(grams, pair_counts(heads.encoding, queries, heads.q.shape[-1]))
+
+
+def _moments(heads: Heads) -> Tensor:
+    """Means and mean squares of the components of queries and keys, ``[2, 2, Hq]`` float64."""
+
+    def of(x: Tensor) -> Tensor:
+        var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
+        of_heads = torch.stack([mean, var + mean.square()], dim=-1).double()
+        return _of_queries(of_heads, heads.q.shape[1]).T
+
+    return torch.stack([of(heads.rotated_q), of(heads.rotated_k)])
+
+
+def _of_queries(of_heads: Tensor, queries: int) -> Tensor:
+    """``[H, ...]`` of key-value heads as ``[queries, ...]`` of those that read them."""
+    return of_heads.repeat_interleave(queries // len(of_heads), dim=0)
 
 
 def _spectrum(encoding: LayerEncoding, head: int, count: int) -> Spectrum:
-    """Of one out of ``count`` query or key heads."""
+    """Of one out of ``count`` heads."""
     return encoding.spectra[head // (count // len(encoding.spectra))]
 
 
@@ -175,15 +203,25 @@ def apply(layout: Layout, selection: Selection) -> Layout:
         by_layer[head.layer].append(head)
     if not by_layer:
         return layout
-    change = _unrotated if selection.settings.unrotates else _intervened
     changed = (
-        change(encoding, by_layer[index], selection) if index in by_layer else encoding
+        _changed(encoding, by_layer[index], selection) if index in by_layer else encoding
         for index, encoding in enumerate(layout.layers)
     )
     return replace(layout, layers=tuple(changed))
 
 
-def _unrotated(encoding: LayerEncoding, chosen: list[Chosen], _: Selection) -> LayerEncoding:
+def _changed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
+    settings, queries = selection.settings, selection.queries
+    if settings.variant != "by_gaussian" and settings.removal == "zero":
+        return _zeroed(encoding, chosen, selection)
+    if settings.unit == "head":
+        encoding = encoding.expanded(queries // len(encoding.spectra))
+    if settings.variant == "by_gaussian":
+        return _noised(encoding, chosen, selection)
+    return _unrotated(encoding, chosen)
+
+
+def _unrotated(encoding: LayerEncoding, chosen: list[Chosen]) -> LayerEncoding:
     spectra = list(encoding.spectra)
     for head in chosen:
         spectra[head.head] = _standing_still(spectra[head.head], head.bands)
@@ -202,25 +240,43 @@ def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
     return replace(spectrum, inv_freq=still(spectrum.inv_freq), long=long)
 
 
-def _intervened(
-    encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
-) -> LayerEncoding:
-    settings, channels = selection.settings, range(selection.head_dim)
-    rows = [(1.0,) * len(channels)] * selection.count
-    noise = [0.0] * selection.count
-    for head in chosen:
-        lost = set(channels)
-        if settings.variant == "by_parts":
-            pairs = len(_spectrum(encoding, head.head, selection.count).inv_freq)
-            lost = {channel for m in head.bands for channel in (m, m + pairs)}
-        rows[head.head] = tuple(0.0 if channel in lost else 1.0 for channel in channels)
-        noise[head.head] = head.noise
-    factors = tuple(rows)
-    deviations = tuple(noise) if settings.variant == "by_gaussian" else ()
+def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
+    """A band adds nothing to a score where it is zero in the query: the keys need no change."""
+    by_query = _by_query(encoding, chosen, selection)
+
+    def row(head: int) -> tuple[float, ...]:
+        if head not in by_query:
+            return (1.0,) * selection.head_dim
+        pairs = len(_spectrum(encoding, head, selection.queries).inv_freq)
+        lost = {channel for m in by_query[head].bands for channel in (m, m + pairs)}
+        whole = selection.settings.variant == "by_all"
+        return tuple(float(not whole and c not in lost) for c in range(selection.head_dim))
+
+    rows = tuple(row(head) for head in range(selection.queries))
+    return with_intervention(encoding, Intervention(query=rows))
+
+
+def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
+    """Noise in the place of queries and of keys (Eq. 36 and 37)."""
+    by_query = _by_query(encoding, chosen, selection)
+    copies = selection.queries // len(encoding.spectra)
+
+    def rows(places: range, side: int) -> tuple[Factors, tuple[float, ...]]:
+        found = [by_query.get(head) for head in places]
+        factors = tuple((float(c is None),) * selection.head_dim for c in found)
+        return factors, tuple(c.noise[side] if c else 0.0 for c in found)
+
+    query, query_noise = rows(range(selection.queries), 0)
+    key, key_noise = rows(range(0, selection.queries, copies), 1)
     # A seed for every layer, or all would have one noise.
-    seed = settings.seed * 1000 + chosen[0].layer
-    if settings.by == "query":
-        intervention = Intervention(query=factors, query_noise=deviations, seed=seed)
-    else:
-        intervention = Intervention(key=factors, key_noise=deviations, seed=seed)
+    seed = selection.settings.seed * 1000 + chosen[0].layer
+    intervention = Intervention(query, key, query_noise, key_noise, seed)
     return with_intervention(encoding, intervention)
+
+
+def _by_query(
+    encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
+) -> dict[int, Chosen]:
+    """The chosen heads by each query head that they are or that reads them."""
+    each = 1 if selection.settings.unit == "head" else selection.queries // len(encoding.spectra)
+    return {unit.head * each + i: unit for unit in chosen for i in range(each)}

@@ -19,6 +19,8 @@ TITLES = {
     "yarn": "YaRN",
     "llama3": "Llama 3",
     "yarn_full_range": "YaRN over all frequencies",
+    "ntk_by_parts_turns": "NTK-by-parts over turns",
+    "yarn_turns": "YaRN over turns",
 }
 """How tables call :data:`~trainer.positional.rescaling.RESCALINGS`."""
 

@@ -24,7 +24,7 @@ from trainer.evaluation.layouts import (
 from trainer.evaluation.longrope import search_longrope
 from trainer.evaluation.temperature import fit_coefficient
 from trainer.positional.layout import Layout
-from trainer.positional.rescaling import RESCALINGS, Rescaling
+from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 from trainer.report.outcomes import AS_IS_TITLE
 
@@ -118,6 +118,17 @@ def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
     return make
 
 
+def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    """Dynamic NTK with s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
+
+    def at(factor: float) -> Layout:
+        alpha = config.dynamic_ntk.alpha
+        growth = max(factor, 1.0) if alpha is None else alpha
+        return before(factor).dynamically_rescaled(ntk_aware, growth)
+
+    return at
+
+
 def _windowed(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     return lambda factor: windowed(before(factor))
 
@@ -196,8 +207,10 @@ def _length(fitting: Fitting) -> int:
 
 
 def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
-    """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4)."""
-    return lambda factor: tempered(before(factor), 0.1, config.temperature.per, exponent=2.0)
+    """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another coefficient and exponent."""
+    settings = config.temperature
+    c, exponent = settings.rope_id_coefficient, settings.rope_id_exponent
+    return lambda factor: tempered(before(factor), c, settings.per, exponent=exponent)
 
 
 def _dope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
@@ -249,6 +262,7 @@ MAKERS: dict[str, Part] = {
         f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), rotation=True)
         for name, rescaling in RESCALINGS.items()
     },
+    "dynamic_ntk_alpha": Part("dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk",)),
     "longrope": Part("LongRoPE", _longrope, True, ("longrope",), _longrope_fits),
     "temperature": Part("temperature", _temperature, False, ("temperature",), _temperature_fits),
     "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),

@@ -11,13 +11,47 @@ from typing import Literal
 class TemperatureSettings:
     """Softmax temperature: ``grid`` of coefficients c of 1 + c ln s that is searched, whether s is
     that of the sequence or of each ``query``, and whether it is fitted for all ``models`` or for
-    those that are ``free`` of positions, where it is all that is left to choose."""
+    those that are ``free`` of positions, where it is all that is left to choose.
+    ``rope_id_coefficient``, ``rope_id_exponent``: of ``temperature_rope_id``, by default those of
+    RoPE-ID (App. A.4)."""
 
     grid: list[float] = field(
         default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
     )
     per: Literal["sequence", "query"] = "sequence"
     models: Literal["free", "all"] = "free"
+    rope_id_coefficient: float = 0.1
+    rope_id_exponent: float = 2.0
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = []
+        if not self.grid or not all(0 <= c <= 100 for c in self.grid):
+            found.append("evaluation.temperature.grid: expected coefficients from 0 to 100.")
+        found += [
+            f"evaluation.temperature.{key}: expected a number from 0 to 100, got {value}."
+            for key in ("rope_id_coefficient", "rope_id_exponent")
+            if not 0 <= (value := getattr(self, key)) <= 100
+        ]
+        return found
+
+
+@dataclass(frozen=True)
+class DynamicNtkSettings:
+    """``alpha`` of ``dynamic_ntk_alpha``, which slows a sequence of n > C tokens for
+    s = alpha n / C - (alpha - 1); null: the length of the evaluation over C, as DoPE has it
+    (App. A.2)."""
+
+    alpha: float | None = None
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        if self.alpha is None or 1 <= self.alpha <= 1e6:
+            return []
+        return [
+            "evaluation.dynamic_ntk.alpha: expected a number from 1 to 1,000,000, or null for the "
+            f"length over the training length, got {self.alpha}."
+        ]
 
 
 @dataclass(frozen=True)
@@ -38,32 +72,32 @@ class DopeSettings:
     ``variant``: ``by_parts`` takes the bands slower than one turn in the training length, those
     with 0 < theta < 2 pi / C (Eq. 33; the figure's reading of Eq. 32), ``by_all`` all of them, and
     ``by_gaussian`` puts noise in the place of the head (Eq. 36 and 37).
-    ``by``: entropies of queries or of keys. ``entropy``: the mean over the bands (``vanilla``,
-    Eq. 26) or the truncated effective rank (``trunc``, Eq. 30) with ``r`` eigenvalues, null for
-    all; with r = 1 heads are ranked by the largest eigenvalue, the larger the lower their entropy.
+    ``by``: entropies of queries, of keys, or of both together (``joint``: of one Gram matrix over
+    the queries and the keys). ``entropy``: the mean over the bands (``vanilla``, Eq. 26) or the
+    truncated effective rank (``trunc``, Eq. 30) with ``r`` eigenvalues, null for all; with r = 1
+    heads are ranked by the largest eigenvalue, the larger the lower their entropy.
     ``stage``: of the encoding, see :mod:`trainer.analysis.matrix_entropy`. ``order``: heads of low
     (``ascending``) or high entropy. ``heads``: how many.
-    ``removal``, of ``by_parts`` and ``by_all``: ``unrotate`` lets the bands of whole key-value
-    heads, with all queries that read them, stand still; a key-value head's score by queries is then
-    the mean of theirs. ``zero`` multiplies the bands of query heads (by query) or key heads (by
-    key) by 0. ``seed``: of the noise.
+    ``unit``: what a head is. ``head``: a query head with a copy of its keys for itself, of which
+    Llama 3 8B has 1,024, as the paper counts (Sec. 5.1). ``group``: a key-value head with all
+    queries that read it, whose score is the mean of theirs.
+    Queries and keys change both (Eq. 34 to 37). ``removal``, of ``by_parts`` and ``by_all``:
+    ``unrotate`` lets the bands stand still, ``zero`` takes them out of the scores. ``sigma``:
+    standard deviation of the noise (1 in App. A.2); null: that of what is retained (Sec. 4.3).
+    ``seed``: of the noise.
     """
 
     variant: Literal["by_parts", "by_all", "by_gaussian"] = "by_all"
-    by: Literal["query", "key"] = "query"
+    by: Literal["query", "key", "joint"] = "query"
     entropy: Literal["vanilla", "trunc"] = "trunc"
     r: int | None = 1
     stage: Literal["pre_ntk", "post_ntk", "post_rope"] = "post_ntk"
     order: Literal["ascending", "descending"] = "ascending"
     heads: int = 1
+    unit: Literal["head", "group"] = "head"
     removal: Literal["unrotate", "zero"] = "unrotate"
+    sigma: float | None = None
     seed: int = 0
-
-    @property
-    def unrotates(self) -> bool:
-        """Whether whole key-value heads change their spectra, rather than heads of one side get
-        gains."""
-        return self.variant != "by_gaussian" and self.removal == "unrotate"
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
@@ -74,6 +108,11 @@ class DopeSettings:
             found.append(f"evaluation.dope.heads: expected 0 or more, got {self.heads}.")
         if self.seed < 0:
             found.append(f"evaluation.dope.seed: expected 0 or more, got {self.seed}.")
+        if self.sigma is not None and not 0 <= self.sigma <= 1e6:
+            found.append(
+                "evaluation.dope.sigma: expected a number from 0 on, or null for that of the "
+                f"retained heads, got {self.sigma}."
+            )
         return found
 
 

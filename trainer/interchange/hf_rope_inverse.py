@@ -90,7 +90,9 @@ def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iter
     yield default | {"rope_type": "linear", "factor": factor}
     if spectrum.long is not None:
         yield default | {"rope_type": "dynamic", "factor": spectrum.long.growth}
-    share = {"partial_rotary_factor": len(moving) / pairs}
+    # transformers rounds down, and 29 / 50 * 50 to 28.
+    exact = int(len(moving) / pairs * pairs) == len(moving)
+    share = {"partial_rotary_factor": (len(moving) if exact else len(moving) + 0.5) / pairs}
     yield default | {"rope_type": "proportional"} | share
     yield default | {"rope_type": "proportional", "factor": factor} | share
     if len(moving) == pairs:

@@ -78,6 +78,7 @@ class Attention(nn.Module):
         self.k_norm = norm("k", kv_size)
         self.attend: Attend = sdpa
         self.intervention: Intervene | None = None
+        self.expands = False
         self.observe: Observer | None = None
 
     def forward(
@@ -98,8 +99,9 @@ class Attention(nn.Module):
             mask: what a query may not see beyond causality.
             qk_norm: whether the query and key norms are on.
             cache: keys and values of earlier tokens, extended in place.
-            of_all_keys: where frequencies follow the length of the sequence, the encoding of the
-                cache's tokens and these together; the cache then keeps keys that are not encoded.
+            of_all_keys: where frequencies follow the length of the sequence, or query heads have
+                copies of their keys, the encoding of the cache's tokens and these together; the
+                cache then keeps keys that are not encoded.
             last: how many of the last positions to compute; None: all.
         """
         plain_q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
@@ -109,6 +111,9 @@ class Attention(nn.Module):
         if cache is not None and of_all_keys is not None:
             plain_k, v = cache.append(plain_k, v)
             of_keys = of_all_keys
+        if self.expands:
+            copies = plain_q.shape[1] // plain_k.shape[1]
+            plain_k, v = (x.repeat_interleave(copies, dim=1) for x in (plain_k, v))
         q, k = encode_queries(plain_q, encoding.groups), encode_keys(plain_k, of_keys.groups)
         if self.intervention is not None:
             q, k = self.intervention(q, k, encoding.positions, of_keys.positions)

@@ -14,8 +14,9 @@ from trainer.model.config import ModelConfig
 class LayerCache:
     """Keys and values of one layer, ``[B, Hkv, capacity, D]``, filled up to ``length``.
 
-    Keys are rotated, but for layers whose frequencies follow the length of the sequence: those keep
-    them as they were before. ``begins``: see :class:`KVCache`.
+    Keys are rotated, but for layers whose frequencies follow the length of the sequence, or whose
+    query heads have spectra of their own: those keep them as they were before. ``begins``: see
+    :class:`KVCache`.
     """
 
     keys: Tensor

@@ -40,8 +40,9 @@ class ModelConfig:
     num_attention_heads. ``qkv_bias``: bias on the query, key and value projections (Qwen2).
     ``initializer``: ``normal`` draws every matrix with std ``initializer_range``; ``fan_in`` with
     std 1 / sqrt(fan-in), untied embeddings with 1 and their head with a tenth of its fan-in value,
-    tied ones as the head that they are, with 1 / sqrt(hidden_size). Both divide the matrices that
-    write to the residual stream by sqrt(2 * num_hidden_layers).
+    tied ones as the head that they are, with 1 / sqrt(hidden_size). ``initializer_by_depth``: both
+    divide the matrices that write to the residual stream by sqrt(2 * num_hidden_layers); false:
+    those are drawn like the others, as transformers does and DroPE's Table 5 has it (range 0.02).
     ``from_pretrained``: a directory, hub id or .gguf file whose weights the run begins with; shape,
     positions and tokenizer are then theirs, and of this group only ``attention_backend`` and a
     ``qk_norm`` that comes on at the drop count. ``from_run``: a run of this program, or one of its
@@ -61,6 +62,7 @@ class ModelConfig:
     qk_norm: QKNormConfig = field(default_factory=QKNormConfig)
     initializer: Literal["normal", "fan_in"] = "normal"
     initializer_range: float = 0.02
+    initializer_by_depth: bool = True
     attention_backend: Literal["auto", "sdpa", "flash", "varlen", "flex", "eager"] = "auto"
     from_pretrained: str | None = None
     from_run: str | None = None

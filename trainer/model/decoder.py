@@ -108,10 +108,11 @@ class Decoder(nn.Module):
     @layout.setter
     def layout(self, layout: Layout) -> None:
         depth, heads = self.config.num_hidden_layers, self.config.num_key_value_heads
+        queries = self.config.num_attention_heads
         if len(layout.layers) != depth:
             raise ValueError(f"the layout has {len(layout.layers)} layers, the model {depth}")
         for layer in layout.layers:
-            if len(layer.spectra) != heads:
+            if len(layer.spectra) not in (heads, queries):
                 raise ValueError(
                     f"the layout has {len(layer.spectra)} key-value heads, the model {heads}"
                 )
@@ -121,6 +122,7 @@ class Decoder(nn.Module):
         for block, layer in zip(self.layers, layout.layers, strict=True):
             wanted = layer.intervention
             block.self_attn.intervention = None if wanted is None else Intervene(wanted)
+            block.self_attn.expands = len(layer.spectra) != heads
 
     @contextmanager
     def using(self, layout: Layout) -> Iterator[None]:
@@ -210,12 +212,17 @@ class Decoder(nn.Module):
         layers = self.layout.layers
         encodings = self._encodings(positions, lengths)
         of_all_keys: list[Encoding | None] = [None] * len(layers)
-        if cache and self.layout.frequencies_follow_length:
+        plain = [
+            layer.frequencies_follow_length or block.self_attn.expands
+            for block, layer in zip(self.layers, layers, strict=True)
+        ]
+        if cache and any(plain):
             columns = torch.arange(end, device=device)
             places = columns if begins is None else columns - begins[:, None]
             of_all = self._encodings(places, lengths) if past else encodings
-            for index, layer in enumerate(layers):
-                of_all_keys[index] = of_all[index] if layer.frequencies_follow_length else None
+            of_all_keys = [
+                encoding if keeps else None for encoding, keeps in zip(of_all, plain, strict=True)
+            ]
         common = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
         masks = self._masks(common, (ids.shape[0], ids.shape[1]), end, device)
         x = self.embed_tokens(ids)

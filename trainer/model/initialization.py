@@ -37,6 +37,6 @@ def _std(config: ModelConfig, name: str, shape: torch.Size) -> float:
         std = shape[1] ** -0.5
         if module == "lm_head":
             std *= 0.1
-    if module.endswith(("o_proj", "down_proj")):
+    if config.initializer_by_depth and module.endswith(("o_proj", "down_proj")):
         std /= math.sqrt(2 * config.num_hidden_layers)
     return std

@@ -176,21 +176,36 @@ def p_rope(
 ) -> Spectrum:
     """p-RoPE (Barbero et al. 2024): RoPE whose slowest (1 - p) of the frequencies are zero.
 
-    The zeros stay in the spectrum, so that the pairs are those of full RoPE.
+    The zeros stay in the spectrum, so that the pairs are those of full RoPE. Of a share that is no
+    whole number of pairs the part of a pair stands still, as in transformers.
     """
     if not 0 < p <= 1:
         raise ValueError(f"p must be in (0, 1], got {p}.")
     pairs = rotated_pairs(head_dim, 1.0)
-    kept = int(p * pairs)
+    kept = int(round(p * pairs, 6))  # 0.58 * 50 is 28.999999999999996
     return Spectrum(geometric(base, pairs)[:kept] + (0.0,) * (pairs - kept))
 
 
 @encoding
 def hope(head_dim: int, training_length: int, *, rotary_fraction: float = 0.5) -> Spectrum:
-    """HoPE (Chen et al. 2024, as characterised in RoPE-ID App. A.6): wavelengths 2 pi .. C on half
-    of the channels."""
+    """HoPE as RoPE-ID characterises it (App. A.6): wavelengths 2 pi .. C on half of the channels.
+
+    That is the encoding of RoPE-ID's comparison; :func:`hope_published` is the one of its authors.
+    """
     pairs = rotated_pairs(head_dim, rotary_fraction)
     return Spectrum(between_wavelengths(2 * math.pi, training_length, pairs))
+
+
+@encoding
+def hope_published(head_dim: int, training_length: int, *, base: float = 10_000.0) -> Spectrum:
+    """HoPE (Chen et al. 2024): RoPE whose pairs with a wavelength of more than C are zero.
+
+    At a base of 500,000, 64 channels and C = 4096 half of the channels rotate, which is what
+    RoPE-ID says of HoPE at 1B (App. A.6).
+    """
+    slowest = 2 * math.pi / training_length
+    frequencies = geometric(base, rotated_pairs(head_dim, 1.0))
+    return Spectrum(tuple(f if f >= slowest else 0.0 for f in frequencies))
 
 
 @encoding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,8 +11,7 @@ from torch import Tensor
 
 from trainer.positional.intervention import Factors, Intervention
 
-PERIOD = 4096
-"""Positions after which the noise repeats."""
+BITS = 32
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,31 @@ def _changed(
 ) -> Tensor:
     if rows:
         x = x * _factors(rows, x.device).to(x.dtype)
-    return x + noise(std, x.shape[-1], seed, positions).to(x.dtype) if std else x
+    return x + noise(std, x.shape[-1], seed, positions).to(x.dtype) if any(std) else x
 
 
 def noise(std: tuple[float, ...], size: int, seed: int, positions: Tensor) -> Tensor:
-    """Noise of every head at ``positions`` ``[..., T]``: ``[..., H, T, size]`` float32."""
-    table = _table(len(std), size, seed, positions.device)[:, positions % PERIOD]
-    if positions.dim() == 2:
-        table = table.transpose(0, 1)
-    return table * _factors(tuple((s,) for s in std), positions.device)
+    """Noise of every head at ``positions`` ``[..., T]``: ``[..., H, T, size]`` float32.
+
+    A hash of seed, head, channel and position, so that it repeats nowhere below 2^32 and needs no
+    table; Box and Muller's transform makes it Gaussian.
+    """
+    chosen = [head for head, deviation in enumerate(std) if deviation]
+    first, second = _keys(len(std), size, seed, positions.device)[:, chosen]
+    place = _mixed(positions[..., None, :, None] & (2**BITS - 1))
+    bits = _mixed(place ^ first)
+    radius = (-2 * ((bits + 0.5) / 2**BITS).log()).sqrt()
+    draws = radius * (_mixed(bits ^ second) * (2 * math.pi / 2**BITS)).cos()
+    found = draws.new_zeros(*draws.shape[:-3], len(std), *draws.shape[-2:])
+    found[..., chosen, :, :] = draws * _factors(tuple((std[h],) for h in chosen), draws.device)
+    return found
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of 32 bits that scatters them (Wellons's "lowbias32"), in int64."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & (2**BITS - 1)
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & (2**BITS - 1)
+    return x ^ (x >> 16)
 
 
 @torch.compiler.disable  # the graph breaks here rather than build the tensor at every call
@@ -56,6 +72,7 @@ def _factors(rows: Factors, device: torch.device) -> Tensor:
 
 @torch.compiler.disable
 @lru_cache(maxsize=64)
-def _table(heads: int, size: int, seed: int, device: torch.device) -> Tensor:
+def _keys(heads: int, size: int, seed: int, device: torch.device) -> Tensor:
+    """``[2, heads, 1, size]``, 32 bits each."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(heads, PERIOD, size, generator=generator).to(device)
+    return torch.randint(2**BITS, (2, heads, 1, size), generator=generator).to(device)

@@ -16,9 +16,10 @@ Factors = tuple[tuple[float, ...], ...]
 class Intervention:
     """What is done to the heads of one layer after the rotation.
 
-    ``query``, ``key``: a factor for every channel of every head, ``[Hq][D]`` and ``[Hkv][D]``;
-    empty: all 1. ``query_noise``, ``key_noise``: the standard deviation of Gaussian noise that is
-    added to every channel of a head, ``[Hq]`` and ``[Hkv]``, where there are factors; empty: none.
+    ``query``, ``key``: a factor for every channel of every head, ``[Hq][D]`` and ``[Hkv][D]``, or
+    ``[Hq][D]`` in a layer with a spectrum for every query head; empty: all 1. ``query_noise``,
+    ``key_noise``: the standard deviation of Gaussian noise that is added to every channel of a
+    head, likewise; empty: none.
     The noise is a fixed function of ``seed``, head and position.
     """
 

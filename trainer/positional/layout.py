@@ -1,6 +1,7 @@
 """Which spectrum every layer and head has: uniform models, layer hybrids, head hybrids.
 
 A layout is given per key-value head; the query heads that read a key-value head share its spectrum.
+An evaluation may give a layer a spectrum for every query head: each then has a copy of its keys.
 It travels with every checkpoint, as it is at that moment.
 """
 
@@ -25,8 +26,9 @@ Group = tuple[Spectrum, int]
 class LayerEncoding:
     """What happens to queries and keys of one layer between projection and scores.
 
-    ``groups``: the key-value heads from the first to the last; neighbours with equal spectra become
-    one group. ``window``: how many keys a query sees, itself included (None: all before it).
+    ``groups``: the key-value heads, or all query heads, from the first to the last; neighbours with
+    equal spectra become one group. ``window``: how many keys a query sees, itself included
+    (None: all before it).
     ``qk_norm``: whether the layer's query and key norms are on. ``intervention``: what an
     evaluation does to its heads.
     """
@@ -48,13 +50,23 @@ class LayerEncoding:
 
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
-        """One for every key-value head."""
+        """One for every key-value head, or for every query head."""
         return tuple(spectrum for spectrum, heads in self.groups for _ in range(heads))
 
     @property
     def frequencies_follow_length(self) -> bool:
         """Whether a key is rotated otherwise once the sequence has grown."""
         return any(spectrum.long is not None for spectrum, _ in self.groups)
+
+    def expanded(self, queries_per_key: int) -> LayerEncoding:
+        """The same with a spectrum for every query head."""
+        groups = tuple((spectrum, heads * queries_per_key) for spectrum, heads in self.groups)
+        own = self.intervention
+        if own is not None:
+            keys = tuple(row for row in own.key for _ in range(queries_per_key))
+            noise = tuple(std for std in own.key_noise for _ in range(queries_per_key))
+            own = replace(own, key=keys, key_noise=noise)
+        return replace(self, groups=groups, intervention=own)
 
     def map(self, change: Callable[[Spectrum], Spectrum]) -> LayerEncoding:
         """The layer with every spectrum replaced by ``change(spectrum)``."""
@@ -117,9 +129,9 @@ class Layout:
         C = self.training_length
         return self.map(lambda s: rescaled(s, rescaling(s.inv_freq, C), factor))
 
-    def dynamically_rescaled(self, rescaling: Rescaling) -> Layout:
-        """Every rotation slowed with the length of the sequence at hand."""
-        return self.map(lambda s: dynamic(s, rescaling, self.training_length))
+    def dynamically_rescaled(self, rescaling: Rescaling, growth: float = 1.0) -> Layout:
+        """Every rotation slowed with the length of the sequence at hand, and so much faster."""
+        return self.map(lambda s: dynamic(s, rescaling, self.training_length, growth))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and checkpoints; each distinct spectrum is written once.

@@ -119,6 +119,32 @@ def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
     return _by_share(np.clip(1 - np.arange(len(inv_freq)) / (moving - 1), 0, 1))
 
 
+def _over_turns(
+    inv_freq: Frequencies, training_length: int, beta_fast: float, beta_slow: float
+) -> Stretch:
+    turns = np.array(inv_freq) * training_length / (2 * math.pi)
+    return _by_share(np.clip((turns - beta_slow) / (beta_fast - beta_slow), 0, 1))
+
+
+def ntk_by_parts_turns(
+    inv_freq: Frequencies, training_length: int, *, beta_fast: float = 32.0, beta_slow: float = 1.0
+) -> Stretch:
+    """NTK-by-parts scaling as published (Peng et al. 2023; DroPE Eq. 11; DoPE App. A.2).
+
+    Pairs that turn more than ``beta_fast`` times in C keep their frequency, those that turn less
+    than ``beta_slow`` times are divided by s, with a ramp between that is linear in the turns, and
+    so in the frequency. :func:`ntk_by_parts` is the usual implementation.
+    """
+    return _over_turns(inv_freq, training_length, beta_fast, beta_slow)
+
+
+def yarn_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
+    """YaRN as published (Peng et al. 2023): :func:`ntk_by_parts_turns` and the attention factor of
+    :func:`yarn`. DroPE's Eq. 11 has the frequencies alone."""
+    parts = ntk_by_parts_turns(inv_freq, training_length)
+    return replace(parts, attention=0.1) if any(inv_freq) else parts
+
+
 def llama3(
     inv_freq: Frequencies,
     training_length: int,
@@ -128,13 +154,9 @@ def llama3(
 ) -> Stretch:
     """The scaling of Llama 3.1, as transformers computes it.
 
-    Pairs that turn more than ``high_freq_factor`` times in C keep their frequency, those that turn
-    less than ``low_freq_factor`` times are divided by s, with a linear ramp over the turns between.
+    That of :func:`ntk_by_parts_turns`, with ``high_freq_factor`` and ``low_freq_factor`` turns.
     """
-    turns = np.array(inv_freq) * training_length / (2 * math.pi)
-    return _by_share(
-        np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
-    )
+    return _over_turns(inv_freq, training_length, high_freq_factor, low_freq_factor)
 
 
 def rescaled(spectrum: Spectrum, stretch: Stretch, factor: float) -> Spectrum:
@@ -163,7 +185,8 @@ def dynamic(
     In a sequence of n > C tokens s = 1 + ``growth`` (n / C - 1), which by default is n / C; in a
     shorter one nothing changes. A spectrum that has other frequencies in long sequences already
     keeps them, rescaled beyond C; of two schedules the later one counts. With :func:`ntk_aware`
-    and transformers' ``factor`` as ``growth`` this is dynamic NTK (emozilla 2023).
+    and transformers' ``factor`` as ``growth`` this is dynamic NTK (emozilla 2023; DoPE App. A.2):
+    s = alpha n / C - (alpha - 1).
     """
     if not spectrum.rotates:
         return spectrum
@@ -198,5 +221,7 @@ RESCALINGS: dict[str, Callable[[Frequencies, int], Stretch]] = {
     "yarn": yarn,
     "llama3": llama3,
     "yarn_full_range": yarn_full_range,
+    "ntk_by_parts_turns": ntk_by_parts_turns,
+    "yarn_turns": yarn_turns,
 }
 """By name."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from trainer.report.outcomes import Outcomes, Row, labelled, natural, parts
 from trainer.report.results import PERPLEXITY, Report
-from trainer.report.statistics import Comparison, Estimate, estimate
+from trainer.report.statistics import Comparison, Estimate, average, estimate
 from trainer.report.words import counted, factor_label, percent
 
 MISSING = "·"
@@ -44,8 +44,8 @@ class Table:
 
 
 def tables(report: Report) -> list[Table]:
-    """The mean over tasks where there are several, a table for each task, followed by its averages
-    by label where it has labels, and perplexity as the last.
+    """The mean over tasks where there are several, a table for each task, both followed by averages
+    by label where there are labels, and perplexity as the last.
 
     A task that is the only one has the held-out losses beside its scores, if both were measured at
     the same lengths; the table of perplexity is then a detail.
@@ -54,11 +54,12 @@ def tables(report: Report) -> list[Table]:
     made = []
     if outcomes.averaged:
         made.append(_scores(outcomes, "summary", "Mean over tasks", outcomes.averaged))
+        made += _by_label(outcomes, "summary", "Mean over tasks", outcomes.averaged)
     lengths = outcomes.lengths([PERPLEXITY], losses=True)
     beside = len(outcomes.scored) == 1 and outcomes.lengths(outcomes.scored) == lengths
     for task in outcomes.scored:
         made.append(_scores(outcomes, task, outcomes.task(task), [task], with_losses=beside))
-        made += _by_label(outcomes, task)
+        made += _by_label(outcomes, task, outcomes.task(task), [task])
     return made + _perplexity(outcomes, detail=beside)
 
 
@@ -114,28 +115,33 @@ def _losses(outcomes: Outcomes, length: int) -> dict[Row, float]:
     return {row: c.last_loss for row, c in cells.items() if c and c.last_loss is not None}
 
 
-def _by_label(outcomes: Outcomes, task: str) -> list[Table]:
-    """A table for every part of the labels that has more than one value, at every length."""
+def _by_label(outcomes: Outcomes, key: str, title: str, tasks: list[str]) -> list[Table]:
+    """A table for every part of the labels that has more than one value, at every length.
+
+    Of several tasks, the unweighted mean over those that have trials with a label.
+    """
     made = []
-    for length, factor in outcomes.lengths([task]).items():
-        cells = [outcomes.cell(row, task, length) for row in outcomes.rows]
-        labels = {tuple(parts(label)) for cell in cells if cell for label in cell.labels}
+    with_labels = [task for task in tasks if _labels(outcomes, [task])]
+    if len(with_labels) < min(len(tasks), 2):
+        return []
+    tasks = with_labels
+    for length, factor in outcomes.lengths(tasks).items():
+        labels = _labels(outcomes, tasks, length)
         for index in range(max(map(len, labels), default=0)):
             values = sorted({label[index] for label in labels if len(label) > index}, key=natural)
             if len(values) < 2:
                 continue
             columns, counts = zip(
-                *(_label(outcomes, task, length, (index, value)) for value in values), strict=True
+                *(_label(outcomes, tasks, length, (index, value)) for value in values), strict=True
             )
-            top = [(value, counted(n, "trial")) for value, n in zip(values, counts, strict=True)]
             made.append(
                 _table(
                     outcomes,
-                    f"{task}-{length}-label-{index + 1}",
-                    f"{outcomes.task(task)} by label",
+                    f"{key}-{length}-label-{index + 1}",
+                    f"{title} by label",
                     f"At {length} tokens ({factor_label(factor)}).",
                     _legend(outcomes),
-                    top,
+                    list(zip(values, counts, strict=True)),
                     list(columns),
                     detail=True,
                 )
@@ -143,15 +149,31 @@ def _by_label(outcomes: Outcomes, task: str) -> list[Table]:
     return made
 
 
+def _labels(
+    outcomes: Outcomes, tasks: list[str], length: int | None = None
+) -> set[tuple[str, ...]]:
+    """Of all trials, at all lengths or at one."""
+    return {
+        tuple(parts(label))
+        for cell in outcomes.report.cells
+        if cell.task in tasks and length in (None, cell.length)
+        for label in cell.labels
+    }
+
+
 def _label(
-    outcomes: Outcomes, task: str, length: int, label: tuple[int, str]
-) -> tuple[dict[Row, Entry], int]:
-    """A column, and of how many trials it is the average."""
-    cells = {row: outcomes.cell(row, task, length) for row in outcomes.rows}
-    scores = {row: labelled(cell, label) for row, cell in cells.items() if cell and cell.labels}
-    found = {row: estimate(own) if own else None for row, own in scores.items()}
-    column = _column(found, lambda row: outcomes.comparison(row, [task], length, label))
-    return column, max(map(len, scores.values()))
+    outcomes: Outcomes, tasks: list[str], length: int, label: tuple[int, str]
+) -> tuple[dict[Row, Entry], str]:
+    """A column, and of how many trials, or of how many tasks, it is the average."""
+    found: dict[Row, Estimate | None] = {}
+    most = 0
+    for row in outcomes.rows:
+        cells = [outcomes.cell(row, task, length) for task in tasks]
+        scores = [own for cell in cells if cell and (own := labelled(cell, label))]
+        found[row] = average([estimate(own) for own in scores]) if scores else None
+        most = max(most, len(scores) if len(tasks) > 1 else sum(map(len, scores)))
+    column = _column(found, lambda row: outcomes.comparison(row, tasks, length, label))
+    return column, counted(most, "task" if len(tasks) > 1 else "trial")
 
 
 def _perplexity(outcomes: Outcomes, detail: bool) -> list[Table]:

@@ -235,11 +235,12 @@ def check_same_model(state: dict[str, Any], model: Decoder, name: str) -> None:
     Raises:
         UserError: naming every key of the model configuration that differs.
     """
-    saved, wanted = state["model"], asdict(model.config)
+    # What an earlier version did not save was as it is by default.
+    saved, wanted = asdict(ModelConfig()) | state["model"], asdict(model.config)
     differing = [
-        f"model.{key}: the checkpoint {name!r} has {saved.get(key)!r}, the run {wanted[key]!r}."
+        f"model.{key}: the checkpoint {name!r} has {saved[key]!r}, the run {wanted[key]!r}."
         for key in wanted
-        if saved.get(key) != wanted[key] and key not in NOT_OF_THE_MODEL
+        if saved[key] != wanted[key] and key not in NOT_OF_THE_MODEL
     ]
     if differing:
         raise UserError(*differing)

@@ -21,6 +21,7 @@ ENCODING_TITLES = {
     "rope_id": "RoPE-ID",
     "p_rope": "p-RoPE",
     "hope": "HoPE",
+    "hope_published": "HoPE (published)",
     "nope": "NoPE",
     "alibi": "ALiBi",
 }

@@ -34,6 +34,7 @@ from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
 from trainer.runs.origin import origin
 from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.needle_prompts import needle_prompt
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +73,10 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
 
     def target(of: Candidate) -> Target:
         model = of.load(device).to(DTYPES[config.dtype]).eval()
-        return Target(
-            of.name, model, ids.to(device), tuple((a, b) for a, b in config.chosen), config.seed
-        )
+        read, chosen = ids.to(device), tuple((a, b) for a, b in config.chosen)
+        length = min(read.shape[1], model.layout.training_length)
+        prompt = needle_prompt(of.tokenizer, read, length, config.seed)
+        return Target(of.name, model, read, chosen, config.seed, prompt)
 
     first = target(candidate)
     studies, notes = _studies(first, kind)

@@ -255,7 +255,9 @@ def _tasks(
         else:
             groups = {
                 RULER: lambda: ruler_tasks(config.ruler, tokenizer, text.documents, bos_token),
-                LONGBENCH: lambda: longbench_tasks(config.longbench, tokenizer, bos_token),
+                LONGBENCH: lambda: longbench_tasks(
+                    config.longbench, tokenizer, bos_token, training_length
+                ),
                 MANY_SHOT: lambda: many_shot_tasks(config.many_shot, tokenizer, bos_token),
             }
             tasks, missing = groups[name]()

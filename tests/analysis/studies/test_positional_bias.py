@@ -15,15 +15,16 @@ from tests.analysis.test_positional_bias import dense_gradients, weights
 from trainer.analysis import fresh_decoders as fresh_module
 from trainer.analysis.capture import capture
 from trainer.analysis.fresh_decoders import encoded_layout, fresh_decoders
+from trainer.analysis.needle_prompt import NeedlePrompt, needle_shift
 from trainer.analysis.rescaled_attention import attention_around
 from trainer.analysis.studies.positional_bias import PositionalBiasStudy, heads_part
-from trainer.analysis.studies.rescaled_heads import factors_part, rank_correlation
+from trainer.analysis.studies.rescaled_heads import factors_part, needle_part, rank_correlation
 from trainer.analysis.studies.study import Target, run
 from trainer.analysis.yarn_shift import yarn_shift
 from trainer.model.config import QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import make_spectrum
-from trainer.positional.rescaling import yarn
+from trainer.positional.rescaling import yarn_turns
 from trainer.positional.spectrum import Spectrum
 
 IDS = torch.randint(50, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -86,6 +87,7 @@ def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
     for version, kind in (("encoded", "rope"), ("nope", "nope")):
         layout = rope.layout.map(lambda _, kind=kind: make_spectrum(kind, 8, 32, {}))
         config = replace(rope.config, vocab_size=len(words), initializer="normal")
+        config = replace(config, initializer_by_depth=False)
         for seed in range(3):
             decoder = Decoder(config, layout, seed)
             for shift in (0, 1):
@@ -97,6 +99,7 @@ def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
                 )
             x = decoder.embed_tokens(text)[0].detach().double()
             assert x.std() == pytest.approx(0.02, rel=0.1)
+            x = x / (x.square().mean(-1, keepdim=True) + rope.config.rms_norm_eps).sqrt()
             widest = max(
                 (x[: i + 1].mean(0) - x[j]).norm().item() for i in range(32) for j in range(i + 1)
             )
@@ -174,7 +177,7 @@ def test_yarn_moves_attention_by_so_much(rope):
     half = 15
     assert (found.half, found.positional) == (half, (1, 2))
     text = torch.cat([IDS[:, : half + 1], IDS[:, 1 : half + 1]], dim=1)
-    scaled = rope.layout.rescaled(yarn, 2.0)
+    scaled = rope.layout.rescaled(yarn_turns, 2.0)
     recall = np.zeros((2, 4))
     for layer in range(2):
         readings = [captured(rope, text, layout)[layer] for layout in (rope.layout, scaled)]
@@ -214,6 +217,37 @@ def test_findings_about_yarn_are_its_numbers(section):
     bias = np.maximum(section.numbers["diagonal"], section.numbers["previous"])
     expected = spearmanr(bias.ravel(), shift.ravel()).statistic
     assert section.numbers["yarn"]["rank_correlation"] == pytest.approx(expected)
+
+
+def test_the_last_token_of_a_needle_prompt_under_yarn(rope):
+    """Fig. 8: plain attention of the last query on the tokens around the needle, under both."""
+    prompt = NeedlePrompt(IDS[:, :32], slice(5, 9))
+    found = needle_shift(rope, prompt)
+    maps = {}
+    for name, layout in (("trained", rope.layout), ("yarn", rope.layout.rescaled(yarn_turns, 2.0))):
+        layers = captured(rope, prompt.ids, layout)
+        maps[name] = np.array(
+            [
+                [
+                    np.mean([attention_of(h, row, head)[0][-1] for row in range(2)], axis=0)
+                    for head in range(4)
+                ]
+                for h in layers
+            ]
+        )
+    on_needle = maps["trained"][..., 5:9].sum(-1)
+    assert found.head == np.unravel_index(on_needle.argmax(), on_needle.shape)
+    assert (found.first, found.tokens) == (-5, 32)
+    for name, of in maps.items():
+        np.testing.assert_allclose(found.around[name], of[found.head][:17], rtol=1e-3)
+        assert found.on_needle[name] == pytest.approx(of[found.head][5:9].sum(), rel=1e-3)
+    (finding,) = needle_part(found).findings
+    assert f"{100 * found.on_needle['trained']:.1f}%" in finding
+    assert f"{100 * found.on_needle['yarn']:.1f}%" in finding
+
+
+def test_without_a_needle_the_page_says_so(section):
+    assert any("Attention on a needle under YaRN was left out" in x for x in section.findings)
 
 
 def test_yarn_leaves_the_layout_alone_and_chooses_heads_that_rotate(tiny_decoder):

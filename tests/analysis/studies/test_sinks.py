@@ -8,7 +8,7 @@ import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis.capture import capture
-from trainer.analysis.studies.sink_pictures import near
+from trainer.analysis.studies.sink_pictures import near, over_largest
 from trainer.analysis.studies.sinks import SinksStudy
 from trainer.analysis.studies.study import Target, run
 
@@ -29,6 +29,13 @@ def test_near_is_the_mean_over_the_last_quarter():
     assert near(values, range(21), 16) == pytest.approx(np.mean(values[12:16]))
     # Buckets that the quarter cuts count for the part inside it: 12 to 14 and 15.
     assert near(np.array([1.0, 5.0, 9.0]), [0, 10, 15, 20], 16) == pytest.approx((3 * 5 + 9) / 4)
+
+
+def test_products_are_shown_over_the_largest_of_each_head():
+    """RoPE-ID, Fig. 5, right: "normalized by the highest value"."""
+    products = np.array([[[4.0, -2.0, 1.0], [0.5, 1.0, 0.25]], [[-1.0, -4.0, -2.0], [0, 0, 0]]])
+    expected = [[[1, -0.5, 0.25], [0.5, 1, 0.25]], [[-0.25, -1, -0.5], [0, 0, 0]]]
+    np.testing.assert_array_equal(over_largest(products), expected)
 
 
 def test_numbers_are_those_of_attention(tiny_decoder):

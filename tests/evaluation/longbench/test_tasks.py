@@ -12,6 +12,8 @@ from trainer.errors import UserError
 from trainer.evaluation.longbench.task import middle_out
 from trainer.evaluation.longbench.tasks import LongBenchSettings, longbench_tasks
 
+LABEL = "Multi-Document QA|4–8K words|0–4K tokens|0–2× ctx"
+
 
 def settings(file, **more):
     return LongBenchSettings(str(file.parent), **more)
@@ -19,7 +21,7 @@ def settings(file, **more):
 
 def test_a_short_text_is_asked_whole(write_rows, byte_tokenizer):
     file = write_rows("hotpotqa", {"context": "Passage 1: {x} é", "length": 4000})
-    (task,), notes = longbench_tasks(settings(file, tasks=["hotpotqa"]), byte_tokenizer, bos=5)
+    (task,), notes = longbench_tasks(settings(file, tasks=["hotpotqa"]), byte_tokenizer, 5, 2048)
     (prompt,) = task.prompts(4096)
     instruction = (
         "Answer the question based on the given passages. "
@@ -31,7 +33,7 @@ def test_a_short_text_is_asked_whole(write_rows, byte_tokenizer):
         f"{instruction}\n\nQuestion: Who?\nAnswer:"
     )
     assert (prompt.answers, prompt.new_tokens) == (("Alice",), 32)
-    assert (task.name, prompt.label) == ("longbench_hotpotqa", "Multi-Document QA|4–8K")
+    assert (task.name, prompt.label) == ("longbench_hotpotqa", LABEL)
     assert notes == []
 
 
@@ -39,7 +41,7 @@ def test_a_short_text_is_asked_whole(write_rows, byte_tokenizer):
 @pytest.mark.parametrize("length", [300, 301])
 def test_a_long_text_loses_its_middle(write_rows, byte_tokenizer, bos, length):
     file = write_rows("lcc", {"context": "abc" * 500})
-    (task,), _ = longbench_tasks(settings(file, tasks=["lcc"]), byte_tokenizer, bos)
+    (task,), _ = longbench_tasks(settings(file, tasks=["lcc"]), byte_tokenizer, bos, 2048)
     (prompt,) = task.prompts(length)
     whole = byte_tokenizer.encode(
         f"Please complete the code given below. \n{'abc' * 500}Next line of code:\n"
@@ -66,7 +68,7 @@ def test_the_cut_keeps_both_ends_and_fits(size, room):
 
 def test_a_length_without_room_for_a_question_is_refused(write_rows, byte_tokenizer):
     file = write_rows("gov_report", {})
-    (task,), _ = longbench_tasks(settings(file, tasks=["gov_report"]), byte_tokenizer, None)
+    (task,), _ = longbench_tasks(settings(file, tasks=["gov_report"]), byte_tokenizer, None, 2048)
     with pytest.raises(UserError, match=r"evaluation.lengths: .* 514 or more, got 513"):
         task.prompts(513)
     (prompt,) = task.prompts(514)
@@ -78,9 +80,9 @@ def test_the_best_of_several_answers_counts(write_rows, byte_tokenizer):
     rows = {"answers": ["Date"], "all_classes": classes}
     file = write_rows("trec", rows)
     write_rows("samsum", {})
-    trec, samsum = longbench_tasks(settings(file, tasks=["trec", "samsum"]), byte_tokenizer, None)[
-        0
-    ]
+    trec, samsum = longbench_tasks(
+        settings(file, tasks=["trec", "samsum"]), byte_tokenizer, None, 2048
+    )[0]
     assert trec.score("\nDate\nQuestion: a Price?", ("Date",)) == 1
     assert trec.score("a Date, a Price", ("Date",)) == 0.5
     assert trec.stop("Date\n", ("Date",))
@@ -93,7 +95,7 @@ def test_only_samsum_may_not_begin_with_a_line_break_or_the_end(write_rows, byte
     for name in ("trec", "triviaqa", "qasper"):
         write_rows(name, {"all_classes": ["a"]})
     names = ["samsum", "trec", "triviaqa", "qasper"]
-    tasks, _ = longbench_tasks(settings(file, tasks=names), byte_tokenizer, None)
+    tasks, _ = longbench_tasks(settings(file, tasks=names), byte_tokenizer, None, 2048)
     first, *others = (task.prompts(2048)[0].never_first for task in tasks)
     assert [byte_tokenizer.decode([token], skip_special_tokens=False) for token in first] == [
         *("\n", END_OF_TEXT),
@@ -104,12 +106,12 @@ def test_only_samsum_may_not_begin_with_a_line_break_or_the_end(write_rows, byte
 def test_a_classification_without_classes_is_refused(write_rows, byte_tokenizer):
     file = write_rows("trec", {})
     with pytest.raises(UserError, match=r"trec\.jsonl' line 1: all_classes"):
-        longbench_tasks(settings(file, tasks=["trec"]), byte_tokenizer, None)
+        longbench_tasks(settings(file, tasks=["trec"]), byte_tokenizer, None, 2048)
 
 
 def test_tasks_without_a_file_are_named_in_notes(write_rows, byte_tokenizer, tmp_path):
     file = write_rows("qasper", {})
-    tasks, notes = longbench_tasks(settings(file), byte_tokenizer, None)
+    tasks, notes = longbench_tasks(settings(file), byte_tokenizer, None, 2048)
     assert [task.name for task in tasks] == ["longbench_qasper"]
     assert len(notes) == 13
     assert notes[0] == (
@@ -117,14 +119,16 @@ def test_tasks_without_a_file_are_named_in_notes(write_rows, byte_tokenizer, tmp
     )
     file.unlink()
     with pytest.raises(UserError, match=r"holds none of the tasks' files, such as .*\.jsonl"):
-        longbench_tasks(settings(file), byte_tokenizer, None)
+        longbench_tasks(settings(file), byte_tokenizer, None, 2048)
 
 
 def test_a_limit_draws_the_same_questions_every_time(write_rows, byte_tokenizer):
     file = write_rows("qasper", *({"answers": [f"{i:03}"]} for i in range(100)))
 
     def asked(**more):
-        (task,), _ = longbench_tasks(settings(file, tasks=["qasper"], **more), byte_tokenizer, None)
+        (task,), _ = longbench_tasks(
+            settings(file, tasks=["qasper"], **more), byte_tokenizer, None, 2048
+        )
         return [prompt.answers[0] for prompt in task.prompts(2048)]
 
     ten = asked(limit=10)

@@ -11,9 +11,10 @@ from trainer.analysis.attention_rows import attention_rows
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
 from trainer.analysis.fresh_decoders import TOKENS, FreshResult, fresh_decoders
+from trainer.analysis.needle_prompt import needle_shift
 from trainer.analysis.positional_bias import BiasResult, PositionalBias, prefix_spreads
 from trainer.analysis.studies.part import Part, joined
-from trainer.analysis.studies.rescaled_heads import factors_part, yarn_part
+from trainer.analysis.studies.rescaled_heads import factors_part, needle_part, yarn_part
 from trainer.analysis.studies.study import Study, Target
 from trainer.analysis.yarn_shift import yarn_shift
 from trainer.report.geometry.bias_figures import gradient_figure, spread_figure
@@ -54,8 +55,10 @@ class PositionalBiasStudy(Study):
         rotating = [s for s in model.layout.spectra if s.rotates]
         parts = [heads_part(bias), fresh_part(fresh), spread_part(spread, fresh)]
         if rotating:
+            prompt = self.target.prompt
             parts += [
                 yarn_part(yarn_shift(model, self.target.ids, strongest), strongest),
+                needle_part(None if prompt is None else needle_shift(model, prompt)),
                 factors_part(rotating[0], self.target.training_length),
             ]
         else:
@@ -83,7 +86,7 @@ class PositionalBiasStudy(Study):
                 "Aᶜ = 1/T Σᵢ Σ_{j≤i} c_ij α_ij,  c_ij = 1 at j = i − s, −1/(i − 1) elsewhere;"
                 "  s = 0: diagonal, s = 1: previous token",
                 "Δ⁽ˡ⁾ = max_{j≤i} ‖mean(h₁⁽ˡ⁾ … hᵢ⁽ˡ⁾) − h_j⁽ˡ⁾‖  (NoPE: Aᶜ and its gradients "
-                "are at most a constant times Δ of the embeddings)",
+                "are at most a constant times Δ⁽¹⁾)",
                 "ω′_m = γ_m ω_m",
             ),
             "DroPE, Def. 3.1, Prop. 3.2 and 3.3, Thm. 3.4, Eq. 3; Fig. 4, 6, 7, 8 and 11.",
@@ -154,7 +157,8 @@ def fresh_part(fresh: FreshResult | None) -> Part:
     ]
     caption = (
         f"Norm of the gradient of Aᶜ by W_Q and W_K, mean over heads, in decoders of this shape "
-        f"with random weights (normal, {seeds} {'seed' if seeds == 1 else 'seeds, bars from the '}"
+        "with random weights (normal, 0.02 in every matrix, also in those that write to the "
+        f"residual stream; {seeds} {'seed' if seeds == 1 else 'seeds, bars from the '}"
         f"{'' if seeds == 1 else 'least to the largest'}), on {fresh.tokens} tokens of the text; "
         f"with positions: {fresh.encoding}. Higher: the head can learn the pattern faster. DroPE "
         "finds RoPE higher, more so in deeper layers."
@@ -179,8 +183,8 @@ def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
     spreads = ({} if fresh is None else fresh.spreads) | {"model": spread[None]}
     growth = {version: float((of[:, -1] / of[:, 0]).mean()) for version, of in spreads.items()}
     finding = (
-        f"From the embeddings to the end of the last block the prefix spread of this model grows "
-        f"{growth['model']:.3g}-fold"
+        "From the first attention to the end of the last block the prefix spread of this model, "
+        f"of normalised states, grows {growth['model']:.3g}-fold"
     )
     if fresh is not None:
         finding += (
@@ -193,9 +197,10 @@ def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
         for seed, blocks in np.ndindex(of.shape)
     ]
     caption = (
-        "Prefix spread of the residual stream behind so many blocks, 0 the embeddings; on the "
-        "right, over that of the embeddings. In a fresh NoPE decoder it stays within a constant "
-        "of that of the embeddings, at any length of text, and so keeps attention close to uniform."
+        "Prefix spread of what is fed into the next attention behind so many blocks, normalised as "
+        "it is; on the right, over that at the first. In a fresh NoPE decoder it stays within a "
+        "constant of that, at any length of text, so that where the embeddings lie close together "
+        "attention stays close to uniform."
     )
     header = ("version", "seed", "blocks", "spread")
     figure = spread_figure(spreads, VERSIONS)

@@ -7,11 +7,17 @@ import math
 import numpy as np
 
 from trainer.analysis.averages import Array
+from trainer.analysis.needle_prompt import NeedleShift
 from trainer.analysis.rescaled_attention import scaling_factors
 from trainer.analysis.studies.part import Part
 from trainer.analysis.yarn_shift import YarnShift
 from trainer.positional.spectrum import Spectrum
-from trainer.report.geometry.bias_figures import factor_figure, rescaled_figure, shift_figure
+from trainer.report.geometry.bias_figures import (
+    factor_figure,
+    needle_figure,
+    rescaled_figure,
+    shift_figure,
+)
 from trainer.report.geometry.section import Picture
 
 METHODS = {"pi": "PI", "ntk": "NTK-aware", "yarn": "YaRN"}
@@ -106,6 +112,43 @@ def yarn_part(found: YarnShift | None, bias: Array) -> Part:
     )
 
 
+def needle_part(found: NeedleShift | None) -> Part:
+    """The last token of a needle prompt under YaRN (Fig. 8)."""
+    if found is None:
+        return Part(
+            (
+                "Attention on a needle under YaRN was left out: texts and the training length have "
+                "no room for a statement and its question.",
+            )
+        )
+    before, after = (100 * found.on_needle[name] for name in LAYOUTS)
+    where = f"The last token of a needle prompt of {found.tokens:,} tokens"
+    rows = [
+        (layout, offset, float(value))
+        for layout, curve in found.around.items()
+        for offset, value in enumerate(curve, found.first)
+    ]
+    picture = Picture(
+        "needle_under_yarn",
+        needle_figure(found.around, found.first, LAYOUTS, _head(found.head)),
+        f"{where}: its attention on the tokens around the needle, which begins at 0, in the head "
+        "that attends most to it, as trained and under YaRN.",
+        ("layout", "offset", "attention"),
+        rows,
+    )
+    numbers = {
+        "head": list(found.head),
+        "tokens": found.tokens,
+        "on_needle": found.on_needle,
+        "around": {name: curve.tolist() for name, curve in found.around.items()},
+    }
+    finding = (
+        f"{where} attends most to the needle in {_head(found.head)}, with {before:.1f}%; under "
+        f"YaRN with s = 2 that is {after:.1f}%."
+    )
+    return Part((finding,), (picture,), numbers={"needle": numbers})
+
+
 def factors_part(spectrum: Spectrum, training_length: int) -> Part:
     """What every frequency is multiplied by (Fig. 6 and 11)."""
     factors = {s: scaling_factors(spectrum, training_length, s) for s in FACTORS}
@@ -135,7 +178,8 @@ def factors_part(spectrum: Spectrum, training_length: int) -> Part:
         factor_figure(factors, int(np.argmax(slow)) if slow.any() else None, METHODS),
         "What PI, NTK-aware scaling and YaRN multiply every frequency by, for texts 2, 3 and 4 "
         "times as long. All of them slow the low frequencies down by s, on the right, which is "
-        "where content is compared over long distances; PI slows all.",
+        "where content is compared over long distances; PI slows all. YaRN's ramp is linear in "
+        "the frequency (Eq. 11); the usual implementation has one over the pair's index.",
         ("s", "method", "pair", "wavelength", "factor"),
         rows,
     )

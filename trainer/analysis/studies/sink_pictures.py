@@ -27,6 +27,15 @@ def near(values: Array, edges: Sequence[int], length: int) -> Array:
     return mean
 
 
+def over_largest(products: Array) -> Array:
+    """``[..., buckets]``, over the largest of all buckets, as Fig. 5 has them; where all are
+    negative, over the size of the most negative one."""
+    top = products.max(axis=-1, keepdims=True)
+    scale: Array = np.where(top > 0, top, np.abs(products).max(axis=-1, keepdims=True))
+    found: Array = products / np.maximum(scale, np.finfo(float).tiny)
+    return found
+
+
 @dataclass(frozen=True)
 class AttentionMap:
     """Attention ``[cells, cells]`` of a head, and what it puts on the first token, a share."""
@@ -75,17 +84,27 @@ class SinkPictures:
     def keys(self) -> Picture:
         """Norms of keys and their dot products with later queries by position (Fig. 5)."""
         norms = over_heads("all keys", 0, self.positions, self.found.key_norm, marked=False)
+        relative = {v: over_largest(of) for v, _, of in self._both("key_dot")}
+        shown = [
+            over_heads(label, style, self.positions, relative[version], marked=False)
+            for version, (label, style) in self.versions.items()
+        ]
         panels = [
             Panel("length of keys", "‖k‖", [norms]),
-            Panel("dot product with later queries", "mean dot product", self._lines("key_dot")),
+            Panel("dot product with later queries", "over the largest of a head", shown),
         ]
-        both = [("all", "key_norm", self.found.key_norm), *self._both("key_dot")]
+        both = [
+            ("all", "key_norm", self.found.key_norm),
+            *self._both("key_dot"),
+            *((version, "key_dot_over_largest", of) for version, of in relative.items()),
+        ]
         return Picture(
             "sinks_keys",
             by_length(panels, x_label="position of the key", trained=self.trained),
             f"Left: length of a key {before(self.versions)}, by its position, the first token at "
-            "1. Right: its dot product with its own and all later queries, mean. A sink is a first "
-            "key that is short and whose dot product is the largest. Mean and 80% of heads.",
+            "1. Right: its dot product with its own and all later queries, mean, over the largest "
+            "such mean of the head. A sink is a first key that is short and whose dot product is "
+            "the largest, 1. Mean and 80% of heads.",
             HEADER,
             self._rows(both),
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.analysis.capture import Heads, capture
+from trainer.analysis.needle_prompt import NeedlePrompt
 from trainer.model.decoder import Decoder
 from trainer.report.geometry.section import Section
 
@@ -22,7 +23,7 @@ class Target:
 
     ``ids``: ``[B, T]`` tokens on the model's device, each row behind a beginning-of-text token.
     ``chosen``: (layer, query head) pairs that snapshots and maps show; empty: the study chooses.
-    ``seed``: of subsamples.
+    ``seed``: of subsamples. ``prompt``: needle prompts in the model's words; None: there are none.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Target:
     ids: Tensor
     chosen: tuple[tuple[int, int], ...] = ()
     seed: int = 0
+    prompt: NeedlePrompt | None = None
 
     @property
     def length(self) -> int:

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from trainer.data.tokenizer import end_of_text
 from trainer.errors import UserError
-from trainer.evaluation.longbench.averages import label
 from trainer.evaluation.longbench.kinds import Kind
+from trainer.evaluation.longbench.labels import label
 from trainer.evaluation.longbench.metrics import classification
 from trainer.evaluation.longbench.rows import Row
 from trainer.evaluation.prompts import Prompt
@@ -22,6 +22,7 @@ from trainer.evaluation.prompts import Prompt
 @dataclass(frozen=True)
 class LongBenchTask:
     """A :class:`~trainer.evaluation.prompts.Task`; ``bos`` begins every prompt unless it is None.
+    ``training_length``: of the models, in tokens.
 
     The same questions are asked at every length: a length is what the model may read, and a shorter
     text is not filled up.
@@ -32,6 +33,7 @@ class LongBenchTask:
     rows: Sequence[Row]
     tokenizer: Tokenizer
     bos: int | None
+    training_length: int
 
     def prompts(self, length: int) -> list[Prompt]:
         """One prompt a question. With its answer it has ``length`` tokens at most.
@@ -55,7 +57,7 @@ class LongBenchTask:
                 tuple(middle_out(ids, room).tolist()),
                 tuple(row.answers),
                 kind.new_tokens,
-                label=label(kind.category, row.length),
+                label=label(kind.category, row.length, len(ids), self.training_length),
                 never_first=self._never_first,
             )
             for row, ids in zip(self.rows, self._encoded, strict=True)

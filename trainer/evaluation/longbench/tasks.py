@@ -46,7 +46,7 @@ class LongBenchSettings:
 
 
 def longbench_tasks(
-    settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None
+    settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None, training_length: int
 ) -> tuple[list[Task], list[str]]:
     """The tasks whose files are there, and a sentence for each other one.
 
@@ -54,6 +54,7 @@ def longbench_tasks(
         settings: without :meth:`~LongBenchSettings.problems`.
         tokenizer: of the model; lengths are counted in its tokens.
         bos: the token every prompt begins with, or None.
+        training_length: C in tokens, in which the lengths of texts are reported.
 
     Raises:
         UserError: no file is there, the archive cannot be had, or a line is malformed.
@@ -70,7 +71,8 @@ def longbench_tasks(
         if KINDS[name].metric is classification and not rows[0].all_classes:
             raise UserError(f"{KEY}: {str(file)!r} line 1: all_classes: expected names of classes.")
         chosen = _chosen(rows, settings, name)
-        tasks.append(LongBenchTask(f"longbench_{name}", KINDS[name], chosen, tokenizer, bos))
+        of_model = tokenizer, bos, training_length
+        tasks.append(LongBenchTask(f"longbench_{name}", KINDS[name], chosen, *of_model))
     if not tasks:
         raise UserError(
             f"{KEY}: {str(files)!r} holds none of the tasks' files, such as {name}.jsonl."

@@ -55,11 +55,11 @@ def gradient_figure(gradients: Mapping[str, Array], names: Mapping[str, str]) ->
 
 def spread_figure(spreads: Mapping[str, Array], names: Mapping[str, str]) -> Figure:
     """``spreads``: by version ``[seeds, layers + 1]``; on the left as it is, on the right over that
-    of the embeddings."""
+    at the first attention."""
     panels = []
     for title, label, relative in (
-        ("prefix spread", "spread (norm of the residual stream)", False),
-        ("growth over the embeddings", "spread / spread of the embeddings", True),
+        ("prefix spread", "spread (norm, of what enters attention)", False),
+        ("growth over the first", "spread / spread at the first attention", True),
     ):
         shown = {
             version: values / values[:, :1] if relative else values
@@ -100,6 +100,18 @@ def rescaled_figure(
             Panel(titles[1], series(semantic, offsets), around),
         ]
     )
+
+
+def needle_figure(
+    around: Mapping[str, Array], first: int, names: Mapping[str, str], title: str
+) -> Figure:
+    """Attention on the tokens around a needle by layout, from the token ``first`` on."""
+    frame = Frame("key, tokens from the needle's first", "attention of the last token", unscaled)
+    series = [
+        Series(names[key], STYLES[key], range(first, first + len(values)), values.tolist())
+        for key, values in around.items()
+    ]
+    return lines([Panel(title, series, frame)])
 
 
 def shift_figure(bias: Array, shift: Array) -> Figure:

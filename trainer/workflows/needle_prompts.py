@@ -1,0 +1,45 @@
+"""Needle prompts for analyses, in the words of DroPE's App. C.2."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from trainer.analysis.needle_prompt import NeedlePrompt
+from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.needles.quiz import one_of_many
+
+DEPTH, PROMPTS = 0.1, 4
+
+
+def needle_prompt(
+    tokenizer: Tokenizer, ids: Tensor, length: int, seed: int = 0
+) -> NeedlePrompt | None:
+    """One statement, at a tenth of the first texts, and the question for it at their end.
+
+    Args:
+        tokenizer: of the model.
+        ids: ``[B, T]`` texts behind a beginning-of-text token each.
+        length: tokens of a prompt, at most T.
+        seed: of the statement.
+
+    Returns:
+        None where there is no room for a text four times as long as statement and question.
+    """
+    haystack = Haystack(tokenizer, (), ())
+    quiz = one_of_many(1, "", np.random.default_rng(seed))
+    needle = haystack.encode(f" {quiz.needles[0]}")
+    question = haystack.encode(f"\n\n{quiz.question}")
+    text = length - len(needle) - len(question)
+    if text < 4 * (len(needle) + len(question)) or length > ids.shape[1]:
+        return None
+    place = 1 + round(DEPTH * (text - 1))
+    rows = ids[:PROMPTS, :text]
+
+    def inserted(tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, device=ids.device).expand(len(rows), -1)
+
+    parts = [rows[:, :place], inserted(needle), rows[:, place:], inserted(question)]
+    return NeedlePrompt(torch.cat(parts, dim=1), slice(place, place + len(needle)))
