@@ -29,8 +29,14 @@ def problems(*words):
 def test_every_experiment_is_valid_or_says_which_weights_it_needs(name, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("UNROPE_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     words = [f"+experiment={name}"]
-    weights = compose_words(words).values["model"]["from_pretrained"]
+    model = compose_words(words).values["model"]
+    weights, run = model["from_pretrained"], model["from_run"]
+    if run is not None:
+        (problem,) = problems(*words)
+        assert problem.startswith(f"model.from_run: {run!r} is neither a run directory nor")
+        return
     if weights is None:
         assert read_config(words).name == name
         return
