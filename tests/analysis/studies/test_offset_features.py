@@ -207,7 +207,8 @@ def test_layers_without_rotation_have_no_pairs(tiny_decoder):
 def test_a_model_without_slow_pairs_has_bounds_but_no_features_to_show(tiny_decoder):
     model = loud(tiny_decoder, encodings={"rope": {"base": 1.5}})
     section = section_of(Target("tiny", model, IDS))
-    assert [p.name for p in section.pictures] == ["offset_features", "extended_bounds"]
+    names = ["offset_features", "offset_angle_stability", "extended_bounds"]
+    assert [p.name for p in section.pictures] == names
     assert section.findings[0].startswith("0% of 32 pairs")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.analysis.angle_stability import AngleStability
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
 from trainer.analysis.offset_features import (
@@ -22,10 +23,16 @@ from trainer.analysis.offset_features import (
     contributions,
     pair_points,
 )
+from trainer.analysis.studies.angle_pictures import stable_angles, steadier
 from trainer.analysis.studies.arrays import plain
 from trainer.analysis.studies.extended_bounds import AS_TRAINED, ExtendedBounds, number, percent
 from trainer.analysis.studies.study import Study, Target
-from trainer.report.geometry.offset_figures import Cloud, by_distance, clouds, radius_and_angle
+from trainer.report.geometry.offset_figures import (
+    Cloud,
+    by_distance,
+    clouds,
+    radius_and_angle,
+)
 from trainer.report.geometry.section import Grid, Picture, Section
 
 SHOWN, CURVES, DISTANCES, POINTS = 3, 3, 400, 1000
@@ -56,6 +63,7 @@ class OffsetFeaturesStudy(Study):
         super().__init__(target)
         self._extended = ExtendedBounds(target)
         self._features: list[Feature] = []
+        self._stability = AngleStability()
 
     @classmethod
     def problems(cls, target: Target) -> list[str]:
@@ -73,6 +81,7 @@ class OffsetFeaturesStudy(Study):
             k=heads.k.mean(dim=2, keepdim=True, dtype=torch.float64),
         )
         self._extended.update(means)
+        self._stability.update(heads)
         if self.target.chosen:
             groups = [[head] for layer, head in self.target.chosen if layer == heads.layer]
         else:
@@ -99,7 +108,8 @@ class OffsetFeaturesStudy(Study):
         results = self._extended.results()
         found = results[AS_TRAINED]
         shown = sorted(self._features, key=lambda one: -one.strength)[:SHOWN]
-        pictures = [_scatter(found)]
+        stability = self._stability.result()
+        pictures = [_scatter(found), stable_angles(stability)]
         if shown:
             pictures += [self._clouds(shown), _curves(found, shown)]
         return Section(
@@ -116,9 +126,9 @@ class OffsetFeaturesStudy(Study):
                 "upper bound: θ < 2π / C",
                 "lower bound: φ ≥ π + θ C / 2",
             ),
-            "Rotary Offset Features in Large Language Models, Eq. 13–16, Table 2, Fig. 4–8, "
+            "Rotary Offset Features in Large Language Models, Eq. 13–16, Table 2, Fig. 2 and 4–8, "
             "App. C.",
-            (*_findings(found, shown), *self._extended.findings(results)),
+            (*_findings(found, shown), *steadier(stability), *self._extended.findings(results)),
             (*pictures, self._extended.picture(found)),
             (_table(found), self._extended.grid(results)),
             {

@@ -66,6 +66,22 @@ def radius_and_angle(turns: Array, radius: Array, angle: Array, radii: Sequence[
     return figure
 
 
+def radius_and_variance(radius: Array, variance: Array, of_keys: Array) -> Figure:
+    """Circular variance of the angles of every pair by the length of its mean, all ``[n]``."""
+    with paper_style():
+        figure = blank(2.6)
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, of, colour, name in zip(
+            panels, (~of_keys, of_keys), (BLUE, ORANGE), ("queries", "keys"), strict=True
+        ):
+            shown = {"s": 4, "alpha": 0.4, "linewidths": 0, "rasterized": True}
+            axes.scatter(radius[of], variance[of], color=colour, **shown)
+            axes.set_xlabel(f"radius of the mean, {name}")
+        panels[0].set_ylim(0, 1)
+        panels[0].set_ylabel("circular variance of the angle")
+    return figure
+
+
 @dataclass(frozen=True)
 class Cloud:
     """Queries and keys ``[T, 2]`` of one pair before the rotation, which then turns by ``turned``
