@@ -12,6 +12,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
+from trainer.workflows import experiment
 from trainer.workflows.experiment import run_experiment
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -85,7 +86,8 @@ def _few(controls):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path):
+def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "write_renderings", lambda *_: [])  # half of the time
     config = parse(RunConfig, small(name, base, tmp_path))
     report, _ = run_experiment(config)
     phases, run_dir = phases_of(config), Path(config.run_dir)
@@ -99,4 +101,4 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path):
     assert all(change.loss_end is not None for change in arm.changes)
     lengths = {cell.length for cell in report.cells}
     assert lengths == {config.training_length, 2 * config.training_length}
-    assert (run_dir / "report.html").is_file()
+    assert (run_dir / "report.json").is_file()
