@@ -157,6 +157,52 @@ def test_a_drop_of_the_run_beside_phases_is_refused():
         configured({"a": {"steps": 5}}, drop={"at": 3})
 
 
+@pytest.mark.parametrize(
+    ("run", "control", "problem"),
+    [
+        (
+            {"drop": {"at": 50}},
+            {"branch": 32, "drop": {"at": 20}},
+            "after step 20 the run and the control are not changed alike, and step 32",
+        ),
+        (
+            {"drop": {"at": 50}},
+            {"branch": 32, "trainer": {"batch_size": 8}},
+            "from step 0 on the run reads other samples than the control.",
+        ),
+        (
+            {"phases": {"a": {"steps": 40, "until": {"flat": 0.1}}}},
+            {"branch": 32},
+            "'a' may end early, so that step 32 may lie behind it.",
+        ),
+    ],
+)
+def test_a_branch_is_until_there_as_the_run_is(run, control, problem):
+    controls = {"x": {"label": "x", **control}}
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, merged({**SMALL, **run}, {"controls": controls}))
+    assert [f"controls.x.branch: {problem}"] == [
+        p[: len(f"controls.x.branch: {problem}")] for p in error.value.problems
+    ]
+
+
+def test_the_same_mixture_in_other_words_is_read_on():
+    mixture = {
+        name: {"files": [f"{name}.txt"], "source": "files", "weight": w}
+        for name, w in (("a", 1), ("b", 2))
+    }
+    config = configured(
+        {"one": {"steps": 3}, "two": {"steps": 3, "weights": {"b": 2.0, "a": 1.0}}},
+        data={"mixture": mixture, "sequence_length": 64},
+    )
+    assert [phase.order for phase in phases_of(config)] == [0, 0]
+
+
+def test_a_size_that_makes_no_sense_is_named_by_itself():
+    with pytest.raises(UserError, match=r"data\.sequence_length: expected 2"):
+        configured({"a": {"tokens": 5000}}, data={"sequence_length": 0})
+
+
 def test_a_branch_begins_before_the_drop():
     with pytest.raises(UserError, match=r"controls\.x\.branch: expected a step from 1 to 3"):
         parse(

@@ -135,7 +135,7 @@ def test_a_resume_within_and_between_phases_changes_nothing(whole, run, tmp_path
     assert rows_of(resumed) == rows_of(config)
 
 
-def test_who_asks_in_the_last_step_of_a_stretch_is_heard_in_the_next(run, monkeypatch):
+def test_who_asks_in_the_last_step_of_a_stretch_is_heard_before_the_next(run, monkeypatch):
     """It ends before a vote could be held."""
     usual = Preemption.on_train_batch_end
 
@@ -146,7 +146,7 @@ def test_who_asks_in_the_last_step_of_a_stretch_is_heard_in_the_next(run, monkey
             usual(self, trainer, *args)
 
     monkeypatch.setattr(Preemption, "on_train_batch_end", asked)
-    with pytest.raises(PreemptedError, match=r"after step [56] \(SIGTERM\)"):
+    with pytest.raises(PreemptedError, match=r"after step 4 \(SIGTERM\), checkpoint saved"):
         run(**CHANGES)
 
 
@@ -174,6 +174,8 @@ def test_a_phase_ends_once_its_loss_is_flat_or_back(run, tmp_path):
     assert config.trainer.max_steps == 16
     assert trained.config.trainer.max_steps == 9
     assert trained.config.drop_step == 6
+    last = rows_of(config)[-1]
+    assert (last["step"], "drop/loss_end" in last) == (9, True)
     state = read_state(trained.checkpoint)
     assert state["ends"] == {"first": 6, "dropped": 3}
     assert state["config"]["trainer"]["max_steps"] == state["step"] == 9
@@ -190,6 +192,21 @@ def test_a_phase_ends_once_its_loss_is_flat_or_back(run, tmp_path):
         resumed, again = run(f"from{step}", **changes)
         assert_same_state(again.checkpoint, trained.checkpoint)
         assert rows_of(resumed) == rows_of(config)
+
+
+def test_what_shrinks_is_gone_before_its_phase_may_end(run):
+    phases = {
+        "first": {"steps": 2},
+        "dropped": {
+            "steps": 9, "drop": {"anneal_steps": 5}, "schedule": {"warmup_steps": 1},
+            "until": {"every": 2, "back_within": 50.0},
+        },
+    }  # fmt: skip
+    _, trained = run(**{**CHANGES, "phases": phases})
+    state = read_state(trained.checkpoint)
+    assert state["ends"] == {"dropped": 6}
+    assert state["layout"]["spectra"][0]["inv_freq"] == []
+    assert state["callbacks"]["Transitions"]["before"] is None
 
 
 def test_texts_are_weighed_anew_and_counted_apart(run, base, tmp_path):

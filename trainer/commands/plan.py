@@ -32,7 +32,7 @@ class _Own:
         return found
 
 
-MISSING = "model weights", "model.from_run:", "model.from_pretrained: there is no directory"
+MISSING = "model weights", "model.from_run: '", "model.from_pretrained: there is no directory"
 """How problems of weights begin that are still to be had, or to be trained."""
 OWN = ("gpu", "mfu", "exact", "slurm")
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from trainer.errors import UserError, did_you_mean
 from trainer.formats import adapter
 from trainer.plugins import load_plugins
+from trainer.runs.branches import branch_problems
 from trainer.runs.config import NAME, RunConfig
 from trainer.runs.numbers import number_problems
 from trainer.runs.phases import phase_problems, with_lengths
@@ -237,10 +238,11 @@ def _control_problems(
             f"every branch begins, got {branch}."
         ]
     try:
-        control_config(values, name)
+        control = control_config(values, name)
     except UserError as error:
         return [f"controls.{name}: {p}" for p in error.problems if p not in known]
-    return []
+    at = config.drop_step if branch == "drop" else branch
+    return [f"controls.{name}.{p}" for p in branch_problems(config, control, at or 0)]
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -135,14 +135,16 @@ def _next(config: RunConfig, before: list[Phase], name: str, phase: PhaseConfig)
     if last is None:
         return made
     made = replace(made, tokens=last.tokens_at(start))
-    if _reading(last.config.data) == _reading(own.data):
+    if reading(last.config.data) == reading(own.data):
         at = last.samples + (start - last.start) * last.config.trainer.batch_size
         return replace(made, order=last.order, order_start=last.order_start, samples=at)
     return replace(made, order=last.order + 1, order_start=start)
 
 
-def _reading(data: DataConfig) -> tuple[object, ...]:
-    return data.sequence_length, str(data.mixture)
+def reading(data: DataConfig) -> tuple[object, ...]:
+    """Equal for texts, weights and lengths that are read alike."""
+    texts = sorted((name, repr(text), float(weight)) for name, (text, weight) in data.texts.items())
+    return data.sequence_length, tuple(texts)
 
 
 def config_in(config: RunConfig, phase: PhaseConfig) -> RunConfig:
@@ -247,8 +249,8 @@ def phase_problems(config: RunConfig) -> list[str]:
         found += phase.problems(f"phases.{name}", texts)
     if config.drop.at is not None or config.drop.at_tokens is not None:
         found.append("drop: with phases it is one of them that drops; give phases.NAME.drop.")
-    if found:
-        return found
+    if found or any(phase.steps is None for phase in config.phases.values()):
+        return found  # without steps where the size of a step makes no sense, which is said already
     phases, model = phases_of(config), config.model
     for earlier, phase in pairwise(config.phases.items()):
         if earlier[1].until is not None and phase[1].schedule is None:

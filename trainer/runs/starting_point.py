@@ -163,7 +163,8 @@ def epochs_read(
         for order, of_one in orders.items():
             if of_one[0].start < step or not of_one[0].start:
                 last = phase_at(of_one, max(min(step, of_one[-1].end) - 1, 0))
-                count = last.first_sample(min(step, last.end), skips)
+                own = [skip for skip in skips if skip[0] < of_one[-1].end]
+                count = last.first_sample(min(step, last.end), own)
                 for name, times in samples[order].epochs(count).items():
                     total[name] += times
         return total

@@ -13,13 +13,15 @@ import lightning as L
 import torch
 
 from trainer.data.corpus import Corpus
-from trainer.errors import UserError
+from trainer.errors import PreemptedError, UserError
 from trainer.runs.checkpoints import step_name
 from trainer.runs.config import RunConfig
+from trainer.runs.job_files import ask_for_requeue
 from trainer.runs.phases import phases_of, with_ends
+from trainer.runs.ranks import all_gather, on_rank_zero
 from trainer.runs.starting_point import rewind_run, starting_point
 from trainer.training.devices import numerics
-from trainer.training.stretch import Around, train_stretch
+from trainer.training.stretch import Around, Trained, train_stretch
 from trainer.training.user_callbacks import make_callbacks
 
 MAX_REWINDS = 10
@@ -68,19 +70,16 @@ def train(
         PreemptedError: the run was asked to stop, and has.
     """
     began, clock, rewinds = time.time(), time.perf_counter(), 0
-    skips, asked = None, None
+    skips, given = None, config
     own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
     while True:
-        start = starting_point(config, branch)
-        config = with_ends(config, start.state.get("ends", {}))
+        # A trainer that is done is a circle of references: only now its memory is free.
+        gc.collect()
+        start = starting_point(given, branch)
+        config = with_ends(given, start.state.get("ends", {}))
         with numerics(config):
-            around = Around(began, asked, own, callbacks)
+            around = Around(began, own, callbacks)
             trained = train_stretch(config, corpus, start, skips, around)
-        config = with_ends(config, trained.ends)
-        if trained.broken is None and trained.step == config.trainer.max_steps:
-            path = Path(config.run_dir) / "checkpoints" / step_name(trained.step)
-            return TrainedRun(config, path, trained.effects, time.perf_counter() - clock)
-        skips, asked = None, trained.asked
         if trained.broken is not None:
             rewinds += 1
             if rewinds == MAX_REWINDS:
@@ -89,7 +88,24 @@ def train(
                     "again; lower the learning rate, or look at the text."
                 )
             skips = rewind_run(config, *trained.broken)
+        else:
+            config = with_ends(given, trained.ends)
+            if trained.step == config.trainer.max_steps:
+                path = Path(config.run_dir) / "checkpoints" / step_name(trained.step)
+                return TrainedRun(config, path, trained.effects, time.perf_counter() - clock)
+            skips = None
+            _stop_if_asked(trained)
+            torch.compiler.reset()  # another length is compiled for itself, not for any length
         own = make_callbacks(config.callbacks)
-        # A trainer that is done is a circle of references: only now its memory is free.
-        gc.collect()
-        torch.compiler.reset()  # another length is compiled for itself, and not for any length
+
+
+def _stop_if_asked(trained: Trained) -> None:
+    """Stop between two stretches, where any rank was asked to in the last step of the first: its
+    checkpoint is there, and the next would take long to begin.
+
+    Raises:
+        PreemptedError: one was.
+    """
+    if asked := next(filter(None, all_gather(trained.asked)), None):
+        on_rank_zero(ask_for_requeue)
+        raise PreemptedError(f"Stopped after step {trained.step} ({asked}), checkpoint saved.")

@@ -84,10 +84,9 @@ class Trained:
 @dataclass(frozen=True)
 class Around:
     """What a stretch has from the process that trains it: when that ``began`` (seconds since the
-    epoch), who ``asked`` it to stop, the user's ``own`` callbacks and others."""
+    epoch), the user's ``own`` callbacks and others."""
 
     began: float
-    asked: str | None
     own: Sequence[L.Callback]
     callbacks: Sequence[L.Callback]
 
@@ -157,20 +156,20 @@ def train_stretch(
         monitors = _monitors(config, corpus, ranks, transitions, metrics)
         until = Until(phase, transitions, checkpointing)
         with_state = [metrics, transitions, *monitors, *([until] if phase.until else [])]
-        preemption = Preemption(config, checkpointing, around.began, around.asked)
+        preemption = Preemption(config, checkpointing, around.began)
         rewind = Rewind(here)
         trainer = make_trainer(
             here,
             ranks,
             loggers,
-            # The order matters: changed, then measured, then logged, then saved.
+            # The order matters: changed, then ended, measured, logged, and then saved.
             [
                 Resume(start.checkpoint, start.state, with_state, around.own),
                 transitions,
                 *around.own,
+                until,
                 *monitors,
                 metrics,
-                until,
                 checkpointing,
                 TimedCheckpoints(config, ranks, checkpointing),
                 rewind,

@@ -177,7 +177,7 @@ def _open(
         UserError: with all that is wrong.
     """
     problems = device_problems(config) + label_problems(configs)
-    for phase in phases_of(config):
+    for phase in (phase for arm in configs.values() for phase in phases_of(arm)):
         problems += spread_problems(phase.config, ranks.world_size, ranks.local_size)
         problems += memory_problems(phase.config, ranks.world_size)
     problems += logger_problems(config) + vocabulary_problems(config)

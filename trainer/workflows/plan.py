@@ -18,7 +18,7 @@ from trainer.model.flops import training_flops
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config
-from trainer.runs.phases import phases_of, tokens_at
+from trainer.runs.phases import kept_steps, phases_of, tokens_at
 from trainer.runs.ranks import Ranks
 from trainer.runs.starting_point import epochs_read
 from trainer.training.callbacks.transitions import describe
@@ -27,7 +27,7 @@ from trainer.training.peaks import dense_peak
 from trainer.training.rehearsal import Parts, memory_of
 from trainer.training.strategy import reduces_once_a_step
 from trainer.workflows.plan_request import PlanRequest
-from trainer.workflows.training_text import tokenizer_of_weights
+from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 GB, GIB = 1e9, 2**30
 
@@ -149,7 +149,7 @@ def _training(
 
 def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]:
     gpu, ranks, local = GPUS[request.gpu], request.ranks, request.on_a_node
-    phase = max(phases_of(request.config), key=lambda phase: _at_once(phase.config, ranks))
+    phase = max(phases_of(request.config), key=lambda phase: _load(phase.config, ranks))
     config = phase.config
     yield "GPUs", f"{ranks}, strategy {config.strategy.name}"
     if request.config.phases:
@@ -167,10 +167,10 @@ def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]
         yield "does not fit", _way_out(config, ranks, local, gpu, model)
 
 
-def _at_once(config: RunConfig, ranks: int) -> int:
-    """Tokens of a rank's micro-batch."""
+def _load(config: RunConfig, ranks: int) -> tuple[int, int]:
+    """Tokens of a rank's micro-batch, and how many make a step."""
     rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
-    return rows * config.data.sequence_length
+    return rows * config.data.sequence_length, config.trainer.accumulation(ranks)
 
 
 OFFLOADED = "parameters", "optimizer"
@@ -232,7 +232,7 @@ def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[
 def _disk(config: RunConfig, count: int, vocab: int) -> Iterator[tuple[str, str]]:
     run, one = config.trainer, STATE * count
     kept = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
-    kept += len(config.phases)
+    kept += len(kept_steps(config))
     kept += run.max_steps // run.keep_every if run.keep_every else 0
     yield "a checkpoint", f"{one / GB:,.1f} GB"
     yield "checkpoints kept", f"{kept}, and one that is written: {(kept + 1) * one / GB:,.0f} GB"
@@ -245,7 +245,9 @@ def _corpus(request: PlanRequest) -> Corpus | UserError:
     config = request.config
     try:
         tokenizer = None if request.missing else tokenizer_of_weights(config)
-        return prepare_corpus(config.data, config.tokenizer, tokenizer, alone=False)
+        for data in readings(config):
+            corpus = prepare_corpus(data, config.tokenizer, tokenizer, alone=False)
+        return corpus
     except UserError as error:
         return error
 

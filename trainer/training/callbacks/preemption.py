@@ -42,20 +42,14 @@ ECHO = 10.0
 class Preemption(L.Callback):
     """Stops the run when it was asked to; ``reason`` then says why.
 
-    ``asked``: who has asked already, or asked in the last step, after which nothing stops.
+    ``asked``: who has asked, also in the last step, after which nothing stops.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        checkpointing: Checkpointing,
-        began: float,
-        asked: str | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, checkpointing: Checkpointing, began: float) -> None:
         self.config, self.checkpointing, self.began = config, checkpointing, began
         self._step_ends: deque[float] = deque(maxlen=20)
         self.reason: str | None = None
-        self.asked = asked
+        self.asked: str | None = None
         self._asked_at = 0.0
         self._vote = Vote()
         self._handlers: dict[int, Any] = {}

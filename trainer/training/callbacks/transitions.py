@@ -149,8 +149,7 @@ class Transitions(L.Callback):
         model.layout = dropped_layout(
             model.layout, positional, phase.drop, model.config.head_size, norms_on
         )
-        if phase.drop.anneal_steps:
-            self._before = model.layout
+        self._before = model.layout if phase.drop.anneal_steps else None
 
     def _shrink(self, module: LanguageModule, phase: Phase, done: int) -> None:
         assert self._before is not None

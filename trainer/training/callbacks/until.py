@@ -49,6 +49,8 @@ class Until(L.Callback):
         done = step - self.phase.start
         if until is None or not ends_step(trainer, index) or done % until.every:
             return
+        if self.phase.drop is not None and done < self.phase.drop.anneal_steps:
+            return  # nothing is dropped yet, so that the loss says nothing of it
         self.losses.append(fmean(self.transitions.losses(module, self.phase)))
         if step == self.phase.end or not trainer.strategy.broadcast(self._is_over()):
             return
