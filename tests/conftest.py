@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from hypothesis import settings
+from lightning.pytorch.utilities import rank_zero_only
 
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -17,6 +18,12 @@ pytest_plugins = ["tests.small_runs"]
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def first_rank():
+    """As Lightning knows it, which keeps that of the last trainer made in this process."""
+    rank_zero_only.rank = 0
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.program import run_ranks
 from trainer.model.config import ModelConfig
@@ -50,3 +51,12 @@ def test_layers_that_were_left_out_follow_from_the_others(strategy, recomputed):
     )
     whole, estimated = (memory_of(config, ranks, exact=exact) for exact in (True, False))
     assert sum(estimated.values()) == pytest.approx(sum(whole.values()), rel=0.05)
+
+
+def test_what_was_pretended_is_forgotten(tiny_decoder):
+    """Tables of rotations are kept from one forward pass to the next."""
+    model, ids = tiny_decoder(), torch.arange(8)[None]
+    real = model(ids)
+    with pretended():
+        tiny_decoder()(ids)
+    torch.testing.assert_close(tiny_decoder()(ids), real, rtol=0, atol=0)

@@ -146,12 +146,12 @@ def bias_slopes(layout: Layout, heads: int, device: torch.device) -> list[Tensor
     for layer in layout.layers:
         if id(layer) not in found:
             biased = tuple(spectrum.alibi for spectrum in layer.spectra)
-            found[id(layer)] = _slopes(heads, biased, device) if any(biased) else None
+            found[id(layer)] = slopes_of(heads, biased, device) if any(biased) else None
     return [found[id(layer)] for layer in layout.layers]
 
 
 @lru_cache
-def _slopes(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor:
+def slopes_of(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor:
     """``[heads]``, 0 where the key-value head has no bias; kept, since copying to a GPU waits."""
     slopes = torch.tensor(alibi_slopes(heads), device=device)
     return slopes * torch.tensor(biased, device=device).repeat_interleave(heads // len(biased))

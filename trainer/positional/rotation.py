@@ -49,7 +49,7 @@ def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]
     Returns:
         Two float32 tensors ``[..., T, pairs]``.
     """
-    inv_freq = _frequencies(spectrum.inv_freq, positions.device)
+    inv_freq = frequencies(spectrum.inv_freq, positions.device)
     phase = positions.to(torch.float64)[..., None] * inv_freq
     phase = torch.remainder(phase, 2 * math.pi).to(torch.float32)
     cos, sin = phase.cos(), phase.sin()
@@ -59,7 +59,7 @@ def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]
 
 
 @lru_cache
-def _frequencies(inv_freq: Frequencies, device: torch.device) -> Tensor:
+def frequencies(inv_freq: Frequencies, device: torch.device) -> Tensor:
     """Kept, since copying to a GPU waits for it."""
     return torch.tensor(inv_freq, dtype=torch.float64, device=device)
 

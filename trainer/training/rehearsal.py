@@ -21,8 +21,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.model import decoder, loss
+from trainer.model.attention import slopes_of
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
+from trainer.positional.rotation import frequencies
 from trainer.recalibration.config import DropConfig
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
@@ -41,6 +43,8 @@ def pretended(weights: torch.dtype = torch.float32, device: str = "cuda") -> Ite
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
+        for kept in (frequencies, slopes_of):
+            kept.cache_clear()  # of fake tensors, which computations with real ones would not write
         torch.set_default_dtype(torch.float32)
         loss.CHUNKS["cpu"] = usual
 
