@@ -1,5 +1,7 @@
 """What a reader has to know of a run before believing its numbers."""
 
+import re
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -9,7 +11,27 @@ from tests.report.examples import report
 from trainer.commands import console
 from trainer.report.health import troubles
 from trainer.report.html import write_html
-from trainer.report.results import Arm
+from trainer.report.results import Arm, Change, Drop
+
+
+def test_what_was_changed_in_training_stands_there_too(tmp_path, monkeypatch):
+    """Of the run itself the drop has a line of its own."""
+    long = Change(1000, "phase 'long'", 4096, 4.25, 4.5, 3.125)
+    main = Arm("RoPE", "rope", 10, 2000, 64_000, changes=(Change(500, "dropped", 64, 3, 5), long))
+    other = Arm("NoPE", "nope", 10, 2000, 64_000, changes=(replace(long, loss_end=None),))
+    whole = replace(report(arms=(main, other)), drop=Drop(500, 3.0, 5.0))
+    shown = StringIO()
+    monkeypatch.setattr(console, "Console", lambda **_: Console(file=shown, width=200))
+    console.print_report(whole, "runs/x", existing=False)
+    after = "after step 1000: phase 'long'; held-out loss at 4,096 tokens 4.250 before, then 4.500"
+    said = " ".join(shown.getvalue().split())
+    assert f"RoPE, {after} to 3.125. NoPE, {after} to ?." in said
+    assert said.count("just after") == 1
+    write_html(whole, [], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index('id="changes"') :])
+    assert cells[6:12] == ["1\u202f000", "phase &#39;long&#39;", "4\u202f096", "4.250", "4.500", "3.125"]
+    assert cells[17] == "·"
 
 
 @pytest.mark.parametrize(

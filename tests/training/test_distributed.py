@@ -35,6 +35,21 @@ VARIANTS = {
     "fsdp2 muon": variant(
         "fsdp2", model={"tie_word_embeddings": False}, optimizer={"name": "muon"}
     ),
+    "fsdp2 phases": variant(
+        "fsdp2",
+        drop={"at": None},
+        phases={
+            "short": {"steps": 6},
+            "long": {
+                "steps": 6,
+                "sequence_length": 64,
+                "batch_size": 2,
+                "optimizer_state": "reset",
+                "drop": {"anneal_steps": 3},
+                "schedule": {"warmup_steps": 2},
+            },
+        },
+    ),
     "hsdp": variant("hsdp", strategy={"shard_size": 1, "activation_checkpointing": "selective"}),
 }
 

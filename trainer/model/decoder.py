@@ -123,6 +123,10 @@ class Decoder(nn.Module):
             wanted = layer.intervention
             block.self_attn.intervention = None if wanted is None else Intervene(wanted)
             block.self_attn.expands = len(layer.spectra) != heads
+        self._keeps_plain_keys = [
+            layer.frequencies_follow_length or len(layer.spectra) != heads
+            for layer in layout.layers
+        ]
 
     @contextmanager
     def using(self, layout: Layout) -> Iterator[None]:
@@ -212,16 +216,13 @@ class Decoder(nn.Module):
         layers = self.layout.layers
         encodings = self._encodings(positions, lengths)
         of_all_keys: list[Encoding | None] = [None] * len(layers)
-        plain = [
-            layer.frequencies_follow_length or block.self_attn.expands
-            for block, layer in zip(self.layers, layers, strict=True)
-        ]
-        if cache and any(plain):
+        if cache and any(self._keeps_plain_keys):
             columns = torch.arange(end, device=device)
             places = columns if begins is None else columns - begins[:, None]
             of_all = self._encodings(places, lengths) if past else encodings
             of_all_keys = [
-                encoding if keeps else None for encoding, keeps in zip(of_all, plain, strict=True)
+                encoding if plain else None
+                for encoding, plain in zip(of_all, self._keeps_plain_keys, strict=True)
             ]
         common = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
         masks = self._masks(common, (ids.shape[0], ids.shape[1]), end, device)

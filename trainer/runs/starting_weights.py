@@ -68,7 +68,7 @@ def _of_run(given: str) -> Pretrained:
         for name, p in shapes.items()
         if not (wait and any(norm in name for norm in ("q_norm", "k_norm")))
     }
-    return Pretrained(given, config, layout, Tokenizer.from_str(state["tokenizer"]), tensors)
+    return Pretrained(str(path), config, layout, Tokenizer.from_str(state["tokenizer"]), tensors)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from trainer.runs.phases import (
     stretch_end,
     with_ends,
 )
-from trainer.runs.ranks import Ranks, current_ranks, on_rank_zero
+from trainer.runs.ranks import Ranks, all_gather, current_ranks, on_rank_zero
 from trainer.runs.saved_state import callback_states
 from trainer.runs.starting_point import (
     NUMERICS,
@@ -217,6 +217,11 @@ def _decoder(
     """The decoder with the layout it has at the start, without weights yet, and where they are if
     the run begins with trained ones."""
     weights = starting_weights(config.model) if start.checkpoint is None else None
+    if weights is not None and len(found := set(all_gather(weights.name))) > 1:
+        raise UserError(
+            f"model.from_run: ranks found different checkpoints ({', '.join(sorted(found))}); name "
+            "one, since the run still trains."
+        )
     model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
     if start.checkpoint is not None:
         check_same_model(start.state, model, start.checkpoint.name)

@@ -34,9 +34,7 @@ def prepare(request: PrepareRequest) -> Iterator[str]:
     Raises:
         UserError: a source cannot be read, or what is prepared is not what was written.
     """
-    config = request.config
-    # Only packed text depends on the lengths of the phases that read it.
-    for data in readings(config) if config.data.packing == "best_fit" else [config.data]:
+    for data in readings(request.config):
         yield from _prepare(request, data)
 
 

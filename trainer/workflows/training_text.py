@@ -41,7 +41,10 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
 
 
 def readings(config: RunConfig) -> list[DataConfig]:
-    """All texts with the lengths of the phases that read them: the run's own last."""
+    """The texts with every length that they are packed for, in any phase, the run's own last; where
+    they are not, with the longest, which no split may fall short of."""
+    if config.data.packing == "stream":
+        return [replace(config.data, sequence_length=config.training_length)]
     lengths = {phase.config.data.sequence_length for phase in phases_of(config)}
     others = sorted(lengths - {config.data.sequence_length})
     return [*(replace(config.data, sequence_length=n) for n in others), config.data]
