@@ -30,7 +30,14 @@ def test_what_was_changed_in_training_stands_there_too(tmp_path, monkeypatch):
     write_html(whole, [], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index('id="changes"') :])
-    assert cells[6:12] == ["1\u202f000", "phase &#39;long&#39;", "4\u202f096", "4.250", "4.500", "3.125"]
+    assert cells[6:12] == [
+        "1\u202f000",
+        "phase &#39;long&#39;",
+        "4\u202f096",
+        "4.250",
+        "4.500",
+        "3.125",
+    ]
     assert cells[17] == "·"
 
 
