@@ -54,7 +54,8 @@ def make_decoder(
 class LanguageModule(L.LightningModule):
     """Trains a :class:`Decoder`; knows schedules and phases, and nothing of data or drops.
 
-    ``resumes``: its weights will be those of a checkpoint, so that none are drawn.
+    ``resumes``: its weights will be those of a checkpoint, so that none are drawn. ``phase_ended``:
+    set where a phase ends before its steps are done.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LanguageModule(L.LightningModule):
         self.model = model
         self.ranks = ranks
         self.phases = phases_of(config)
+        self.phase_ended = False
         self.tally = Tally()
         self.timer = StepTimer()
         self.certificate = Certificate()

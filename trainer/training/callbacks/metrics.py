@@ -52,7 +52,7 @@ class Metrics(L.Callback):
         """Log at every ``log_every``-th step, after its last micro-batch."""
         module.timer.enter("data")
         step = trainer.global_step
-        last = step == self.config.trainer.max_steps or trainer.should_stop
+        last = step == self.config.trainer.max_steps or module.phase_ended
         due = step % self.config.trainer.log_every == 0 or last
         if not ends_step(trainer, index) or not due:
             return

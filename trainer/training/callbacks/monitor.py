@@ -40,6 +40,6 @@ class Monitor(L.Callback, ABC):
     ) -> None:
         """Measure after a step that is due."""
         step = trainer.global_step
-        due = step % self.every == 0 or step in self.fixed or trainer.should_stop
+        due = step % self.every == 0 or step in self.fixed or module.phase_ended
         if ends_step(trainer, index) and due:
             self.measure(trainer, module)

@@ -60,7 +60,7 @@ class Until(L.Callback):
         )
         self.ended = done
         self.transitions.measure_end(module, self.phase)
-        trainer.should_stop = True
+        module.phase_ended = trainer.should_stop = True
 
     def on_train_end(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """The phase's last checkpoint, once everything else has seen its last step."""
