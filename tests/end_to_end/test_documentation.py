@@ -22,19 +22,27 @@ LENGTHS = [
     "threads=1", "evaluation.windows=2", "evaluation.fit_windows=1",
     "evaluation.needles.trials=2", "evaluation.longrope.evaluations=2",
 ]  # fmt: skip
+ONLY_READ = ["--cfg", "job"]
 BUDGETS = {
     **{word: [] for word in ("--help", "--cfg", "generate", "export")},
     **{word: [] for word in ("prepare", "inspect", "slurm", "plan")},
+    "drill": ONLY_READ,  # done by tests/workflows/test_drill.py
+    **{
+        # Trained and evaluated by tests/workflows/test_experiments.py.
+        f"+experiment={name}_demo": ONLY_READ
+        for name in (
+            *("annealed_drop", "encoding_zoo", "extension"),
+            *("qk_norm_rates", "rope_id_extension", "trunk_and_branches"),
+        )
+    },
+    **{
+        f"checkpoint=runs/extension_demo{control}": ONLY_READ for control in ("", "/controls/rope")
+    },
     "analysis=synthetic,matrix_entropy": ["threads=1"],
     "analyze": ["threads=1", "analysis.length=128", "analysis.texts=2"],
     "+evaluation=multiple_choice": ["evaluation.limit=2"],
     "+evaluation=extension": [*LENGTHS, "evaluation.lengths=[1,2]"],
     "evaluate": LENGTHS,
-    **{
-        # Trained by tests/workflows/test_experiments.py.
-        f"+experiment={name}_demo": ["--cfg", "job"]
-        for name in ("qk_norm_rates", "rope_id_extension", "annealed_drop", "trunk_and_branches")
-    },
     "+experiment=drope_smollm2_135m_local": [
         *TRAIN, "data.sequence_length=32", "trainer.max_steps=2",
     ],
@@ -50,7 +58,9 @@ BENCHMARK = [
 SCRIPTS = {
     "scripts/benchmark_training.py": BENCHMARK,
     "scripts/benchmark_checkpoint.py": ["--model=nano", "--length=64", "--repeats=1"],
-    "scripts/benchmark_generation.py": ["--quick"],
+    "scripts/benchmark_generation.py": [
+        *("--quick", "--threads=1", "--batch=1", "--new=2", "--repeats=1")
+    ],
     "scripts/benchmark_launches.py": ["--gigabytes=0.01", "--repeats=1"],
     "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
     "scripts/benchmark_perplexity.py": ["--lengths", "512"],

@@ -136,7 +136,7 @@ def save(figure: Figure, stem: Path) -> Path:
     for text in figure.findobj(Text):  # in a name, dollars begin no formula
         text.set_text(re.sub(r"(?<!\\)\$", r"\\$", text.get_text()))
     png = _rendered(figure, "png", metadata={"Software": None})
-    figure.set_layout_engine("none")  # its places are found: the next format has the same
+    figure.set_layout_engine(None)  # its places are found: the next format has the same
     svg = _rendered(figure, "svg", transparent=True, metadata={"Date": None, "Creator": None})
     if len(svg) > LARGEST_SVG:
         for cloud in (cloud for axes in figure.axes for cloud in axes.collections):
