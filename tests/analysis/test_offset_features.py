@@ -96,7 +96,7 @@ def features_of(heads):
 def test_a_planted_pair_is_found_with_its_radii_and_angle():
     found = features_of(planted(4.5))
     assert len(found.angle) == 4 * 4
-    assert (found.context_length, found.head_dim) == (50, 8)
+    assert (found.context_length, found.scale) == (50, 8**-0.5)
     (at,) = np.flatnonzero((found.query_radius > 1) & (found.key_radius > 1))
     assert (found.layer[at], found.head[at], found.pair[at]) == (5, 2, 3)
     assert found.angle[at] == pytest.approx(4.5, abs=0.02)

@@ -5,14 +5,13 @@ Sinks, distances, entropies and positional biases are all computed from these.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trainer.analysis.capture import Heads
-from trainer.model.backends import probabilities
+from trainer.model.backends import capped, probabilities
 from trainer.model.masks import Mask
 from trainer.positional.alibi import alibi_slopes
 
@@ -27,7 +26,7 @@ HIDDEN = -1e30
 class Rows:
     """One number a query, ``[B, Hq, T]`` float32.
 
-    ``peak``: the largest dot product with a key it sees, before the division by sqrt(D).
+    ``peak``: the largest dot product with a key it sees, before it is scaled and capped.
     ``sink``, ``own``, ``previous``: attention weight on the first key of the text, on its own and
     on the one before it (0 where it does not see that key). ``distance``: mean of i - j under its
     attention, tokens. ``entropy``: in nats. ``visible`` ``[T]``: keys it sees.
@@ -85,6 +84,7 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
                     (start, first),
                     window,
                     None if slopes is None else slopes[shared],
+                    (heads.scale, heads.softcap),
                 )
                 for name, values in zip(names, block, strict=True):
                     found[name][b, shared, start:stop] = values
@@ -92,14 +92,20 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
 
 
 def _block(
-    q: Tensor, k: Tensor, at: tuple[int, int], window: int | None, slopes: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    at: tuple[int, int],
+    window: int | None,
+    slopes: Tensor | None,
+    score: tuple[float, float | None],
 ) -> tuple[Tensor, ...]:
     """The numbers of :class:`Rows` for queries ``[G, b, D]`` and keys ``[n, D]`` of one head.
 
     ``at``: positions of the first query and of the first key; the last query sees the last key.
+    ``score``: scaling and soft-cap of the scores.
     """
-    (start, first), root = at, math.sqrt(q.shape[-1])
-    scores = (q * root**-1) @ k.T
+    (start, first), (scale, softcap) = at, score
+    scores = (q * scale) @ k.T
     i = torch.arange(start, start + q.shape[1], device=q.device)[:, None]
     j = torch.arange(first, first + k.shape[0], device=q.device)
     # Before the block's first query all is in the past: only its own square needs the mask.
@@ -107,7 +113,9 @@ def _block(
     scores[..., own:].masked_fill_(j[own:] > i, HIDDEN)
     if window is not None:
         scores.masked_fill_(j <= i - window, HIDDEN)
-    peak = scores.amax(dim=-1) * root
+    peak = scores.amax(dim=-1) / scale
+    if softcap is not None:
+        scores = capped(scores, softcap).masked_fill_(scores == HIDDEN, HIDDEN)
     if slopes is not None:
         scores += slopes[:, None, None] * (j - i)
     scores -= scores.amax(dim=-1, keepdim=True)
@@ -129,6 +137,11 @@ def head_attention(heads: Heads, head: int, queries: slice) -> Tensor:
     q, k, slopes = heads.rotated_q, heads.rotated_k, head_slopes(heads)
     kv = head // heads.queries_per_key
     mask = Mask(heads.encoding.window, slopes=None if slopes is None else slopes[head : head + 1])
-    return probabilities(q[:, head : head + 1, queries], k[:, kv : kv + 1, : queries.stop], mask)[
-        :, 0
-    ]
+    found = probabilities(
+        q[:, head : head + 1, queries],
+        k[:, kv : kv + 1, : queries.stop],
+        mask,
+        scaling=heads.scaling,
+        softcap=heads.softcap,
+    )
+    return found[:, 0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.analysis.attention_rows import Rows
 from trainer.analysis.averages import Array, Averages
 from trainer.errors import UserError
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 
 
@@ -56,7 +56,7 @@ class StatisticsOfHeads:
 
 
 @torch.no_grad()
-def divergence_by_position(model: Decoder, other: Decoder, ids: Tensor) -> Array:
+def divergence_by_position(model: LanguageModel, other: LanguageModel, ids: Tensor) -> Array:
     """KL(model || other) of the next token at every position, ``[T]`` nats, averaged over texts.
 
     Args:
@@ -67,15 +67,13 @@ def divergence_by_position(model: Decoder, other: Decoder, ids: Tensor) -> Array
     Raises:
         UserError: the vocabularies differ in size.
     """
-    if model.head.shape[0] != other.head.shape[0]:
+    if model.config.vocab_size != other.config.vocab_size:
         raise UserError(
-            f"model: the two models must share a vocabulary, got {model.head.shape[0]} and "
-            f"{other.head.shape[0]} tokens."
+            f"model: the two models must share a vocabulary, got {model.config.vocab_size} "
+            f"and {other.config.vocab_size} tokens."
         )
-    states = [
-        one.hidden_states(ids.to(one.norm.weight.device)).flatten(0, 1) for one in (model, other)
-    ]
-    size = chunk_size(len(model.head), model.head.device)
+    states = [one.hidden_states(ids.to(one.device)).flatten(0, 1) for one in (model, other)]
+    size = chunk_size(model.config.vocab_size, model.device)
     chunks = [
         _divergence(model.logits(p), other.logits(q).to(p.device))
         for p, q in zip(*(x.split(size) for x in states), strict=True)

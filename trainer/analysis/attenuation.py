@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.analysis.frequency_entropy import FrequencyEntropy
 from trainer.analysis.pairs import Side
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.intervention import Factors, Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 
@@ -56,7 +56,7 @@ class Sweep:
 
 @torch.no_grad()
 def sweep(
-    model: Decoder,
+    model: LanguageModel,
     ids: Tensor,
     entropies: Sequence[FrequencyEntropy],
     gates: Sequence[Gate],
@@ -67,7 +67,7 @@ def sweep(
     ``entropies``: of the layers. A gate that chooses no pair costs nothing.
     """
     layout = model.layout
-    ids = ids.to(model.norm.weight.device)
+    ids = ids.to(model.device)
 
     def perplexity(changed: Layout) -> float:
         with model.using(changed):

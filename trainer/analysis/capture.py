@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerEncoding
 
 
@@ -22,6 +21,9 @@ class Heads:
     ``rotated_k``: as they meet in the scores, temperature and gains included. ``encoding``: what
     happened between, in a model of ``training_length`` C. Query head h reads key-value head
     h // (Hq / Hkv); in a layer with a spectrum for every query head Hkv is Hq.
+
+    A score is ``scaling`` q k (None: q k / sqrt(D)), and with a ``softcap`` c (Gemma 2) it is
+    c tanh(score / c).
     """
 
     layer: int
@@ -31,6 +33,13 @@ class Heads:
     rotated_q: Tensor
     rotated_k: Tensor
     training_length: int
+    scaling: float | None = None
+    softcap: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """What the dot product of a query and a key is multiplied by."""
+        return self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
     @property
     def queries_per_key(self) -> int:
@@ -39,31 +48,28 @@ class Heads:
 
 
 @contextmanager
-def observing(model: Decoder, on_layer: Callable[[Heads], None]) -> Iterator[None]:
+def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterator[None]:
     """Within it, every forward pass calls ``on_layer`` for each layer, before its attention.
 
-    What ``on_layer`` does not keep is freed before the next layer. Blocks run uncompiled meanwhile,
-    and nothing that was compiled is lost.
+    What ``on_layer`` does not keep is freed before the next layer.
     """
 
-    def observe(index: int, *tensors: Tensor) -> None:
+    def observe(
+        index: int,
+        *tensors: Tensor,
+        scaling: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
         q, k, rotated_q, rotated_k = (x.detach().float() for x in tensors)
         C, encoding = model.layout.training_length, model.layout.layers[index]
-        on_layer(Heads(index, encoding, q, k, rotated_q, rotated_k, C))
+        on_layer(Heads(index, encoding, q, k, rotated_q, rotated_k, C, scaling, softcap))
 
-    blocks = [block.self_attn for block in model.layers]
-    try:
-        for index, attention in enumerate(blocks):
-            attention.observe = partial(observe, index)
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for attention in blocks:
-            attention.observe = None
+    with model.observed(observe):
+        yield
 
 
 @torch.no_grad()
-def capture(model: Decoder, ids: Tensor, on_layer: Callable[[Heads], None]) -> Tensor:
+def capture(model: LanguageModel, ids: Tensor, on_layer: Callable[[Heads], None]) -> Tensor:
     """Read ``ids`` ``[B, T]``, and return the normalised states ``[B, T, hidden_size]``."""
     with observing(model, on_layer):
-        return model.hidden_states(ids.to(model.norm.weight.device))
+        return model.hidden_states(ids.to(model.device))

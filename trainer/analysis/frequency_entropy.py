@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.pairs import of_pairs, pair_counts, pair_norms
 from trainer.errors import UserError, did_you_mean
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 
 WINDOWS: dict[str, Callable[..., Tensor]] = {
     "hann": torch.hann_window,
@@ -96,7 +96,7 @@ class FrequencyEntropy:
 
 
 def frequency_entropies(
-    model: Decoder, ids: Tensor, measures: Sequence[str] = tuple(MEASURES)
+    model: LanguageModel, ids: Tensor, measures: Sequence[str] = tuple(MEASURES)
 ) -> list[FrequencyEntropy]:
     """The frequency entropies of every layer, from one forward pass.
 

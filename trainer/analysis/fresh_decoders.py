@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer.analysis.averages import Array
 from trainer.analysis.positional_bias import bias_gradients, prefix_spreads
 from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.recalibration.drop import drop
@@ -39,7 +40,7 @@ class FreshResult:
     spreads: dict[str, Array]
 
 
-def fresh_decoders(model: Decoder, ids: Tensor) -> FreshResult | None:
+def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
     """Measure both versions with some seeds, or nothing where the shape is too large.
 
     Args:
@@ -63,7 +64,7 @@ def fresh_decoders(model: Decoder, ids: Tensor) -> FreshResult | None:
     return FreshResult(name, tokens, gradients, spreads)
 
 
-def encoded_layout(model: Decoder) -> tuple[str, Layout]:
+def encoded_layout(model: LanguageModel) -> tuple[str, Layout]:
     """An encoding for the model's shape, its own where it has one, and what that is called."""
     layout = model.layout
     if not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra):
@@ -74,7 +75,7 @@ def encoded_layout(model: Decoder) -> tuple[str, Layout]:
     return "RoPE" if everywhere and full else "own encoding", layout
 
 
-def _cost_of_a_token(model: Decoder) -> float:
+def _cost_of_a_token(model: LanguageModel) -> float:
     """Operations for the gradients of both biases of both versions."""
     config = model.config
     outputs = (config.num_attention_heads + config.num_key_value_heads) * config.head_size
@@ -83,7 +84,7 @@ def _cost_of_a_token(model: Decoder) -> float:
 
 
 def _measure(
-    model: Decoder, seed: int, versions: dict[str, Layout], text: Tensor, vocab: int
+    model: LanguageModel, seed: int, versions: dict[str, Layout], text: Tensor, vocab: int
 ) -> dict[str, tuple[Array, Array]]:
     """Gradients ``[2, layers]`` and spreads ``[layers + 1]`` of one decoder with either layout."""
     config = replace(
@@ -96,7 +97,7 @@ def _measure(
         from_run=None,
     )
     normed = config.qk_norm.when == "always"
-    decoder = Decoder(config, drop(model.layout), seed).to(model.norm.weight.device)
+    decoder = Decoder(config, drop(model.layout), seed).to(model.device)
     found = {}
     for version, layout in versions.items():
         layers = (replace(layer, qk_norm=normed, intervention=None) for layer in layout.layers)

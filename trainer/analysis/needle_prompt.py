@@ -13,7 +13,7 @@ from trainer.analysis.attention_rows import head_attention
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.yarn_shift import FACTOR, REACH, rotating_heads
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.rescaling import yarn_turns
 
 
@@ -41,7 +41,7 @@ class NeedleShift:
 
 
 @torch.no_grad()
-def needle_shift(model: Decoder, prompt: NeedlePrompt) -> NeedleShift | None:
+def needle_shift(model: LanguageModel, prompt: NeedlePrompt) -> NeedleShift | None:
     """Read the prompts as trained and under YaRN with s = 2; None where no head rotates."""
     rotating = rotating_heads(model)
     if not rotating.any():

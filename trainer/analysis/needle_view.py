@@ -19,7 +19,7 @@ from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import gram
 from trainer.analysis.sinks import attention_map
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 
 COPIED, DEPTH = 32, 0.1
 CELLS = 128
@@ -56,7 +56,9 @@ def with_copy(ids: Tensor) -> tuple[Tensor, slice]:
     return changed, slice(start, start + tokens)
 
 
-def needle_view(model: Decoder, ids: Tensor, chosen: Collection[tuple[int, int]]) -> NeedleView:
+def needle_view(
+    model: LanguageModel, ids: Tensor, chosen: Collection[tuple[int, int]]
+) -> NeedleView:
     """Read the first of the texts ``[B, T]`` with a copy of its end."""
     text, copy = with_copy(ids[:1])
     queries = copy.stop - copy.start

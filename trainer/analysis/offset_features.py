@@ -65,11 +65,12 @@ class OffsetFeatures:
 
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
     ``query_radius``, ``key_radius``: lengths of the means. ``possible``, ``lower_bound``: see
-    :class:`Bounds`. ``share``, ``mean_lower_bound``: over all entries.
+    :class:`Bounds`. ``share``, ``mean_lower_bound``: over all entries. ``scale``: what the dot
+    product of a query and a key is multiplied by.
     """
 
     context_length: int
-    head_dim: int
+    scale: float
     layer: Array
     head: Array
     pair: Array
@@ -94,12 +95,12 @@ class OffsetFeatureSearch:
         self.context_length = context_length
         self._averages = Averages()
         self._spectra: dict[int, tuple[Spectrum, ...]] = {}
-        self._training_length = 0
+        self._training_length, self._scale = 0, 1.0
 
     def update(self, heads: Heads) -> None:
         """Take in one layer of one or more texts."""
         self._spectra[heads.layer] = heads.encoding.spectra
-        self._training_length = heads.training_length
+        self._training_length, self._scale = heads.training_length, heads.scale
         self._averages.add(
             heads.layer,
             q=heads.q.mean(dim=2, dtype=torch.float64),
@@ -136,7 +137,7 @@ class OffsetFeatureSearch:
         possible, lower = whole["possible"], whole["lower_bound"]
         return OffsetFeatures(
             C,
-            q.shape[-1],
+            self._scale,
             **whole,
             share=float(possible.mean()) if len(possible) else 0.0,
             mean_lower_bound=float(lower[possible].mean()) if possible.any() else None,
@@ -186,13 +187,13 @@ def contributions(
     """What the means of every pair add to the logit of a key so many tokens back (Eq. 14, Fig. 4).
 
     Returns:
-        ``[pairs, distances]``, divided by sqrt(head_dim); their sum over pairs is the logit, and
+        ``[pairs, distances]``, scaled as scores are; their sum over pairs is the logit, and
         without one row what it would be without that pair (Fig. 6).
     """
     chosen = (features.layer == layer) & (features.head == head)
     size = features.query_radius[chosen] * features.key_radius[chosen]
     turned = features.angle[chosen][:, None] - np.outer(features.inv_freq[chosen], distances)
-    return size[:, None] * np.cos(turned) / math.sqrt(features.head_dim)
+    return size[:, None] * np.cos(turned) * features.scale
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from trainer.analysis.attention_rows import Rows, head_attention, visible_keys
 from trainer.analysis.averages import Array, Averages
 from trainer.analysis.capture import Heads
 from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 
 BLOCK = 256
 
@@ -108,7 +109,7 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
         averages.add(layer, query=query[None], key=key[None])
 
     with _graph_of_one_layer(model, observe):
-        for row in ids.to(model.norm.weight.device):
+        for row in ids.to(model.device):
             model.hidden_states(row[None])
     return BiasGradients(shift, averages.stacked("query"), averages.stacked("key"))
 
@@ -157,11 +158,11 @@ def _graph_of_one_layer(model: Decoder, observe: Callable[..., None]) -> Iterato
 
 
 @torch.no_grad()
-def prefix_spreads(model: Decoder, ids: Tensor) -> Array:
+def prefix_spreads(model: LanguageModel, ids: Tensor) -> Array:
     """max over j <= i of |mean(h_1 .. h_i) - h_j| (Theorem 3.4), averaged over texts.
 
     Args:
-        model: a decoder.
+        model: any.
         ids: ``[B, T]``.
 
     Returns:
@@ -173,17 +174,9 @@ def prefix_spreads(model: Decoder, ids: Tensor) -> Array:
     def note(layer: int, states: Tensor) -> None:
         averages.add(layer, spread=torch.stack([_prefix_spread(x) for x in states]))
 
-    norms = [*(block.input_layernorm for block in model.layers), model.norm]
-    hooks = [
-        norm.register_forward_hook(lambda _, __, out, layer=layer: note(layer, out))
-        for layer, norm in enumerate(norms)
-    ]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            model.hidden_states(ids.to(model.norm.weight.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with model.feeding(note):
+        last = model.hidden_states(ids.to(model.device))
+    note(len(model.layout.layers), last)
     return averages.stacked("spread")
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from trainer.analysis.attention_rows import head_slopes
 from trainer.analysis.capture import Heads, observing
-from trainer.model.decoder import Decoder
+from trainer.model.backends import capped
+from trainer.model.language_model import LanguageModel
 
 MEASURES = ("sink_mass", "entropy", "distance", "largest_logit", "stable_rank")
 SCORES = 2**22
@@ -23,15 +24,15 @@ SCORES = 2**22
 
 
 @torch.no_grad()
-def probe(model: Decoder, ids: Tensor) -> dict[str, list[float]]:
+def probe(model: LanguageModel, ids: Tensor) -> dict[str, list[float]]:
     """Read ``ids`` ``[B, T]``, T at least 2; each of :data:`MEASURES` for every layer.
 
     ``sink_mass``: attention on the first token. ``entropy``: of attention, 1 where it is uniform
     over what a query sees. ``distance``: mean distance attended over, in tokens. All three are
     means over heads and queries but the first, which sees itself alone. ``largest_logit``: max of
-    q k / sqrt(D) over what these queries see. ``stable_rank``: squared Frobenius over squared
-    spectral norm of a head's keys ``[T, D]``, mean over heads and sequences. Queries and keys are
-    those after the encoding.
+    the scores, q k / sqrt(D) in most models, over what these queries see. ``stable_rank``: squared
+    Frobenius over squared spectral norm of a head's keys ``[T, D]``, mean over heads and sequences.
+    Queries and keys are those after the encoding.
     """
     measured, grams = [], []
 
@@ -40,7 +41,7 @@ def probe(model: Decoder, ids: Tensor) -> dict[str, list[float]]:
         grams.append(heads.rotated_k.mT @ heads.rotated_k)
 
     with observing(model, look):
-        model(ids.to(model.norm.weight.device), last=1)
+        model(ids.to(model.device), last=1)
     # All layers in one transfer from the device.
     ranks = stable_rank(torch.stack(grams)).mean(dim=(1, 2))
     rows = torch.column_stack([torch.stack(measured), ranks]).T.tolist()
@@ -53,7 +54,7 @@ def attention_measures(heads: Heads) -> Tensor:
     Goes through blocks of queries, and with a window through those keys that they can see.
     """
     k = heads.rotated_k[:, :, None]
-    q = heads.rotated_q.unflatten(1, (k.shape[1], -1)) / math.sqrt(k.shape[-1])
+    q = heads.rotated_q.unflatten(1, (k.shape[1], -1)) * heads.scale
     B, H, G, T, _ = q.shape
     window = heads.encoding.window or T
     slopes = head_slopes(heads)
@@ -67,7 +68,8 @@ def attention_measures(heads: Heads) -> Tensor:
         i = torch.arange(start, stop, device=q.device)[:, None]
         away = i - torch.arange(first, stop, device=q.device)
         hidden = (away < 0) | (away >= window)
-        scores = (q[..., start:stop, :] @ k[..., first:stop, :].mT).masked_fill(hidden, -math.inf)
+        scores = capped(q[..., start:stop, :] @ k[..., first:stop, :].mT, heads.softcap)
+        scores = scores.masked_fill(hidden, -math.inf)
         largest = torch.maximum(largest, scores.amax())
         attention = (scores if slopes is None else scores - slopes * away).softmax(dim=-1)
         # A query that sees itself alone has the entropy 0, whatever that is divided by.

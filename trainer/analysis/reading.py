@@ -14,8 +14,7 @@ from trainer.analysis.capture import Heads, capture
 from trainer.analysis.clusters import Clusters
 from trainer.analysis.grids import bucket_means, prefix_lengths
 from trainer.analysis.positional_bias import PositionalBias
-from trainer.model.decoder import Decoder
-from trainer.model.loss import token_losses
+from trainer.model.language_model import LanguageModel
 
 POINTS = 256
 """Queries and keys each that the silhouette score is computed from."""
@@ -38,7 +37,7 @@ class Reading:
 
 
 @torch.no_grad()
-def read(model: Decoder, ids: Tensor, *, within: int, seed: int = 0) -> Reading:
+def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Reading:
     """One pass over ``ids`` ``[B, T]``, layer by layer.
 
     Args:
@@ -59,9 +58,9 @@ def read(model: Decoder, ids: Tensor, *, within: int, seed: int = 0) -> Reading:
         clusters.update(heads)
         sinks.add(heads.layer, mass=bucket_means(rows.sink, [1, *lengths]))
 
-    ids = ids.to(model.norm.weight.device)
+    ids = ids.to(model.device)
     states = capture(model, ids, on_layer)
-    losses = token_losses(states[:, :-1], model.head, ids[:, 1:])
+    losses = model.losses(states[:, :-1], ids[:, 1:])
     of_heads, of_bias, geometry = statistics.result(), bias.result(), clusters.result().rotated
     return Reading(
         {name: getattr(of_heads, name) for name in ("distance", "entropy", "sink_mass")}

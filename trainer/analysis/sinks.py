@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -96,8 +96,8 @@ def attention_map(heads: Heads, head: int, *, size: int) -> Array:
     """
     T = heads.q.shape[2]
     cell = -(-T // size)
-    tensors = (x[:1] for x in _tensors(heads))
-    first = Heads(heads.layer, heads.encoding, *tensors, heads.training_length)
+    names = ("q", "k", "rotated_q", "rotated_k")
+    first = replace(heads, **{name: getattr(heads, name)[:1] for name in names})
     rows = []
     step = cell * max(1, 256 // cell)
     cells = -(-T // cell)
@@ -107,7 +107,3 @@ def attention_map(heads: Heads, head: int, *, size: int) -> Array:
         keys = F.pad(attention, (0, cells * cell - stop)).unflatten(-1, (cells, cell)).sum(dim=-1)
         rows += [part.mean(dim=0) for part in keys.split(cell)]
     return torch.stack(rows).cpu().numpy()
-
-
-def _tensors(heads: Heads) -> tuple[Tensor, ...]:
-    return heads.q, heads.k, heads.rotated_q, heads.rotated_k

@@ -21,7 +21,7 @@ from trainer.analysis.rescaled_attention import (
     attention_by_distance,
     attention_shift,
 )
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.rescaling import yarn_turns
 
 FACTOR = 2.0
@@ -53,7 +53,7 @@ class YarnShift:
 
 
 @torch.no_grad()
-def yarn_shift(model: Decoder, ids: Tensor, bias: Array) -> YarnShift | None:
+def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | None:
     """Read the beginning of ``ids`` ``[B, T]`` twice in a row, as trained and under YaRN, s = 2.
 
     Args:
@@ -113,7 +113,7 @@ def yarn_shift(model: Decoder, ids: Tensor, bias: Array) -> YarnShift | None:
     )
 
 
-def rotating_heads(model: Decoder) -> Array:
+def rotating_heads(model: LanguageModel) -> Array:
     """Which query heads rotate, ``[layers, query heads]``."""
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     of_keys = [[s.rotates for s in layer.spectra] for layer in model.layout.layers]

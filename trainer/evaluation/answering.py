@@ -24,8 +24,8 @@ from trainer.evaluation.passes import sequences_at_once
 from trainer.evaluation.prompts import Prompt, Stop
 from trainer.generation.generate import continue_from_cache, generate
 from trainer.model.cache import KVCache
-from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
+from trainer.model.language_model import LanguageModel
 
 WORTH_SHARING = 0.15
 """Share of the tokens to read that must be saved; smaller forward passes cost about as much."""
@@ -49,7 +49,7 @@ class _Batch:
 
 @torch.no_grad()
 def answers(
-    model: Decoder,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     batch_tokens: int,
@@ -87,7 +87,7 @@ def answers(
 
 
 def _answer(
-    model: Decoder,
+    model: LanguageModel,
     prompts: Sequence[Prompt],
     cuts: Sequence[int],
     end: int,
@@ -100,7 +100,7 @@ def _answer(
         continue_from_cache(model, logits, cache, count, end_tokens=(end,), on_token=on_token)
     elif count == 1 and not prompts[0].never_first and len(set(map(len, tokens))) == 1:
         # Nothing goes on from here, so that nothing has to be kept.
-        ids = torch.tensor(tokens, device=model.embed_tokens.weight.device)
+        ids = torch.tensor(tokens, device=model.device)
         parts = ids.split(sequences_at_once(model, ids.shape[1], ids.numel()))
         found = torch.cat([model(part, last=1)[:, 0].argmax(dim=-1) for part in parts])
         for row, token in enumerate(found.tolist()):
@@ -111,18 +111,18 @@ def _answer(
 
 
 def _read(
-    model: Decoder, tokens: Sequence[Sequence[int]], cuts: Sequence[int], new: int
+    model: LanguageModel, tokens: Sequence[Sequence[int]], cuts: Sequence[int], new: int
 ) -> tuple[Tensor, KVCache]:
     """Logits ``[B, vocab]`` after prompts of one length, and what was read; see :class:`_Batch`."""
-    weight, length = model.embed_tokens.weight, len(tokens[0])
+    length = len(tokens[0])
     groups = len(tokens) // (len(cuts) + 1)
-    cache = KVCache.empty(model.config, len(tokens), length + new - 1, weight.dtype, weight.device)
-    ids = torch.tensor(tokens, device=weight.device)
+    cache = model.empty_cache(len(tokens), length + new - 1)
+    ids = torch.tensor(tokens, device=model.device)
     trunk = cache.part(len(tokens) - groups, groups, 0)
     of_trunk = model(ids[-groups:], cache=trunk, last=1)[:, 0]
     logits = []
     of_a_token = forward_flops(model.config, model.layout, length) / length
-    enough = ENOUGH.get(weight.device.type, 0) / of_a_token
+    enough = ENOUGH.get(model.device.type, 0) / of_a_token
     for first, count in _stages(cuts, groups, length, enough):
         cut, begin, end = cuts[first], first * groups, (first + count) * groups
         branches = cache.part(begin, end - begin, 0)

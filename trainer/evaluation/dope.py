@@ -24,7 +24,7 @@ from trainer.analysis.pairs import Side, pair_counts
 from trainer.errors import UserError
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import DopeSettings
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.intervention import Factors, Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
@@ -57,7 +57,7 @@ class Selection:
 
 
 def select(
-    model: Decoder, ids: Tensor, settings: DopeSettings, layout: Layout | None = None
+    model: LanguageModel, ids: Tensor, settings: DopeSettings, layout: Layout | None = None
 ) -> Selection:
     """Choose heads on a text.
 

@@ -9,8 +9,8 @@ from collections.abc import Collection
 import torch
 
 from trainer.evaluation.passes import sequences_at_once
-from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
+from trainer.model.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
@@ -18,10 +18,12 @@ SECONDS_TO_ESTIMATE = 4.0
 
 
 @torch.no_grad()
-def say_duration(model: Decoder, lengths: Collection[int], total: float, batch_tokens: int) -> None:
+def say_duration(
+    model: LanguageModel, lengths: Collection[int], total: float, batch_tokens: int
+) -> None:
     """Say how long ``total`` operations will take, from the time of a forward pass at the longest
     of ``lengths`` at which that is a few seconds."""
-    device = model.norm.weight.device
+    device = model.device
     seconds = per_operation = 0.0
     for length in sorted(lengths):
         rows = min(sequences_at_once(model, length, batch_tokens), 32)

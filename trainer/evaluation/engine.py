@@ -18,8 +18,8 @@ from trainer.evaluation.methods import Method, Recipe
 from trainer.evaluation.sharing import Share, wait_for
 from trainer.evaluation.store import Store
 from trainer.model.config import ModelConfig
-from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
+from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
 from trainer.report.results import Cell
@@ -39,7 +39,7 @@ class Subject:
     fingerprint: str
     config: ModelConfig
     layout: Layout
-    load: Callable[[], Decoder]
+    load: Callable[[], LanguageModel]
 
 
 @dataclass
@@ -256,7 +256,12 @@ def _named(value: dict[str, Any], plan: Plan) -> Cell:
 
 
 def _cell(
-    model: Decoder, method: Method, plan: Plan, store: Store, batch_tokens: int, counter: _Counter
+    model: LanguageModel,
+    method: Method,
+    plan: Plan,
+    store: Store,
+    batch_tokens: int,
+    counter: _Counter,
 ) -> Cell:
     if store.has("cell", plan.key):
         return _stored(store, plan)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.data.order import Integers
 from trainer.evaluation.store import Store
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 
 TEXTS = 4
 """Windows, at most, in which queries and keys are looked at."""
@@ -45,7 +45,7 @@ class Fitting:
     what was chosen, in words. ``temperature``: the softmax temperature, if that was.
     """
 
-    model: Decoder
+    model: LanguageModel
     fingerprint: str
     text: FitText
     store: Store
@@ -63,7 +63,7 @@ class Fitting:
         """``[TEXTS, length]`` tokens on the model's device, to look at queries and keys."""
         windows = self.text.windows[round(factor * self.model.layout.training_length)][:TEXTS]
         self.read(*windows.shape)
-        return torch.from_numpy(windows).to(self.model.norm.weight.device)
+        return torch.from_numpy(windows).to(self.model.device)
 
     def kept(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
         """A choice, made once for these weights, this text and these settings."""

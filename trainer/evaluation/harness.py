@@ -19,7 +19,7 @@ from trainer.evaluation.requests import Encoder
 from trainer.generation.generate import generate
 from trainer.generation.sampling import Sampling
 from trainer.generation.text_stream import TextStream
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 
 MAX_NEW_TOKENS = 256
 """Of tasks that set no ``max_gen_toks``, as for lm-eval's own models."""
@@ -31,12 +31,12 @@ class HarnessModel(LM):
     ``batch_tokens``: tokens in one forward pass, and in the cache of those that are generated.
     """
 
-    def __init__(self, model: Decoder, encoder: Encoder, batch_tokens: int = 4096) -> None:
+    def __init__(self, model: LanguageModel, encoder: Encoder, batch_tokens: int = 4096) -> None:
         super().__init__()
         self.model = model.eval()
         self.encoder = encoder
         self.batch_tokens = batch_tokens
-        self._device = model.embed_tokens.weight.device
+        self._device = model.device
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood (nats) of every (context, continuation), and whether it is greedy."""
@@ -110,7 +110,7 @@ class HarnessModel(LM):
             order = order[size:]
 
 
-def score_tasks(model: Decoder, encoder: Encoder, config: HarnessConfig) -> list[Score]:
+def score_tasks(model: LanguageModel, encoder: Encoder, config: HarnessConfig) -> list[Score]:
     """Every task of a configuration, by lm-eval.
 
     Raises:

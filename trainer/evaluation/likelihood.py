@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.evaluation.requests import Request
 from trainer.model.cache import KVCache
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
@@ -50,7 +50,7 @@ class _Row:
 
 @torch.no_grad()
 def log_likelihoods(
-    model: Decoder, requests: Sequence[Request], batch_tokens: int, title: str | None = None
+    model: LanguageModel, requests: Sequence[Request], batch_tokens: int, title: str | None = None
 ) -> list[Likelihood]:
     """The log-likelihood of every continuation, as if each were computed alone.
 
@@ -128,19 +128,14 @@ def _batches(
         yield batch
 
 
-def _empty_cache(model: Decoder, rows: int, capacity: int) -> KVCache:
-    weight = model.embed_tokens.weight
-    return KVCache.empty(model.config, rows, capacity, weight.dtype, weight.device)
-
-
 def _continued(
-    model: Decoder, cache: KVCache, places: list[int], pasts: list[int], new: int
+    model: LanguageModel, cache: KVCache, places: list[int], pasts: list[int], new: int
 ) -> KVCache:
     """A copy of the rows ``places``, ``pasts`` tokens of each, with room for ``new`` tokens."""
     longest = max(pasts)
-    onward = _empty_cache(model, len(places), longest + new)
+    onward = model.empty_cache(len(places), longest + new)
     begins = tuple(longest - past for past in pasts)
-    device = model.embed_tokens.weight.device
+    device = model.device
     rows = torch.tensor(places, device=device)[:, None]
     # Rows end in the same column; what lies before their begin is never seen.
     columns = torch.arange(longest, device=device) - torch.tensor(begins, device=device)[:, None]
@@ -155,7 +150,7 @@ def _continued(
 class _Reader:
     """Reads rows and adds up what they say about requests."""
 
-    def __init__(self, model: Decoder, requests: int) -> None:
+    def __init__(self, model: LanguageModel, requests: int) -> None:
         self.model = model
         self.tokens = 0
         self.sums = torch.zeros(requests, dtype=torch.float64)
@@ -169,7 +164,7 @@ class _Reader:
 
     def read_with_branches(self, rows: list[_Row], batch_tokens: int) -> None:
         longest = len(rows[0].tokens)
-        cache = _empty_cache(self.model, len(rows), longest)
+        cache = self.model.empty_cache(len(rows), longest)
         self.read(rows, cache)
         places, branches = zip(
             *((place, branch) for place, row in enumerate(rows) for branch in row.branches),
@@ -183,7 +178,7 @@ class _Reader:
             self.read([branches[i] for i in chosen], onward)
 
     def read(self, rows: list[_Row], cache: KVCache | None = None) -> None:
-        device = self.model.embed_tokens.weight.device
+        device = self.model.device
         ids = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.long)
         for place, row in enumerate(rows):
             ids[place, : len(row.tokens)] = torch.tensor(row.tokens)
@@ -204,7 +199,7 @@ class _Reader:
     def _predict(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Losses ``[N]`` in nats and whether another token is likelier, after ``[N, hidden]``."""
         losses, missed = [], []
-        size = chunk_size(len(self.model.head), self.model.head.device)
+        size = chunk_size(self.model.config.vocab_size, self.model.device)
         for x, y in zip(
             states.split(size), targets.to(states.device)[:, None].split(size), strict=True
         ):

@@ -20,7 +20,7 @@ from trainer.data.order import Integers
 from trainer.errors import UserError
 from trainer.evaluation.layouts import LongRopeFactors, with_factors
 from trainer.evaluation.loss import losses_by_position
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import Rescaling, ntk_aware, ntk_by_parts, position_interpolation
 from trainer.positional.spectrum import Spectrum
@@ -36,7 +36,7 @@ CRITICAL = (1.0, 0.9, 0.8, 0.7)
 
 
 def search_longrope(
-    model: Decoder,
+    model: LanguageModel,
     windows: Integers,
     end_of_text: int,
     factor: float,

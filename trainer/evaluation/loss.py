@@ -14,7 +14,7 @@ from trainer.data.corpus import TokenStream
 from trainer.data.order import Integers
 from trainer.errors import UserError
 from trainer.evaluation.passes import sequences_at_once
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 
 Done = Callable[[int], None]
 
@@ -42,7 +42,7 @@ def windows_with_common_ends(
 
 
 def losses_by_position(
-    model: Decoder,
+    model: LanguageModel,
     windows: Integers,
     end_of_text: int,
     batch_tokens: int,
@@ -56,7 +56,7 @@ def losses_by_position(
 
 
 def measured_losses(
-    model: Decoder,
+    model: LanguageModel,
     windows: Integers,
     end_of_text: int,
     batch_tokens: int,
@@ -95,7 +95,7 @@ def measured_losses(
 
 @torch.no_grad()
 def _losses(
-    model: Decoder,
+    model: LanguageModel,
     windows: Integers,
     end_of_text: int,
     batch_tokens: int,
@@ -111,7 +111,7 @@ def _losses(
     piece = np.minimum((T - 1 - positions) // stride, pieces - 1)
     starts = np.maximum(T - size - stride * np.arange(piece.max() + 1), 0)
     place = positions - starts[piece]
-    device = model.norm.weight.device
+    device = model.device
     rows, together = max(1, batch_tokens // T), sequences_at_once(model, size, batch_tokens)
     for first in range(0, len(windows), rows):
         part = windows[first : first + rows]

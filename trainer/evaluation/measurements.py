@@ -19,7 +19,7 @@ from trainer.evaluation.answering import answers
 from trainer.evaluation.loss import by_bucket, measured_losses, windows_with_common_ends
 from trainer.evaluation.prompts import Prompt, Task
 from trainer.evaluation.retrieval import successes
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.report.results import PERPLEXITY, STATEMENTS
 
 Done = Callable[[int], None]
@@ -54,7 +54,7 @@ class Measurement(Protocol):
 
     def measure(
         self,
-        model: Decoder,
+        model: LanguageModel,
         length: int,
         reads: int | None,
         batch_tokens: int,
@@ -99,7 +99,7 @@ class Perplexity:
 
     def measure(
         self,
-        model: Decoder,
+        model: LanguageModel,
         length: int,
         reads: int | None,
         batch_tokens: int,
@@ -165,7 +165,7 @@ class Statements:
 
     def measure(
         self,
-        model: Decoder,
+        model: LanguageModel,
         length: int,
         reads: int | None,
         batch_tokens: int,
@@ -213,7 +213,7 @@ class Prompted:
 
     def measure(
         self,
-        model: Decoder,
+        model: LanguageModel,
         length: int,
         reads: int | None,
         batch_tokens: int,

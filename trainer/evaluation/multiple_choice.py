@@ -17,7 +17,7 @@ from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.benchmarks import MultipleChoiceConfig, Score, mean_score
 from trainer.evaluation.likelihood import log_likelihoods
 from trainer.evaluation.requests import Encoder, Pair
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 
 UNCONDITIONAL = 1_000_000
 """Added to a question's number where its answers follow a context without the question."""
@@ -89,7 +89,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
 
 
 def score_questions(
-    model: Decoder,
+    model: LanguageModel,
     encoder: Encoder,
     task: str,
     questions: Sequence[Question],
@@ -120,7 +120,9 @@ def score_questions(
     return [mean_score(task, metric, values) for metric, values in hits.items()]
 
 
-def score_tasks(model: Decoder, encoder: Encoder, config: MultipleChoiceConfig) -> list[Score]:
+def score_tasks(
+    model: LanguageModel, encoder: Encoder, config: MultipleChoiceConfig
+) -> list[Score]:
     """Every task of a configuration in which :func:`missing_tasks` finds nothing.
 
     Raises:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 
 IN_CACHE = 2**19
 """Numbers of a layer's input that stay in a processor's cache until the layer has used them."""
 
 
-def sequences_at_once(model: Decoder, length: int, batch_tokens: int) -> int:
+def sequences_at_once(model: LanguageModel, length: int, batch_tokens: int) -> int:
     """Sequences of ``length`` tokens, at least one, at most ``batch_tokens`` tokens together.
 
     On a CPU there are no more than its caches hold: with more, every layer waits for memory.

@@ -8,12 +8,12 @@ import torch
 
 from trainer.data.needles import Trials
 from trainer.evaluation.passes import sequences_at_once
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 
 
 @torch.no_grad()
 def successes(
-    model: Decoder,
+    model: LanguageModel,
     trials: Trials,
     batch_tokens: int,
     done: Callable[[int], None] = lambda trials: None,
@@ -24,7 +24,7 @@ def successes(
     (at least one trial), so memory is linear in the length. ``done`` is told how many trials were
     read.
     """
-    device = model.norm.weight.device
+    device = model.device
     prompts = torch.from_numpy(trials.prompts)
     answers = torch.from_numpy(trials.answers)
     size = sequences_at_once(model, prompts.shape[1], batch_tokens)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trainer.data.order import Integers
 from trainer.evaluation.loss import losses_by_position
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
 
 def fit_coefficient(
-    model: Decoder,
+    model: LanguageModel,
     tempered_with: Callable[[float], Callable[[float], Layout]],
     windows: Mapping[int, Integers],
     end_of_text: int,

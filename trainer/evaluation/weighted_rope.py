@@ -20,13 +20,13 @@ from trainer.analysis.pairs import Side
 from trainer.errors import UserError
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import WeightedRopeSettings
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import Layout
 
 
 def select(
-    model: Decoder,
+    model: LanguageModel,
     ids: Tensor,
     settings: Sequence[WeightedRopeSettings],
     layout: Layout | None = None,

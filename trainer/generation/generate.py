@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.generation.sampler import Sampler
 from trainer.generation.sampling import Sampling
 from trainer.model.cache import KVCache
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 
 GREEDY = Sampling()
 # Copying the weights in another order takes as long as it saves in about so many steps.
@@ -21,7 +21,7 @@ WORTH_PACKING = 16
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -75,7 +75,7 @@ def generate(
 
 @torch.no_grad()
 def continue_from_cache(
-    model: Decoder,
+    model: LanguageModel,
     logits: Tensor,
     cache: KVCache,
     max_new_tokens: int,
@@ -115,19 +115,18 @@ def continue_from_cache(
 
 
 def _read(
-    model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> tuple[Tensor, KVCache]:
     """Logits ``[B, vocab]`` after prompts in the order of their lengths, and what was read.
 
     The cache has room for all tokens but the last new ones, which are not read.
     """
-    longest, weight = len(prompts[-1]), model.embed_tokens.weight
-    capacity = longest + max_new_tokens - 1
-    cache = KVCache.empty(model.config, len(prompts), capacity, weight.dtype, weight.device)
+    longest = len(prompts[-1])
+    cache = model.empty_cache(len(prompts), longest + max_new_tokens - 1)
     logits: list[Tensor] = []
     first = 0
     for length, alike in groupby(prompts, key=len):
-        ids = torch.tensor(list(alike), device=weight.device)
+        ids = torch.tensor(list(alike), device=model.device)
         part = cache.part(first, len(ids), longest - length)
         logits.append(model(ids, cache=part, last=1)[:, 0])
         first += len(ids)

@@ -90,11 +90,29 @@ def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return out.reshape(q.shape)
 
 
-def probabilities(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-    """Attention probabilities ``[B, Hq, Tq, Tk]`` in float32, written plainly."""
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores kept within +-``softcap`` by softcap tanh(score / softcap) (Gemma 2); None: as they
+    are."""
+    return scores if softcap is None else (scores / softcap).tanh_().mul_(softcap)
+
+
+def probabilities(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention probabilities ``[B, Hq, Tq, Tk]`` in float32, written plainly.
+
+    ``scaling``: of the dot products (None: 1 / sqrt(D)); ``softcap``: see :func:`capped`.
+    """
     Tq, Tk = q.shape[2], k.shape[2]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = (q.float() @ k.float().transpose(-1, -2)) / math.sqrt(q.shape[-1])
+    products = q.float() @ k.float().transpose(-1, -2)
+    scores = products / math.sqrt(q.shape[-1]) if scaling is None else products * scaling
+    scores = capped(scores, softcap)
     more = bias(mask, range(Tk - Tq, Tk), range(Tk), scores)
     scores = scores + more if mask.slopes is not None else scores.masked_fill(~more, -math.inf)
     return scores.softmax(dim=-1)

@@ -7,9 +7,10 @@ forward pass and hands every block what its heads need, or nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from trainer.model.block import Block
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.model.initialization import initial_value
+from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
 from trainer.model.masks import Mask
@@ -30,7 +32,7 @@ from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """Token ids to hidden states, logits or a loss.
 
     ``layout`` is the positional encoding as it is now; assign another to change it (a drop, an
@@ -39,6 +41,7 @@ class Decoder(nn.Module):
     """
 
     compute_dtype: torch.dtype | None = None
+    computes_on: str = "cpu"
 
     def __init__(self, config: ModelConfig, layout: Layout, seed: int = 0) -> None:
         super().__init__()
@@ -128,15 +131,10 @@ class Decoder(nn.Module):
             for layer in layout.layers
         ]
 
-    @contextmanager
-    def using(self, layout: Layout) -> Iterator[None]:
-        """A context at whose end the decoder has its own layout again; ``layout`` comes first."""
-        own = self.layout
-        try:
-            self.layout = layout
-            yield
-        finally:
-            self.layout = own
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.norm.weight.device
 
     @property
     def head(self) -> Tensor:
@@ -262,15 +260,6 @@ class Decoder(nn.Module):
         groups = head_groups(self.layout, positions, lengths)
         return [Encoding(of_layer, positions) for of_layer in groups]
 
-    def forward(
-        self,
-        ids: Tensor,
-        **options: Any,
-    ) -> Tensor:
-        """Logits ``[B, T, vocab]``, or of the ``last`` positions only; see
-        :meth:`hidden_states`."""
-        return self.logits(self.hidden_states(ids, **options))
-
     def logits(self, states: Tensor) -> Tensor:
         """``[..., vocab]`` of normalised states ``[..., hidden_size]``."""
         return self._product(states, self.head, None)
@@ -292,7 +281,46 @@ class Decoder(nn.Module):
             x, self.head, targets, weights, z_loss=z_loss, losses=losses, product=self._product
         )
 
-    def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of every token ``[B, T]``, without gradient."""
-        with torch.no_grad():
-            return token_losses(self.hidden_states(ids), self.head, targets, self._product)
+    @torch.no_grad()
+    def losses(self, states: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy ``[...]`` of every target after normalised states, float32 nats, without
+        gradient."""
+        return token_losses(states, self.head, targets, self._product)
+
+    def empty_cache(self, rows: int, capacity: int) -> KVCache:
+        """Room for ``capacity`` tokens in each of ``rows``, of the type of the weights."""
+        weight = self.embed_tokens.weight
+        return KVCache.empty(self.config, rows, capacity, weight.dtype, weight.device)
+
+    @contextmanager
+    def observed(self, on_layer: OnLayer) -> Iterator[None]:
+        """Within it, every forward pass calls ``on_layer`` for each layer, before its attention.
+
+        Blocks run uncompiled meanwhile, and nothing that was compiled is lost.
+        """
+        blocks = [block.self_attn for block in self.layers]
+        try:
+            for index, attention in enumerate(blocks):
+                attention.observe = partial(on_layer, index)
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for attention in blocks:
+                attention.observe = None
+
+    @contextmanager
+    def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Within it, every forward pass calls ``on_input`` with the index of each layer and the
+        states that are fed into its attention."""
+        hooks = [
+            block.input_layernorm.register_forward_hook(
+                lambda _, __, out, index=index: on_input(index, out)
+            )
+            for index, block in enumerate(self.layers)
+        ]
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()

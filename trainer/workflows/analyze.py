@@ -209,7 +209,7 @@ class _Watched(Study):
 
 
 def _run(studies: Sequence[Study], target: Target) -> list[Section]:
-    steps = len(studies) * (len(target.model.layers) + 1)
+    steps = len(studies) * (len(target.model.layout.layers) + 1)
     with Progress("Analysing", steps, target.ids.numel() / steps) as progress:
         count = iter(range(1, steps + 1))
         progress.advance_to(0)

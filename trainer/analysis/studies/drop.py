@@ -58,7 +58,7 @@ class DropStudy:
         curve: Curve | None = None,
         drop_step: int | None = None,
     ) -> None:
-        sizes = [target.model.head.shape[0] for target in (before, after)]
+        sizes = [target.model.config.vocab_size for target in (before, after)]
         if sizes[0] != sizes[1]:
             raise UserError(
                 f"model: the two models must share a vocabulary, got {sizes[0]} and {sizes[1]} "

@@ -3,6 +3,7 @@ and to semantic heads (DroPE Sec. 3 and 4.1, Fig. 4, 6, 7, 8 and 11)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -213,5 +214,5 @@ def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
 
 def _prefix(heads: Heads, length: int) -> Heads:
     """The first tokens of a layer's texts, whose attention the later ones do not touch."""
-    tensors = (x[:, :, :length] for x in (heads.q, heads.k, heads.rotated_q, heads.rotated_k))
-    return Heads(heads.layer, heads.encoding, *tensors, heads.training_length)
+    names = ("q", "k", "rotated_q", "rotated_k")
+    return replace(heads, **{name: getattr(heads, name)[:, :, :length] for name in names})

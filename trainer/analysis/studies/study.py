@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.needle_prompt import NeedlePrompt
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.report.geometry.section import Section
 
 
@@ -27,7 +27,7 @@ class Target:
     """
 
     name: str
-    model: Decoder
+    model: LanguageModel
     ids: Tensor
     chosen: tuple[tuple[int, int], ...] = ()
     seed: int = 0

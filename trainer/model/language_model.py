@@ -1,0 +1,99 @@
+"""What analyses, evaluations and generation ask of a model, whoever computes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.model.backend_choice import Choice
+from trainer.model.cache import KVCache
+from trainer.model.config import ModelConfig
+from trainer.positional.layout import Layout
+
+OnLayer = Callable[..., None]
+"""Told the index of a layer and its queries and keys before and after their encoding,
+``[B, H, T, D]`` each; by name ``scaling`` and ``softcap``, where scores have others than usual."""
+
+
+class LanguageModel(nn.Module, ABC):
+    """A causal language model whose queries and keys can be watched.
+
+    ``config``: its shape. ``layout``: its positional encoding as it is now; assign another to
+    change it.
+    """
+
+    config: ModelConfig
+    layout: Layout
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where its weights are."""
+
+    @property
+    def computes_on(self) -> str:
+        """The type of device it computes on, "cpu" or "cuda"."""
+        return self.device.type
+
+    @abstractmethod
+    def use_backend(self, name: str, device: str, **needs: Any) -> Choice:
+        """Choose how attention is computed on a device ("cpu", "cuda")."""
+
+    @abstractmethod
+    def hidden_states(self, ids: Tensor, **options: Any) -> Tensor:
+        """States ``[B, T, hidden_size]`` before the head, of ids ``[B, T]``.
+
+        ``cache``: earlier tokens, extended in place. ``last``: how many of the last positions to
+        return (None: all). ``length``: tokens in the whole sequence, where more will follow.
+        """
+
+    @abstractmethod
+    def logits(self, states: Tensor) -> Tensor:
+        """``[..., vocab]`` of states ``[..., hidden_size]``."""
+
+    @abstractmethod
+    def losses(self, states: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy ``[...]`` of every target after states ``[..., hidden_size]``, float32
+        nats, without gradient."""
+
+    @abstractmethod
+    def empty_cache(self, rows: int, capacity: int) -> KVCache:
+        """Room for ``capacity`` tokens in each of ``rows``, of the type of the weights."""
+
+    @abstractmethod
+    def observed(self, on_layer: OnLayer) -> AbstractContextManager[None]:
+        """Within it, every forward pass calls ``on_layer`` for each layer, before its attention."""
+
+    @abstractmethod
+    def feeding(self, on_input: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """Within it, every forward pass calls ``on_input`` with the index of each layer and the
+        states ``[B, T, hidden_size]`` that are fed into its attention."""
+
+    def packed(self) -> AbstractContextManager[None]:
+        """Within it weights do not change, and many small passes follow."""
+        return nullcontext()
+
+    @contextmanager
+    def using(self, layout: Layout) -> Iterator[None]:
+        """A context at whose end the model has its own layout again; ``layout`` comes first."""
+        own = self.layout
+        try:
+            self.layout = layout
+            yield
+        finally:
+            self.layout = own
+
+    def forward(self, ids: Tensor, **options: Any) -> Tensor:
+        """Logits ``[B, T, vocab]``, or of the ``last`` positions only; see
+        :meth:`hidden_states`."""
+        return self.logits(self.hidden_states(ids, **options))
+
+    def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of every token ``[B, T]``, without gradient."""
+        with torch.no_grad():
+            return self.losses(self.hidden_states(ids), targets)
