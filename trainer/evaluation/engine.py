@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class Subject:
     """A model that is not in memory yet; ``load`` reads it straight onto the device.
 
-    ``fingerprint`` changes whenever its weights do.
+    ``fingerprint`` changes whenever its weights do. ``own``: whether our decoder computes it.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Subject:
     config: ModelConfig
     layout: Layout
     load: Callable[[], LanguageModel]
+    own: bool = True
 
 
 @dataclass

@@ -66,11 +66,16 @@ class Recipe:
     make: Callable[[Fitting], Method]
 
 
-def recipe(name: str, layout: Layout, config: EvaluationConfig) -> Recipe | tuple[str, str]:
+def recipe(
+    name: str, layout: Layout, config: EvaluationConfig, *, own: bool = True
+) -> Recipe | tuple[str, str]:
     """The method of that name for a model, or why there is nothing to do and for which parts: a
-    sentence with braces for their titles."""
+    sentence with braces for their titles. ``own``: whether our decoder computes the model."""
     keys = name.split("+")
     parts = [MAKERS[key] for key in keys]
+    if not own and (beyond := [MAKERS[key].title for key in keys if key not in FOR_ANY_MODEL]):
+        why = "is computed by transformers, and the decoder of this program is needed for {}"
+        return why, " + ".join(beyond)
     if (idle := [part.title for part in parts if part.rotation]) and not layout.rotates:
         return "has no rotation, so there is nothing to do for {}", " + ".join(idle)
     only_free = config.temperature.models == "free"
@@ -271,3 +276,6 @@ MAKERS: dict[str, Part] = {
     "drop": Part("dropped", _dropped),
 }
 """By the names of :data:`~trainer.evaluation.config.PARTS`."""
+
+FOR_ANY_MODEL = {"none", "crop", *RESCALINGS, "temperature", "temperature_rope_id", "drop"}
+"""Parts that do the same to all heads of a layer and leave windows, and keys once read, alone."""

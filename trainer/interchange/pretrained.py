@@ -133,9 +133,9 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
         values, tensors, tokenizer = attempt(read_gguf, path) or (None, None, None)
     else:
         source = "config.json"
-        values = attempt(_read_config, path)
+        values = attempt(read_config, path)
         tensors = attempt(read_headers, path)
-        tokenizer = attempt(_read_tokenizer, path)
+        tokenizer = attempt(read_tokenizer, path)
     model = attempt(from_hf_config, values, source) if values is not None else None
     if model is None or tensors is None:
         raise UserError(*problems)
@@ -154,7 +154,12 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
     return Pretrained(given, config, layout, tokenizer, {n: ours[n] for n in shapes}, dtype)
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """What ``config.json`` says.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"there is no 'config.json' in {str(directory)!r}.")
@@ -167,7 +172,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return values
 
 
-def _read_tokenizer(directory: Path) -> Tokenizer | None:
+def read_tokenizer(directory: Path) -> Tokenizer | None:
+    """``tokenizer.json``, or None where there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None

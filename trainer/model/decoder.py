@@ -8,9 +8,8 @@ forward pass and hands every block what its heads need, or nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
 from trainer.model.masks import Mask
+from trainer.model.watching import feeding, observed
 from trainer.positional.intervening import Intervene
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
@@ -283,44 +283,18 @@ class Decoder(LanguageModel):
 
     @torch.no_grad()
     def losses(self, states: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy ``[...]`` of every target after normalised states, float32 nats, without
-        gradient."""
+        """See :class:`LanguageModel`."""
         return token_losses(states, self.head, targets, self._product)
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
-        """Room for ``capacity`` tokens in each of ``rows``, of the type of the weights."""
+        """See :class:`LanguageModel`."""
         weight = self.embed_tokens.weight
         return KVCache.empty(self.config, rows, capacity, weight.dtype, weight.device)
 
-    @contextmanager
-    def observed(self, on_layer: OnLayer) -> Iterator[None]:
-        """Within it, every forward pass calls ``on_layer`` for each layer, before its attention.
+    def observed(self, on_layer: OnLayer) -> AbstractContextManager[None]:
+        """See :class:`LanguageModel`."""
+        return observed(self.layers, on_layer)
 
-        Blocks run uncompiled meanwhile, and nothing that was compiled is lost.
-        """
-        blocks = [block.self_attn for block in self.layers]
-        try:
-            for index, attention in enumerate(blocks):
-                attention.observe = partial(on_layer, index)
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        finally:
-            for attention in blocks:
-                attention.observe = None
-
-    @contextmanager
-    def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Within it, every forward pass calls ``on_input`` with the index of each layer and the
-        states that are fed into its attention."""
-        hooks = [
-            block.input_layernorm.register_forward_hook(
-                lambda _, __, out, index=index: on_input(index, out)
-            )
-            for index, block in enumerate(self.layers)
-        ]
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def feeding(self, on_input: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """See :class:`LanguageModel`."""
+        return feeding(self.layers, on_input)

@@ -15,9 +15,11 @@ from tokenizers import Tokenizer
 
 from trainer.data.tokenizer import end_of_text
 from trainer.errors import UserError
+from trainer.interchange.adapted.loading import PREFIX, read_adapted
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoint_files import MANIFEST, checksum
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, model_config, read_state
@@ -36,7 +38,8 @@ class Candidate:
     ``given``: what the user called it. ``run``: the configuration of the run that trained it (None:
     published weights). ``fingerprint``: changes whenever its weights do. ``load``: reads them onto
     a device, the CPU unless another is given. ``role``: what it is in comparisons, such as
-    ``drope``. ``state``: what its checkpoint says of itself.
+    ``drope``. ``state``: what its checkpoint says of itself. ``computed_by``: the program that
+    computes it, where it is not this one.
     """
 
     given: str
@@ -47,9 +50,10 @@ class Candidate:
     layout: Layout
     fingerprint: str
     run: RunConfig | None
-    load: Callable[..., Decoder]
+    load: Callable[..., LanguageModel]
     role: str | None = None
     state: dict[str, Any] = field(default_factory=dict)
+    computed_by: str | None = None
 
     @property
     def home(self) -> Path:
@@ -92,9 +96,9 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     Raises:
         UserError: one is there twice, or the names of two stay the same.
     """
-    paths = Counter(candidate.path.resolve() for candidate in candidates)
+    paths = Counter((c.path.resolve(), c.computed_by) for c in candidates)
     for candidate in candidates:
-        if paths[candidate.path.resolve()] > 1:
+        if paths[candidate.path.resolve(), candidate.computed_by] > 1:
             raise UserError(f"compare: {candidate.given!r} is named twice.")
     shared = Counter(candidate.name for candidate in candidates)
     for marks in ([c.home.resolve().name for c in candidates], [c.given for c in candidates]):
@@ -109,10 +113,23 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _find(given: str) -> Candidate:
+    if given.startswith(PREFIX):
+        adapted = read_adapted(given)
+        return Candidate(
+            given,
+            f"{adapted.path.resolve().name}-hf",
+            adapted.path,
+            adapted.tokenizer,
+            adapted.config,
+            adapted.layout,
+            f"{adapted.computed_by} {_files(adapted.path)}",
+            None,
+            adapted.load,
+            computed_by=adapted.computed_by,
+        )
     path = Path(given)
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         published = read_pretrained(given)
-        files = [path] if path.is_file() else sorted(path.iterdir())
         return Candidate(
             given,
             path.stem,
@@ -120,7 +137,7 @@ def _find(given: str) -> Candidate:
             published.require_tokenizer(),
             published.config,
             published.layout,
-            str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]),
+            _files(path),
             None,
             published.decoder,
         )
@@ -141,3 +158,9 @@ def _find(given: str) -> Candidate:
         role(config, is_dropped(config, state["step"])),
         state,
     )
+
+
+def _files(path: Path) -> str:
+    """Names, sizes and times of a file or of the files in a directory."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    return str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])

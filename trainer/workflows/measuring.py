@@ -35,7 +35,7 @@ from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.ruler.tasks import ruler_tasks
 from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.report.observations import ROLES, observe
 from trainer.report.outcomes import AS_IS, Outcomes
 from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Drop, Report
@@ -179,7 +179,7 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _subject(candidate: Candidate, config: EvaluationConfig, device: str) -> Subject:
-    def load() -> Decoder:
+    def load() -> LanguageModel:
         model = candidate.load(device).to(DTYPES[config.dtype])
         needs = {"half": config.dtype == "bf16", "many_lengths": True}
         try:
@@ -192,7 +192,8 @@ def _subject(candidate: Candidate, config: EvaluationConfig, device: str) -> Sub
 
     print_of = hashlib.sha256(candidate.fingerprint.encode() + config.dtype.encode())
     fingerprint = print_of.hexdigest()[:16]
-    return Subject(candidate.name, fingerprint, candidate.config, candidate.layout, load)
+    own = candidate.computed_by is None
+    return Subject(candidate.name, fingerprint, candidate.config, candidate.layout, load, own)
 
 
 def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:
@@ -216,7 +217,7 @@ def _recipes(
     idle: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in config.methods or METHODS:
         for subject in subjects:
-            made = recipe(name, subject.layout, config)
+            made = recipe(name, subject.layout, config, own=subject.own)
             if isinstance(made, Recipe):
                 found[subject.name].append(made)
             else:

@@ -1,0 +1,311 @@
+"""Models that transformers computes: what is read of them is what they do."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tests.interchange.families import FAMILIES, made
+from tests.reference import turned
+from trainer.analysis.attention_rows import attention_rows, head_attention
+from trainer.analysis.capture import capture
+from trainer.analysis.offset_features import OffsetFeatureSearch
+from trainer.analysis.positional_bias import prefix_spreads
+from trainer.analysis.probe import probe
+from trainer.analysis.sinks import Sinks
+from trainer.errors import UserError
+from trainer.generation.generate import generate
+from trainer.interchange.adapted.loading import read_adapted
+from trainer.interchange.adapted.model import AdaptedModel
+from trainer.interchange.pretrained import read_pretrained
+from trainer.positional.intervention import Intervention
+from trainer.positional.layout import LayerEncoding
+from trainer.positional.rescaling import yarn
+from trainer.positional.spectrum import Spectrum
+
+IDS = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(3))
+T = IDS.shape[1]
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def observed(model, ids=IDS):
+    layers = []
+    states = capture(model, ids, layers.append)
+    return layers, states
+
+
+@torch.no_grad()
+def theirs(hf, ids=IDS):
+    """By the plain implementation of transformers: attention of every layer, and logits."""
+    hf.set_attn_implementation("eager")
+    found = hf(ids, output_attentions=True)
+    return found.attentions, found.logits
+
+
+def attention_of(heads):
+    """Written plainly in float64 from what an analysis is given: ``[B, Hq, T, T]``."""
+    q, k = heads.rotated_q.double(), heads.rotated_k.double()
+    k = k.repeat_interleave(heads.queries_per_key, dim=1)
+    scores = heads.scale * q @ k.mT
+    if heads.softcap is not None:
+        scores = heads.softcap * torch.tanh(scores / heads.softcap)
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    window = heads.encoding.window or T
+    return scores.masked_fill((j > i) | (j <= i - window), -math.inf).softmax(dim=-1)
+
+
+@every_family
+def test_queries_and_keys_give_the_models_own_attention(family):
+    hf = made(family)
+    layers, _ = observed(AdaptedModel(hf))
+    attentions, _ = theirs(hf)
+    assert len(layers) == len(attentions) == 3
+    for heads, expected in zip(layers, attentions, strict=True):
+        assert heads.q.shape[:3] == heads.rotated_q.shape[:3] == (2, 4, T)
+        torch.testing.assert_close(attention_of(heads).float(), expected, rtol=0, atol=2e-5)
+        for head in range(4):
+            own = head_attention(heads, head, slice(0, T))
+            torch.testing.assert_close(own, expected[:, head], rtol=0, atol=2e-5)
+        rows, i = attention_rows(heads), torch.arange(T)
+        torch.testing.assert_close(rows.own, expected[..., i, i], rtol=0, atol=2e-5)
+        distance = (expected * (i[:, None] - i)).sum(dim=-1)
+        torch.testing.assert_close(rows.distance, distance, rtol=0, atol=2e-3)
+
+
+@every_family
+def test_the_encoding_leads_from_plain_to_rotated(family):
+    """Against complex numbers in float64."""
+    layers, _ = observed(AdaptedModel(made(family)), IDS[:1])
+    for heads in layers:
+        spectrum = heads.encoding.spectra[0]
+        for plain, rotated in ((heads.q, heads.rotated_q), (heads.k, heads.rotated_k)):
+            expected = torch.tensor(
+                [
+                    [turned(x, i, spectrum.inv_freq) for i, x in enumerate(head)]
+                    for head in plain[0].tolist()
+                ]
+            )
+            expected[..., : spectrum.rotary_dim] *= spectrum.rotary_scale
+            torch.testing.assert_close(rotated[0], expected, rtol=0, atol=2e-5)
+
+
+ROTATED = {"Phi": [2, 2, 2], "SmolLM3": [4, 0, 4], "Llama4": [4, 4, 0], "DeepseekV2": [2, 2, 2]}
+
+
+@every_family
+def test_which_channels_rotate_in_which_layers(family):
+    model = AdaptedModel(made(family))
+    head_dim = model.config.head_size
+    pairs = [layer.spectra[0].rotary_dim // 2 for layer in model.layout.layers]
+    assert pairs == ROTATED.get(family, [head_dim // 2] * 3)
+    windows = {"Mistral": [8, 8, 8], "Gemma2": [8, None, 8]}
+    assert [layer.window for layer in model.layout.layers] == windows.get(family, [None] * 3)
+    assert model.layout.training_length == 64
+    assert model.layout.spectra[0].rotary_scale == pytest.approx(
+        0.1 * math.log(4) + 1 if "YaRN" in family else 1.0
+    )
+
+
+@every_family
+@torch.no_grad()
+def test_logits_at_once_and_from_a_cache_are_the_models_own(family):
+    hf = made(family)
+    model = AdaptedModel(hf)
+    cache = model.empty_cache(2, T)
+    found = torch.cat([model(IDS[:, :15], cache=cache), model(IDS[:, 15:], cache=cache)], dim=1)
+    whole, last = model(IDS), model(IDS, last=3)
+    losses = model.token_losses(IDS[:, :-1], IDS[:, 1:])
+    _, expected = theirs(hf)
+    for logits in (whole, found):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(last, expected[:, -3:], rtol=0, atol=5e-5)
+    entropy = torch.nn.functional.cross_entropy(
+        expected[:, :-1].transpose(1, 2), IDS[:, 1:], reduction="none"
+    )
+    torch.testing.assert_close(losses, entropy, rtol=0, atol=1e-4)
+
+
+@every_family
+def test_prompts_of_several_lengths_go_on_as_if_alone(family):
+    hf = made(family, **({"attn_temperature_tuning": False} if family == "Llama4" else {}))
+    prompts = [IDS[0, :9].tolist(), IDS[1, :14].tolist()]
+    found = generate(AdaptedModel(hf), prompts, 4)
+    for prompt, said in zip(prompts, found, strict=True):
+        alone = list(prompt)
+        for _ in range(4):
+            alone.append(theirs(hf, torch.tensor([alone]))[1][0, -1].argmax().item())
+        assert said == alone[-4:]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The directory of a Llama, which our decoder and transformers can both read."""
+    directory = tmp_path_factory.mktemp("llama")
+    made("Llama").save_pretrained(directory)
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def both(saved):
+    return read_pretrained(str(saved)).decoder(), read_adapted(f"hf:{saved}").load()
+
+
+def test_the_control_has_the_heads_of_our_decoder(both):
+    (ours, states), (other, their_states) = (observed(model) for model in both)
+    torch.testing.assert_close(states, their_states, rtol=0, atol=2e-5)
+    for mine, heads in zip(ours, other, strict=True):
+        assert mine.training_length == heads.training_length
+        assert heads.scale == pytest.approx(mine.scale)
+        for name in ("q", "k", "rotated_q", "rotated_k"):
+            expected = getattr(mine, name)
+            torch.testing.assert_close(getattr(heads, name), expected, rtol=0, atol=2e-5)
+        assert heads.encoding.spectra[0].inv_freq == pytest.approx(
+            mine.encoding.spectra[0].inv_freq
+        )
+
+
+def test_the_control_gives_the_numbers_of_our_decoder(both):
+    def numbers(model):
+        search, sinks = OffsetFeatureSearch(), Sinks()
+        for heads in observed(model)[0]:
+            search.update(heads)
+            sinks.update(heads, attention_rows(heads, rotated=False), attention_rows(heads))
+        return {
+            "probe": torch.tensor(list(probe(model, IDS).values())),
+            "angles": torch.tensor(search.result().key_radius),
+            "sinks": torch.tensor(sinks.result().rotated.sink_weight),
+            "spreads": torch.tensor(prefix_spreads(model, IDS)),
+        }
+
+    ours, other = map(numbers, both)
+    for name, expected in ours.items():
+        torch.testing.assert_close(other[name], expected, rtol=1e-3, atol=1e-4, msg=name)
+
+
+GAIN = Intervention(query=tuple((0.2 + h,) * 8 for h in range(4)), key=((0.5,) * 8,) * 2)
+CHANGES = {
+    "YaRN": lambda layout: layout.rescaled(yarn, 4.0),
+    "no encoding": lambda layout: layout.map(lambda _: Spectrum()),
+    "a temperature per query": lambda layout: replace(
+        layout.map(lambda s: s.with_temperature(coefficient=0.5, per="query")), training_length=8
+    ),
+    "a gain on heads": lambda layout: replace(
+        layout, layers=tuple(replace(layer, intervention=GAIN) for layer in layout.layers)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@torch.no_grad()
+def test_a_changed_layout_is_that_of_our_decoder(both, change):
+    ours, other = both
+    before = other(IDS)
+    with ours.using(change(ours.layout)), other.using(change(other.layout)):
+        expected, found = ours(IDS), other(IDS)
+        cache = other.empty_cache(2, T)
+        stepwise = torch.cat([other(x, cache=cache) for x in IDS.split(10, dim=1)], dim=1)
+    assert (expected - before).abs().max() > 0.01
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(stepwise, expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(other(IDS), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["Phi", "Llama4", "DeepseekV2", "Cohere"])
+@torch.no_grad()
+def test_dropped_positions_are_gone_from_every_arrangement(family):
+    """A token is then predicted alike wherever the tokens before it stand."""
+    model = AdaptedModel(made(family, **({"floor_scale": 64} if family == "Llama4" else {})))
+    shuffled = IDS.clone()
+    shuffled[:, :-1] = IDS[:, torch.randperm(T - 1)]
+    one_layer = []
+    with model.using(model.layout.map(lambda _: Spectrum())):
+        for ids in (IDS, shuffled):
+            layers, _ = observed(model, ids)
+            assert torch.equal(layers[0].q, layers[0].rotated_q)
+            one_layer.append(attention_rows(layers[0]).entropy[:, :, -1])
+    torch.testing.assert_close(*one_layer, rtol=0, atol=1e-4)
+
+
+def test_layouts_that_need_our_decoder_are_refused(both):
+    layout = both[1].layout
+    heads = (Spectrum(), *layout.layers[0].spectra[1:])
+    for layer in (LayerEncoding.of(heads), LayerEncoding(layout.layers[0].groups, window=4)):
+        with pytest.raises(UserError, match="needs the decoder of this program"):
+            both[1].layout = type(layout)(64, (layer, *layout.layers[1:]))
+
+
+def test_frequencies_are_not_rounded_with_the_weights():
+    model = AdaptedModel(made("Llama"))
+    before = model.hf.model.rotary_emb.inv_freq.clone()
+    model.to(torch.bfloat16)
+    assert model.hf.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(model.hf.model.rotary_emb.inv_freq, before)
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+SMALL_WITH_SINKS = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+
+
+def test_what_would_make_numbers_wrong_is_refused_where_it_begins():
+    """Chunks and frequencies that follow the length are harmless in short texts."""
+    chunks, ids = AdaptedModel(made("Llama4")), IDS[:1].repeat(1, 4)
+    observed(chunks, ids[:, :48])
+    with pytest.raises(UserError, match=r"layer 0 hides other keys.*analysis\.length"):
+        observed(chunks, ids[:, :60])
+    dynamic = AdaptedModel(made("Llama", rope_parameters=DYNAMIC))
+    observed(dynamic, ids[:, :64])
+    with pytest.raises(UserError, match=r"rotation of layer 0 follows the length"):
+        observed(dynamic, ids)
+
+
+def test_learned_sinks_are_refused_by_analyses_alone(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "GptOss", SMALL_WITH_SINKS)
+    hf = made("GptOss")
+    model = AdaptedModel(hf)
+    torch.testing.assert_close(model(IDS), theirs(hf)[1], rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="layer 0 has learned sinks"):
+        observed(model)
+
+
+def test_a_model_whose_attention_cannot_be_watched_is_refused(tmp_path, saved):
+    config = transformers.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+    transformers.GPTJForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
+    with pytest.raises(UserError, match="the attention of 0 of its 2 layers can be watched"):
+        read_adapted(f"hf:{tmp_path}")
+
+
+def test_faults_of_a_directory_are_named(saved, tmp_path, monkeypatch):
+    def said(directory):
+        with pytest.raises(UserError) as caught:
+            read_adapted(f"hf:{directory}")
+        (problem,) = caught.value.problems
+        return problem
+
+    assert "none at" in said(f"{saved}x")
+    assert saved.name in said(f"{saved}x")
+    assert "config.json" in said(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "pytest_model.bin").write_bytes(b"pickle")
+    assert "pickles are not read" in said(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes((saved / "model.safetensors").read_bytes())
+    assert "tokenizer.json" in said(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
+    values = json.loads((saved / "config.json").read_text())
+    own_code = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "code.Mine"}}
+    (tmp_path / "config.json").write_text(json.dumps(values | own_code))
+    assert "code of a model is never run" in said(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 4}))
+    assert "tensors that are missing: 'model.layers.3." in said(tmp_path)
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert "transformers cannot read it" in said(tmp_path)
+    monkeypatch.setattr("trainer.interchange.adapted.loading.find_spec", lambda name: None)
+    assert "pip install 'unrope[transformers]'" in said(saved)

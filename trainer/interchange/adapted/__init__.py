@@ -1,0 +1,1 @@
+"""Models that transformers computes, as analyses and evaluations ask for them."""

@@ -1,0 +1,58 @@
+"""Whether a layer does what the layout of its model says, so that no analysis states a wrong
+number."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.errors import UserError
+from trainer.interchange.adapted.rotation import Rotation, complex_table
+from trainer.interchange.adapted.seam import Call
+from trainer.model.masks import Mask, allowed
+from trainer.positional.rotation import rotary_table
+
+APART = 0.05
+"""Between tables of cosines and those of the spectrum: the float32 phases of a model are off by so
+much at position 10^6."""
+
+
+def check_scores(call: Call, window: int | None) -> None:
+    """Refuse a softmax over other keys than those before a query, or in its window.
+
+    Raises:
+        UserError: the softmax has learned entries, or the mask is another one.
+    """
+    if call.sinks:
+        raise UserError(
+            f"checkpoint: the softmax of layer {call.index} has learned sinks beside the keys, "
+            "which analyses do not know."
+        )
+    if call.mask is None:
+        return
+    T, mask = call.q.shape[2], call.mask
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    if not torch.equal(
+        *torch.broadcast_tensors(seen, allowed(Mask(window), range(T), range(T), mask.device))
+    ):
+        raise UserError(
+            f"checkpoint: layer {call.index} hides other keys than a window would (attention in "
+            "chunks); give a shorter analysis.length."
+        )
+
+
+def check_rotation(call: Call, rotation: Rotation) -> None:
+    """Refuse tables that are not those of the spectrum at the last position.
+
+    Raises:
+        UserError: the rotation follows the length of the text.
+    """
+    if call.tables is None or not rotation.spectrum.rotates:
+        return
+    at = torch.tensor([call.q.shape[2] - 1], device=call.q.device)
+    cos, sin = (x[0] for x in rotary_table(rotation.spectrum, at))
+    table = complex_table(call.tables)[1][0, -1]
+    if (table - torch.complex(cos, sin)).abs().amax() > APART:
+        raise UserError(
+            f"checkpoint: the rotation of layer {call.index} follows the length of the text; give "
+            "an analysis.length within the length it was trained at."
+        )

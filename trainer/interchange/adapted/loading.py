@@ -1,0 +1,116 @@
+"""Any decoder of transformers from a local directory, computed by transformers itself.
+
+No code of a model is run and no pickle is read: the architecture must be one of transformers' own,
+and weights are safetensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from trainer.errors import UserError, did_you_mean
+from trainer.interchange.pretrained import read_config, read_tokenizer
+from trainer.model.config import ModelConfig
+from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import Layout
+
+PREFIX = "hf:"
+"""Before the directory of a model that transformers is to compute."""
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model that was found and tried; ``load`` reads its weights again."""
+
+    path: Path
+    tokenizer: Tokenizer
+    config: ModelConfig
+    layout: Layout
+    computed_by: str
+
+    def load(self, device: str = "cpu") -> LanguageModel:
+        """The model in float32 on a device."""
+        return _read(self.path).to(device)
+
+
+def read_adapted(given: str) -> Adapted:
+    """Find the model that ``hf:DIRECTORY`` means, and see what its layers do.
+
+    Reads its weights, and keeps none of them.
+
+    Raises:
+        UserError: transformers is not installed, there is no such directory, or it holds no model
+            that transformers can compute and that can be watched.
+    """
+    if find_spec("transformers") is None:
+        raise UserError(
+            f"checkpoint: {given!r} asks for the package transformers, which is not installed; "
+            "pip install 'unrope[transformers]', or leave out hf: for the architectures that this "
+            "program reads itself."
+        )
+    path = Path(given.removeprefix(PREFIX)).expanduser()
+    if not path.is_dir():
+        nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+        raise UserError(
+            f"checkpoint: hf: takes a local directory, and there is none at {str(path)!r}."
+            + did_you_mean(path.name, nearby)
+        )
+    try:
+        values = read_config(path)
+        if not any(path.glob("*.safetensors")):
+            raise UserError("there are no weights '*.safetensors'; pickles are not read.")
+        tokenizer = read_tokenizer(path)
+        if tokenizer is None:
+            raise UserError("there is no tokenizer.json; put the model's beside its weights.")
+        _check_type(values)
+        model = _read(path)
+    except UserError as error:
+        raise UserError(*(f"checkpoint: {given}: {why}" for why in error.problems)) from error
+    return Adapted(
+        path, tokenizer, model.config, model.layout, f"transformers {version('transformers')}"
+    )
+
+
+def _check_type(values: dict[str, Any]) -> None:
+    """Refuse what transformers would need the model's own code for."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING_NAMES:
+        raise UserError(
+            f"config.json: model_type: transformers {version('transformers')} has no {kind!r}, and "
+            f"code of a model is never run.{did_you_mean(str(kind), CONFIG_MAPPING_NAMES)}"
+        )
+
+
+def _read(path: Path) -> Any:
+    import torch
+    import transformers
+
+    from trainer.interchange.adapted.model import AdaptedModel
+
+    shown = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises nearly every kind
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"transformers cannot read it: {said[0]}") from error
+    finally:
+        transformers.logging.set_verbosity(shown)
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"tensors that are missing: {', '.join(map(repr, missing[:5]))}.")
+    return AdaptedModel(model)

@@ -1,0 +1,282 @@
+"""A model of transformers as a :class:`LanguageModel`: read, watched, and turned otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer.errors import UserError
+from trainer.interchange.adapted.cache import as_transformers_cache, empty_cache
+from trainer.interchange.adapted.checks import check_rotation, check_scores
+from trainer.interchange.adapted.rotation import (
+    Rotation,
+    Tables,
+    found_rotation,
+    no_rotation,
+    tables_like,
+)
+from trainer.interchange.adapted.seam import Call, Seam, ordered
+from trainer.model.backend_choice import Choice
+from trainer.model.cache import KVCache
+from trainer.model.config import ModelConfig
+from trainer.model.language_model import LanguageModel, OnLayer
+from trainer.model.loss import chunk_size
+from trainer.positional.intervening import Intervene
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.rotation import Groups, head_groups
+
+TRIED = 16
+"""Tokens that are read to see what the layers do."""
+
+
+class AdaptedModel(LanguageModel):
+    """A causal model of transformers, without gradients.
+
+    Its layout is what its layers were seen to do. Channels of queries and keys are given in the
+    order that spectra have; dot products are the same in any order. A layout assigned later must
+    rotate the same pairs, at any speed or not at all, and all heads of a layer alike.
+
+    Args:
+        hf: the model, in float32.
+
+    Raises:
+        UserError: its attention cannot be watched, or rotates in a way that is not known.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf.eval()
+        text = hf.config.get_text_config()
+        self._base = next(m for m in hf.children() if isinstance(m, PreTrainedModel))
+        self._seam = Seam(hf, text.num_hidden_layers)
+        calls = self._tried()
+        q, k = calls[0].q, calls[0].k
+        if any(c.q.shape != q.shape or c.k.shape != k.shape for c in calls):
+            raise UserError("its layers have heads of different shapes; expected one for all.")
+        self.rotations = [self._rotation(call) for call in calls]
+        layers = (
+            LayerEncoding(((rotation.spectrum, k.shape[1]),), call.window)
+            for rotation, call in zip(self.rotations, calls, strict=True)
+        )
+        self.own_layout = Layout(text.max_position_embeddings, tuple(layers))
+        self._layout = self.own_layout
+        self.config = ModelConfig(
+            hidden_size=text.hidden_size,
+            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            num_hidden_layers=len(calls),
+            num_attention_heads=q.shape[1],
+            num_key_value_heads=k.shape[1],
+            head_dim=q.shape[-1],
+            vocab_size=text.vocab_size,
+            tie_word_embeddings=bool(text.tie_word_embeddings),
+        )
+        self._observe: OnLayer | None = None
+
+    @torch.no_grad()
+    def _tried(self) -> list[Call]:
+        """What every layer does with a few tokens, and what the cache keeps of them."""
+        calls: list[Call] = []
+
+        def see(call: Call) -> tuple[Tensor, Tensor]:
+            calls.append(call)
+            return call.q, call.k
+
+        ids = torch.arange(TRIED, device=self.device)[None] % self.hf.config.vocab_size
+        with self._seam.watching(see, plain=True):
+            self.hf(ids, use_cache=False)
+        found = self._base(ids, use_cache=True)
+        self._outputs = type(found)
+        self._cached = [
+            tuple((x.shape[1], x.shape[3]) for x in (layer.keys, layer.values))
+            for layer in found.past_key_values.layers
+        ]
+        return calls
+
+    def _rotation(self, call: Call) -> Rotation:
+        """Of one layer, found by what it does."""
+        inside = call.tables is None and any("inv_freq" in n for n, _ in self.hf.named_buffers())
+        found = None if inside else found_rotation(call.tables, call.plain, (call.q, call.k))
+        if found is None:
+            raise UserError(
+                f"layer {call.index} rotates queries and keys in a way that is not known, so that "
+                "those before rotation cannot be had."
+            )
+        return found
+
+    def _apply(self, *args: Any, **options: Any) -> AdaptedModel:
+        """What torch calls to put a module on a device or into another type.
+
+        Buffers keep their type: frequencies rounded to 16 bits would be others.
+        """
+        before = dict(self.named_buffers(remove_duplicate=False))
+        super()._apply(*args, **options)
+        for name, buffer in before.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(owner), leaf, buffer.to(self.device))
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.hf.device
+
+    @property
+    def layout(self) -> Layout:
+        """The positional encoding as it is now.
+
+        Raises:
+            UserError: on assignment of one that this model cannot be given.
+        """
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: Layout) -> None:
+        for new, own, rotation in zip(
+            layout.layers, self.own_layout.layers, self.rotations, strict=True
+        ):
+            pairs = len(new.groups[0][0].inv_freq)
+            if (
+                len(new.groups) > 1
+                or len(new.spectra) != len(own.spectra)
+                or (new.window, new.qk_norm) != (own.window, own.qk_norm)
+                or any(s.alibi for s in new.spectra)
+                or (pairs and pairs != len(rotation.spectrum.inv_freq))
+            ):
+                raise UserError(
+                    "checkpoint: a model that transformers computes (hf:) cannot be given heads "
+                    "that differ, other windows, other pairs or a bias; that needs the decoder of "
+                    "this program."
+                )
+        self._layout = layout
+
+    def use_backend(self, name: str, device: str, **needs: Any) -> Choice:
+        """That of transformers."""
+        return Choice(self._seam.usual, "chosen by transformers")
+
+    @torch.no_grad()
+    def hidden_states(
+        self,
+        ids: Tensor,
+        *,
+        cache: KVCache | None = None,
+        length: int | None = None,
+        last: int | None = None,
+    ) -> Tensor:
+        """States ``[B, T, hidden_size]`` before the head; see :class:`LanguageModel`."""
+        past = cache.length if cache else 0
+        end = past + ids.shape[1]
+        columns = torch.arange(end, device=ids.device)
+        positions, keys = columns[past:], columns
+        lengths: int | list[int] = length or end
+        options: dict[str, Any] = {}
+        if cache is not None:
+            options["past_key_values"] = as_transformers_cache(cache)
+        if cache is not None and cache.begins:
+            begins = torch.tensor(cache.begins, device=ids.device)[:, None]
+            lengths = [(length or end) - begin for begin in cache.begins]
+            options["attention_mask"] = (columns >= begins).long()
+            positions, keys = positions - begins, keys - begins
+            options["position_ids"] = positions
+        if cache is not None and self.layout.frequencies_follow_length:
+            raise UserError(
+                "checkpoint: a model that transformers computes (hf:) keeps rotated keys; "
+                "frequencies that follow the length need the decoder of this program."
+            )
+        with self._passing(positions, keys, lengths):
+            found = self._base(ids, use_cache=cache is not None, **options)
+        states = found.last_hidden_state
+        return states if last is None else states[:, -last:]
+
+    @torch.no_grad()
+    def logits(self, states: Tensor) -> Tensor:
+        """``[..., vocab]`` of states ``[..., hidden_size]``, by the model's own forward pass after
+        its layers, which may cap, scale or shift them."""
+        rows = states.reshape(1, -1, states.shape[-1])
+        self._base.forward = lambda *_, **__: self._outputs(last_hidden_state=rows)
+        try:
+            found = self.hf(torch.zeros(1, 1, dtype=torch.long, device=self.device)).logits
+        finally:
+            del self._base.forward
+        return found.view(*states.shape[:-1], -1)
+
+    @torch.no_grad()
+    def losses(self, states: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy ``[...]`` of every target, float32 nats; logits in chunks."""
+        size = chunk_size(self.config.vocab_size, states.device)
+        rows, of_rows = states.flatten(0, -2).split(size), targets.flatten().split(size)
+        losses = [
+            F.cross_entropy(self.logits(x).float(), y, reduction="none")
+            for x, y in zip(rows, of_rows, strict=True)
+        ]
+        return torch.cat(losses).view(targets.shape)
+
+    def empty_cache(self, rows: int, capacity: int) -> KVCache:
+        """Room for ``capacity`` tokens in each of ``rows``."""
+        return empty_cache(self._cached, rows, capacity, self.hf.dtype, self.device)
+
+    @contextmanager
+    def observed(self, on_layer: OnLayer) -> Iterator[None]:
+        """Within it, every forward pass calls ``on_layer`` for each layer, before its attention."""
+        self._observe = on_layer
+        try:
+            yield
+        finally:
+            self._observe = None
+
+    @contextmanager
+    def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Within it ``on_input`` is told what is fed into the attention of every layer."""
+        with self._seam.feeding(on_input):
+            yield
+
+    def _passing(self, positions: Tensor, keys: Tensor, lengths: int | list[int]) -> Any:
+        """What a forward pass runs in: nothing, unless it is watched or turned otherwise."""
+        changed = self.layout != self.own_layout
+        if not changed and self._observe is None:
+            return nullcontext()
+        groups = head_groups(self.layout, positions, lengths) if changed else None
+
+        def see(call: Call) -> tuple[Tensor, Tensor]:
+            call = ordered(call, self.rotations[call.index].ordered)
+            if groups is not None:
+                call = self._turned(call, groups[call.index], positions, keys)
+            if self._observe is not None:
+                self._show(call, by_itself=groups is None)
+            return call.q, call.k
+
+        def tables(index: int, given: Tables) -> Tables:
+            group, form = groups[index][0], self.rotations[index].form
+            if group.cos is None:
+                return no_rotation(given)
+            return tables_like(given, form, group.cos, group.sin)
+
+        return self._seam.watching(
+            see,
+            plain=self._observe is not None,
+            tables=None if groups is None else tables,
+        )
+
+    def _turned(self, call: Call, groups: Groups, positions: Tensor, keys: Tensor) -> Call:
+        """With the temperature and the intervention of the layout; tables have rotated it."""
+        q, k, temperature = call.q, call.k, groups[0].temperature
+        if temperature is not None:
+            q = (q * temperature).to(q.dtype)
+        if (wanted := self.layout.layers[call.index].intervention) is not None:
+            q, k = Intervene(wanted)(q, k, positions, keys)
+        return replace(call, q=q, k=k)
+
+    def _show(self, call: Call, *, by_itself: bool) -> None:
+        """Tell the observer, once it is sure that the layer does what the layout says."""
+        check_scores(call, self.layout.layers[call.index].window)
+        if by_itself:
+            check_rotation(call, self.rotations[call.index])
+        self._observe(
+            call.index, *call.plain, call.q, call.k, scaling=call.scaling, softcap=call.softcap
+        )

@@ -1,0 +1,133 @@
+"""How an attention layer of transformers rotates, read from what it does.
+
+Layers are given tables of cosines and sines and differ in how these are laid out and in which
+channels make a pair: halves of a head (Llama), of its first channels only (Phi), neighbours
+(Llama 4), or neighbours among the last channels (DeepSeek-V2). Here a layer is shown once with its
+tables and once with those of no rotation, and the arrangement is the one that leads from one to the
+other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from trainer.positional.rotation import rotary_table, rotate
+from trainer.positional.spectrum import Spectrum
+
+Tables = Tensor | tuple[Tensor, Tensor]
+"""What a layer is given as ``position_embeddings``: complex numbers, or cosines and sines."""
+
+CLOSE = 1e-4
+"""Of the largest entry: how far a rotation in float32 may be from the model's own."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """``spectrum``: of every head of a layer. ``order``: its channels as a spectrum has them, pair
+    m at m and m + pairs and what does not rotate behind (None: as they are). ``form``: how its
+    tables are laid out, see :func:`complex_table` (None: it has none)."""
+
+    spectrum: Spectrum
+    order: tuple[int, ...] | None = None
+    form: str | None = None
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """``[..., D]`` with its channels in that order."""
+        return x if self.order is None else x[..., list(self.order)]
+
+
+def no_rotation(tables: Tables) -> Tables:
+    """Tables like these that leave queries and keys as they are."""
+    if isinstance(tables, Tensor):
+        return torch.ones_like(tables)
+    return torch.ones_like(tables[0]), torch.zeros_like(tables[1])
+
+
+def complex_table(tables: Tables) -> tuple[str, Tensor]:
+    """The form of tables, and ``[B, T, pairs]`` complex128.
+
+    ``complex``: one number a pair; ``halves``, ``neighbours``: every cosine twice, in both halves
+    or side by side; ``single``: once.
+    """
+    if isinstance(tables, Tensor):
+        return "complex", tables.to(torch.complex128)
+    cos, sin = (table.double() for table in tables)
+    pairs = cos.shape[-1] // 2
+    both = torch.complex(cos, sin)
+    if torch.equal(both[..., :pairs], both[..., pairs:]):
+        return "halves", both[..., :pairs]
+    if torch.equal(both[..., ::2], both[..., 1::2]):
+        return "neighbours", both[..., ::2]
+    return "single", both
+
+
+def tables_like(given: Tables, form: str, cos: Tensor, sin: Tensor) -> Tables:
+    """``[T, pairs]`` or ``[B, 1, T, pairs]`` in a form, of the types of the ``given`` tables."""
+    if isinstance(given, Tensor):
+        return torch.complex(*_rows(cos, sin)).to(given.dtype).expand_as(given)
+    if form == "halves":
+        cos, sin = (x.repeat(*[1] * (x.dim() - 1), 2) for x in (cos, sin))
+    elif form == "neighbours":
+        cos, sin = (x.repeat_interleave(2, dim=-1) for x in (cos, sin))
+    cos, sin = _rows(cos, sin)
+    return cos.to(given[0].dtype).expand_as(given[0]), sin.to(given[1].dtype).expand_as(given[1])
+
+
+def _rows(*tables: Tensor) -> tuple[Tensor, ...]:
+    """``[B or 1, T, n]``."""
+    return tuple(x.squeeze(1) if x.dim() == 4 else x[None] for x in tables)
+
+
+def found_rotation(
+    tables: Tables | None, plain: tuple[Tensor, Tensor], encoded: tuple[Tensor, Tensor]
+) -> Rotation | None:
+    """What leads from queries and keys ``plain`` to ``encoded``, ``[B, H, T, D]`` float32 each.
+
+    Args:
+        tables: for positions 0, 1, ..., T - 1, T at least 2.
+        plain: with the tables of no rotation.
+        encoded: with these.
+
+    Returns:
+        None where no known arrangement does.
+    """
+    form, table = (None, None) if tables is None else complex_table(tables)
+    if all(torch.equal(x, y) for x, y in zip(plain, encoded, strict=True)):
+        return Rotation(Spectrum(), None, form)
+    if table is None:
+        return None
+    once = table[0, 1]
+    scale = once.abs().mean().item()
+    spectrum = Spectrum(
+        tuple(once.angle().tolist()), rotary_scale=1.0 if abs(scale - 1) < 1e-6 else scale
+    )
+    size = encoded[0].shape[-1]
+    for order in _orders(size, spectrum.rotary_dim):
+        rotation = Rotation(spectrum, order, form)
+        if all(_leads(rotation, x, y) for x, y in zip(plain, encoded, strict=True)):
+            return rotation
+    return None
+
+
+def _leads(rotation: Rotation, plain: Tensor, encoded: Tensor) -> bool:
+    positions = torch.arange(plain.shape[2], device=plain.device)
+    turned = rotate(rotation.ordered(plain), *rotary_table(rotation.spectrum, positions))
+    far = (turned - rotation.ordered(encoded)).abs().amax()
+    return bool(far <= CLOSE * encoded.abs().amax())
+
+
+def _orders(size: int, rotated: int) -> list[tuple[int, ...] | None]:
+    """Arrangements of the ``rotated`` channels of a head, halves and neighbours, first or last."""
+    if rotated > size:
+        return []
+    found: list[tuple[int, ...] | None] = []
+    for start in dict.fromkeys((0, size - rotated)):
+        own = range(start, start + rotated)
+        rest = [*range(start), *range(start + rotated, size)]
+        found.append(None if start == 0 else (*own, *rest))
+        found.append(tuple(chain(own[::2], own[1::2], rest)))
+    return found

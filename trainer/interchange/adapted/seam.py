@@ -1,0 +1,194 @@
+"""The attention layers of a transformers model, watched and changed in place.
+
+Nearly all models of transformers 5 call attention by a name that is registered with its
+``AttentionInterface``. Under a name of ours the call passes here with queries and keys as they meet
+in the scores, and goes on to the function that the model would have called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trainer.errors import UserError
+from trainer.interchange.adapted.rotation import Tables, no_rotation
+
+Result = tuple[Tensor, Tensor | None]
+_ATTEND: ContextVar[Callable[..., Result]] = ContextVar("attend")
+_MASKS = {"sdpa": sdpa_mask, "eager": eager_mask}
+
+
+def _attend(*args: Any, **options: Any) -> Result:
+    return _ATTEND.get()(*args, **options)
+
+
+for _usual, _mask in _MASKS.items():
+    AttentionInterface.register(f"unrope_{_usual}", _attend)
+    AttentionMaskInterface.register(f"unrope_{_usual}", _mask)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Attention of one layer: queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, Tk, D]``.
+
+    ``tables``: that the layer was given (None: none). ``plain``: queries and keys as they would
+    have been without rotation (None: not asked for). ``mask``: ``[B, 1, T, Tk]``, booleans or what
+    is added to the scores (None: causal). ``scaling``, ``softcap``, ``window``: of the scores;
+    ``sinks``: whether the softmax has learned entries beside the keys.
+    """
+
+    index: int
+    q: Tensor
+    k: Tensor
+    tables: Tables | None
+    plain: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+    scaling: float | None
+    softcap: float | None
+    window: int | None
+    sinks: bool
+
+
+class Seam:
+    """Where the attention of every layer of ``model`` passes.
+
+    ``modules``: its attention layers, from the first to the last. ``usual``: the implementation
+    that the model uses by itself.
+
+    Raises:
+        UserError: not every layer has attention that passes the interface.
+    """
+
+    def __init__(self, model: PreTrainedModel, depth: int) -> None:
+        self.model = model
+        self.usual = model.config._attn_implementation
+        if self.usual not in _MASKS:
+            self.usual = "eager"
+        self.modules: list[nn.Module] = []
+
+        def note(module: nn.Module, *args: Any, **options: Any) -> Result:
+            self.modules.append(module)
+            return self._usually(module)(module, *args, **options)
+
+        with self._through(note), torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+        if len(self.modules) != depth:
+            raise UserError(
+                f"the attention of {len(self.modules)} of its {depth} layers can be watched "
+                "(transformers' AttentionInterface); expected that of all."
+            )
+
+    @contextmanager
+    def watching(
+        self,
+        see: Callable[[Call], tuple[Tensor, Tensor]],
+        *,
+        plain: bool = False,
+        tables: Callable[[int, Tables], Tables] | None = None,
+    ) -> Iterator[None]:
+        """Within it every forward pass goes through ``see``.
+
+        Args:
+            see: given the attention of a layer, returns the queries and keys that it goes on with.
+            plain: whether it is to see them without rotation too: each layer then projects twice.
+            tables: given a layer's index and tables, returns others.
+        """
+        given: Tables | None = None
+        seen: tuple[Tensor, Tensor] | None = None
+
+        def without_rotation(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Result:
+            nonlocal seen
+            seen = q, k
+            # What follows is thrown away.
+            return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), None
+
+        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+            nonlocal given, seen
+            given, seen = options.get("position_embeddings"), None
+            if plain and given is not None:
+                changed = {"position_embeddings": no_rotation(given), "past_key_values": None}
+                token = _ATTEND.set(lambda *a, **_: without_rotation(*a))
+                try:
+                    module.forward(*args, **options | changed)
+                finally:
+                    _ATTEND.reset(token)
+            if tables is not None and given is not None:
+                given = tables(index, given)
+                options = options | {"position_embeddings": given}
+            return args, options
+
+        def attend(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+        ) -> Result:
+            call = Call(
+                self.modules.index(module),
+                q,
+                k,
+                given,
+                None if not plain else (q, k) if given is None else seen,
+                mask,
+                *(options.get(name) for name in ("scaling", "softcap", "sliding_window")),
+                options.get("s_aux") is not None,
+            )
+            q, k = see(call)
+            return self._usually(module)(module, q, k, v, mask, **options)
+
+        hooks = [
+            module.register_forward_pre_hook(partial(before, index), with_kwargs=True)
+            for index, module in enumerate(self.modules)
+        ]
+        try:
+            with self._through(attend):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Within it ``on_input`` is told what is fed into the attention of every layer."""
+
+        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
+            on_input(index, args[0] if args else options["hidden_states"])
+
+        hooks = [
+            module.register_forward_pre_hook(partial(before, index), with_kwargs=True)
+            for index, module in enumerate(self.modules)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _usually(self, module: nn.Module) -> Callable[..., Result]:
+        if self.usual == "eager":
+            return sys.modules[type(module).__module__].eager_attention_forward
+        return ALL_ATTENTION_FUNCTIONS[self.usual]
+
+    @contextmanager
+    def _through(self, attend: Callable[..., Result]) -> Iterator[None]:
+        token = _ATTEND.set(attend)
+        self.model.set_attn_implementation(f"unrope_{self.usual}")
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(self.usual)
+            _ATTEND.reset(token)
+
+
+def ordered(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+    """A call with its queries and keys changed alike."""
+    plain = None if call.plain is None else tuple(change(x) for x in call.plain)
+    return replace(call, q=change(call.q), k=change(call.k), plain=plain)
