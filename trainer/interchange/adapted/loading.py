@@ -95,8 +95,10 @@ def _read(path: Path) -> Any:
 
     from trainer.interchange.adapted.model import AdaptedModel
 
-    shown = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    said = transformers.logging
+    level, progress = said.get_verbosity(), said.is_progress_bar_enabled()
+    said.set_verbosity_error()
+    said.disable_progress_bar()
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             path,
@@ -107,10 +109,12 @@ def _read(path: Path) -> Any:
             output_loading_info=True,
         )
     except Exception as error:  # transformers raises nearly every kind
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"transformers cannot read it: {said[0]}") from error
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"transformers cannot read it: {why[0]}") from error
     finally:
-        transformers.logging.set_verbosity(shown)
+        said.set_verbosity(level)
+        if progress:
+            said.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"tensors that are missing: {', '.join(map(repr, missing[:5]))}.")
     return AdaptedModel(model)

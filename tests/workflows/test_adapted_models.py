@@ -1,0 +1,140 @@
+"""Analyses and evaluations of models that transformers computes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.interchange.families import made
+from trainer.analysis.studies.catalogue import STUDIES
+from trainer.analysis.studies.study import Target, run
+from trainer.data.config import DataConfig
+from trainer.errors import UserError
+from trainer.evaluation.answering import answers
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.prompts import Prompt
+from trainer.evaluation.settings import TemperatureSettings
+from trainer.interchange.adapted.model import AdaptedModel
+from trainer.runs.models import find_candidate
+from trainer.workflows import analyze as analysis
+from trainer.workflows import evaluate as evaluation
+from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
+from trainer.workflows.analyze import analyze
+from trainer.workflows.evaluate import evaluate_lengths
+from trainer.workflows.evaluation_request import EvaluationRequest
+
+C = 320
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A directory that our decoder and transformers can both read, and text for it."""
+    directory = tmp_path_factory.mktemp("adapted")
+    texts = [f"Sentence {i} of a text that is {i * i} long. " for i in range(4000)]
+    path = directory / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    characters = pre_tokenizers.ByteLevel.alphabet()
+    kept = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": characters}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, **kept))
+    model = made("Llama", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=C)
+    model.save_pretrained(directory / "llama")
+    tokenizer.save(str(directory / "llama" / "tokenizer.json"))
+    text = DataConfig(source="files", files=[str(path)], cache_dir=str(directory / "cache"))
+    return directory / "llama", text
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "DeepseekV2"])
+def test_every_analysis_can_be_made(family):
+    hf = made(family, num_hidden_layers=2, max_position_embeddings=32)
+    ids = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(5))
+    target = Target(family, AdaptedModel(hf), ids)
+    assert not any(study.problems(target) for study in STUDIES.values())
+    sections = run([study(target) for study in STUDIES.values()], target)
+    assert [section.key for section in sections] == list(STUDIES)
+    for section in sections:
+        assert section.findings
+        json.dumps(section.numbers, allow_nan=False)
+
+
+def test_one_directory_by_both_programs_makes_the_same_predictions(llama, tmp_path, monkeypatch):
+    directory, text = llama
+    monkeypatch.setattr(analysis, "write_geometry_report", lambda report, output: output)
+    config = AnalysisConfig("drop", length=64, texts=1)
+    request = AnalysisRequest(f"hf:{directory}", str(directory), str(tmp_path), 1, text)
+    report, _ = analyze(replace(request, analysis=config))
+    numbers = report.sections[0].numbers
+    assert max(numbers["kl"]) < 1e-5
+    assert numbers["loss_before"] == pytest.approx(numbers["loss_after"], abs=1e-4)
+    assert "llama-hf" in report.sections[0].text
+    assert report.training_length == C
+
+
+def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
+    directory, text = llama
+    monkeypatch.setattr(evaluation, "write_renderings", lambda report, place: None)
+    config = EvaluationConfig(
+        lengths=[1, 2],
+        methods=["none", "yarn", "temperature", "window"],
+        tasks=["perplexity", "standard"],
+        windows=2,
+        fit_windows=1,
+        needles=NeedleTaskSettings(trials=1, depths=(0.4, 0.9)),
+        temperature=TemperatureSettings(grid=[0.3], models="all"),
+    )
+    request = EvaluationRequest(
+        str(directory), [f"hf:{directory}"], str(tmp_path), 1, text, evaluation=config
+    )
+    report, _ = evaluate_lengths(request)
+    cells = {(c.model, c.method, c.task, c.length): c for c in report.cells}
+    ours = {key[1:]: cell for key, cell in cells.items() if key[0] == "llama"}
+    theirs = {key[1:]: cell for key, cell in cells.items() if key[0] == "llama-hf"}
+    assert set(ours) - set(theirs) == {key for key in ours if key[0] == "window"}
+    assert len(theirs) == 3 * 2 * 2
+    for key, cell in theirs.items():
+        if cell.task == "perplexity":
+            assert cell.losses == pytest.approx(ours[key].losses, abs=1e-4)
+        else:
+            assert cell.scores == ours[key].scores
+            assert len(cell.scores) == 2
+    assert any(
+        "the decoder of this program is needed for sliding window" in n for n in report.notes
+    )
+
+
+def test_answers_to_prompts_that_begin_alike_are_those_of_our_decoder(llama):
+    """What needles are scored by; a prefix that prompts share is read once."""
+    directory, _ = llama
+    found = [find_candidate(given) for given in (str(directory), f"hf:{directory}")]
+    tokens = torch.randint(260, (60,), generator=torch.Generator().manual_seed(6)).tolist()
+    prompts = [
+        Prompt((*tokens[:cut], 7, *tokens[cut + 1 :]), (), new_tokens=6, group=1)
+        for cut in (30, 40, 50)
+    ]
+    ours, theirs = (answers(c.load(), c.tokenizer, prompts, 4096) for c in found)
+    assert theirs == ours
+    assert len(set(ours)) > 1
+
+
+def test_methods_that_need_our_decoder_alone_are_refused_in_a_line(llama, tmp_path):
+    directory, text = llama
+    config = EvaluationConfig(lengths=[1], methods=["dope"], tasks=["perplexity"], windows=2)
+    request = EvaluationRequest(f"hf:{directory}", [], str(tmp_path), 1, text, evaluation=config)
+    with pytest.raises(UserError, match=r"the decoder of this program is needed for DoPE") as said:
+        evaluate_lengths(request)
+    assert len(said.value.problems) == 1
+
+
+def test_a_model_is_found_by_its_prefix(llama):
+    directory, _ = llama
+    found, own = find_candidate(f"hf:{directory}"), find_candidate(str(directory))
+    assert (found.name, own.name) == ("llama-hf", "llama")
+    assert found.parameters == own.parameters
+    assert found.fingerprint != own.fingerprint
+    with pytest.raises(UserError, match=r"^compare: hf: takes a local directory"):
+        find_candidate(f"hf:{directory}2", "compare")
