@@ -16,7 +16,7 @@ from trainer.evaluation.answering import answers
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.prompts import Prompt
-from trainer.evaluation.settings import TemperatureSettings
+from trainer.evaluation.settings import TemperatureSettings, WeightedRopeSettings
 from trainer.interchange.adapted.model import AdaptedModel
 from trainer.runs.models import find_candidate
 from trainer.workflows import analyze as analysis
@@ -80,11 +80,12 @@ def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "write_renderings", lambda report, place: None)
     config = EvaluationConfig(
         lengths=[1, 2],
-        methods=["none", "yarn", "temperature", "window"],
+        methods=["none", "yarn", "weighted_rope", "temperature", "window"],
         tasks=["perplexity", "standard"],
         windows=2,
         fit_windows=1,
         needles=NeedleTaskSettings(trials=1, depths=(0.4, 0.9)),
+        weighted_rope=[WeightedRopeSettings("sequence", "above", 0.6, 0.1)],
         temperature=TemperatureSettings(grid=[0.3], models="all"),
     )
     request = EvaluationRequest(
@@ -95,7 +96,9 @@ def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
     ours = {key[1:]: cell for key, cell in cells.items() if key[0] == "llama"}
     theirs = {key[1:]: cell for key, cell in cells.items() if key[0] == "llama-hf"}
     assert set(ours) - set(theirs) == {key for key in ours if key[0] == "window"}
-    assert len(theirs) == 3 * 2 * 2
+    assert len(theirs) == 4 * 2 * 2
+    of_methods = {cell.last_loss for cell in theirs.values() if cell.length == 2 * C}
+    assert len(of_methods) == 4 + 1  # a loss of each, and none of the needles
     for key, cell in theirs.items():
         if cell.task == "perplexity":
             assert cell.losses == pytest.approx(ours[key].losses, abs=1e-4)

@@ -277,5 +277,9 @@ MAKERS: dict[str, Part] = {
 }
 """By the names of :data:`~trainer.evaluation.config.PARTS`."""
 
-FOR_ANY_MODEL = {"none", "crop", *RESCALINGS, "temperature", "temperature_rope_id", "drop"}
-"""Parts that do the same to all heads of a layer and leave windows, and keys once read, alone."""
+FOR_ANY_MODEL = {
+    *("none", "crop", *RESCALINGS, "temperature", "temperature_rope_id"),
+    *("weighted_rope", "drop"),
+}
+"""Parts that rotate all heads of a layer alike, the same at every length, and leave windows alone:
+models that our decoder does not compute can have them too."""
