@@ -48,6 +48,10 @@ FAMILIES = {
         "floor_scale": 8,
     },
     "DeepseekV2": MLA,
+    "DeepseekV3": MLA,
+    "Gemma3": {"head_dim": 16, "sliding_window": 8},
+    "GPTNeoX": {"rotary_pct": 0.5},
+    "Glm": {"head_dim": 8},
 }
 """What each has beside :data:`SHAPE`; the name is that of its classes up to a comma."""
 
@@ -55,7 +59,8 @@ FAMILIES = {
 def made(family, **changes):
     """Its weights are large enough for heads to attend unevenly."""
     name = family.split(",")[0]
-    config = getattr(transformers, f"{name}{'Text' if name == 'Llama4' else ''}Config")
+    text = "Text" if name in ("Llama4", "Gemma3") else ""
+    config = getattr(transformers, f"{name}{text}Config")
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(
         config(**SHAPE | FAMILIES[family] | changes)

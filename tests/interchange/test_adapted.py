@@ -62,7 +62,9 @@ def attention_of(heads):
 @every_family
 def test_queries_and_keys_give_the_models_own_attention(family):
     hf = made(family)
-    layers, _ = observed(AdaptedModel(hf))
+    model = AdaptedModel(hf)
+    layers, _ = observed(model)
+    measured = probe(model, IDS)
     attentions, _ = theirs(hf)
     assert len(layers) == len(attentions) == 3
     for heads, expected in zip(layers, attentions, strict=True):
@@ -71,6 +73,8 @@ def test_queries_and_keys_give_the_models_own_attention(family):
         for head in range(4):
             own = head_attention(heads, head, slice(0, T))
             torch.testing.assert_close(own, expected[:, head], rtol=0, atol=2e-5)
+        sink = expected[:, :, 1:, 0].mean().item()
+        assert measured["sink_mass"][heads.layer] == pytest.approx(sink, abs=2e-5)
         rows, i = attention_rows(heads), torch.arange(T)
         torch.testing.assert_close(rows.own, expected[..., i, i], rtol=0, atol=2e-5)
         distance = (expected * (i[:, None] - i)).sum(dim=-1)
@@ -94,7 +98,8 @@ def test_the_encoding_leads_from_plain_to_rotated(family):
             torch.testing.assert_close(rotated[0], expected, rtol=0, atol=2e-5)
 
 
-ROTATED = {"Phi": [2, 2, 2], "SmolLM3": [4, 0, 4], "Llama4": [4, 4, 0], "DeepseekV2": [2, 2, 2]}
+ROTATED = {"SmolLM3": [4, 0, 4], "Llama4": [4, 4, 0]}
+ROTATED |= {name: [2, 2, 2] for name in ("Phi", "DeepseekV2", "DeepseekV3", "GPTNeoX", "Glm")}
 
 
 @every_family
@@ -103,7 +108,8 @@ def test_which_channels_rotate_in_which_layers(family):
     head_dim = model.config.head_size
     pairs = [layer.spectra[0].rotary_dim // 2 for layer in model.layout.layers]
     assert pairs == ROTATED.get(family, [head_dim // 2] * 3)
-    windows = {"Mistral": [8, 8, 8], "Gemma2": [8, None, 8]}
+    assert len({rotation.order for rotation in model.rotations}) == 1
+    windows = {"Mistral": [8, 8, 8], "Gemma2": [8, None, 8], "Gemma3": [8, 8, 8]}
     assert [layer.window for layer in model.layout.layers] == windows.get(family, [None] * 3)
     assert model.layout.training_length == 64
     assert model.layout.spectra[0].rotary_scale == pytest.approx(

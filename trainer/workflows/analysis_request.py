@@ -50,10 +50,11 @@ class AnalysisRequest:
     """What ``analyze`` is asked for.
 
     ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
-    file. ``compare``: the model before the drop, for ``drop`` (null: the run's own checkpoint from
-    just before it). ``output``: null for ``analysis/NAME`` in the run, for a published model here.
-    ``text``: where held-out text comes from (null: the checkpoint's own source). ``plugins``:
-    Python files that register analyses.
+    file, or ``hf:DIRECTORY`` of a model that transformers is to compute. ``compare``: the model
+    before the drop, for ``drop`` (null: the run's own checkpoint from just before it). ``output``:
+    null for ``analysis/NAME`` in the run, for a published model here. ``text``: where held-out text
+    comes from (null: the checkpoint's own source). ``plugins``: Python files that register
+    analyses.
     """
 
     checkpoint: str | None = None

@@ -16,9 +16,10 @@ class ModelsRequest:
     """The keys that all kinds have.
 
     ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
-    file. ``compare``: more of them. ``output``: where the report goes (null: into the run, for a
-    published model here). ``text``: where held-out text comes from, for kinds that read some (null:
-    the first checkpoint's own source). ``plugins``: Python files that register needle tasks.
+    file, or ``hf:DIRECTORY`` of a model that transformers is to compute. ``compare``: more of them.
+    ``output``: where the report goes (null: into the run, for a published model here). ``text``:
+    where held-out text comes from, for kinds that read some (null: the first checkpoint's own
+    source). ``plugins``: Python files that register needle tasks.
     """
 
     checkpoint: str | None = None

@@ -60,7 +60,7 @@ class AdaptedModel(LanguageModel):
         q, k = calls[0].q, calls[0].k
         if any(c.q.shape != q.shape or c.k.shape != k.shape for c in calls):
             raise UserError("its layers have heads of different shapes; expected one for all.")
-        self.rotations = [self._rotation(call) for call in calls]
+        self.rotations = _in_one_order([self._rotation(call) for call in calls])
         layers = (
             LayerEncoding(((rotation.spectrum, k.shape[1]),), call.window)
             for rotation, call in zip(self.rotations, calls, strict=True)
@@ -280,3 +280,9 @@ class AdaptedModel(LanguageModel):
         self._observe(
             call.index, *call.plain, call.q, call.k, scaling=call.scaling, softcap=call.softcap
         )
+
+
+def _in_one_order(rotations: list[Rotation]) -> list[Rotation]:
+    """Layers without rotation have their channels in the pairs that the others turn."""
+    order = next((r.order for r in rotations if r.spectrum.rotates), None)
+    return [r if r.spectrum.rotates else replace(r, order=order) for r in rotations]
