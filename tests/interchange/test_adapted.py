@@ -312,6 +312,6 @@ def test_faults_of_a_directory_are_named(saved, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 4}))
     assert "tensors that are missing: 'model.layers.3." in said(tmp_path)
     weights.write_bytes(weights.read_bytes()[:100])
-    assert "transformers cannot read it" in said(tmp_path)
+    assert "transformers cannot compute it" in said(tmp_path)
     monkeypatch.setattr("trainer.interchange.adapted.loading.find_spec", lambda name: None)
     assert "pip install 'unrope[transformers]'" in said(saved)

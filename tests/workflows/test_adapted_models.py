@@ -73,6 +73,7 @@ def test_one_directory_by_both_programs_makes_the_same_predictions(llama, tmp_pa
     assert numbers["loss_before"] == pytest.approx(numbers["loss_after"], abs=1e-4)
     assert "llama-hf" in report.sections[0].text
     assert report.training_length == C
+    assert report.made["Of"].count("computed by transformers 5.") == 1
 
 
 def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ def origin(candidates: Sequence[Candidate]) -> dict[str, str]:
     places = [
         f"{candidate.name}: {candidate.path}"
         + (f", step {candidate.state['step']:,}" if "step" in candidate.state else "")
+        + (f", computed by {candidate.computed_by}" if candidate.computed_by else "")
         for candidate in candidates
     ]
     found: dict[str, str] = without_home(

@@ -108,9 +108,11 @@ def _read(path: Path) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
+        with torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.long))
     except Exception as error:  # transformers raises nearly every kind
         why = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"transformers cannot read it: {why[0]}") from error
+        raise UserError(f"transformers cannot compute it: {why[0]}") from error
     finally:
         said.set_verbosity(level)
         if progress:

@@ -54,6 +54,10 @@ class AdaptedModel(LanguageModel):
         super().__init__()
         self.hf = hf.eval()
         text = hf.config.get_text_config()
+        if getattr(text, "max_position_embeddings", None) is None:
+            raise UserError(
+                "config.json: max_position_embeddings: missing; expected the training length."
+            )
         self._base = next(m for m in hf.children() if isinstance(m, PreTrainedModel))
         self._seam = Seam(hf, text.num_hidden_layers)
         calls = self._tried()
