@@ -146,7 +146,7 @@ def sweeps(tmp_path_factory):
 def test_a_sweep_ends_in_the_table_of_its_runs(sweeps):
     rows = sweeps[3]["rows"]
     assert list(dict.fromkeys(row["run"] for row in rows)) == [
-        f"lr={lr}, when={norm}" for lr, norm in RATES
+        f"optimizer.lr={lr}, qk_norm.when={norm}" for lr, norm in RATES
     ]
     assert len(rows) == 4 * 3
     first = swept(*RATES[0])
@@ -181,10 +181,11 @@ def test_a_job_that_fails_is_a_row_and_an_exit_code(sweeps):
     _, started, failed, _ = sweeps
     assert failed["code"] == 2
     assert started[:4] == [f"runs/rate_{lr}_{norm}" for lr, norm in RATES]  # the others ran
-    (row,) = (row for row in failed["rows"] if row["run"] == "lr=0.001, when=always")
+    name = "optimizer.lr=0.001, qk_norm.when=always"
+    (row,) = (row for row in failed["rows"] if row["run"] == name)
     assert (row["state"], row["loss"]) == ("failed", "")
     assert row["problem"] == "trainer: runs/rate_0.001_always does not fit."
-    assert "lr=0.001, when=always: failed; trainer: runs/rate_0.001_always does" in failed["out"]
+    assert f"{name}: failed; trainer: runs/rate_0.001_always" in " ".join(failed["out"].split())
     assert failed["err"] == "error: trainer: runs/rate_0.001_always does not fit.\n"
 
 
@@ -199,7 +200,7 @@ def test_two_keys_make_a_grid_of_lines(sweeps, monkeypatch):
     monkeypatch.chdir(sweeps[0])
     (axis,) = axes(compared(Path("multirun/rate")))
     assert axis.key == "optimizer.lr"
-    assert [name for name, _ in axis.lines] == ["when=never", "when=always"]
+    assert [name for name, _ in axis.lines] == ["qk_norm.when=never", "qk_norm.when=always"]
     assert all([x for x, _ in line] == [0.001, 0.003] for _, line in axis.lines)
 
 
@@ -217,7 +218,7 @@ def test_rows_of_a_sweep_in_progress_say_how_far_they_are(place):
         [Swept(c.run_dir, {"optimizer.lr": str(n)}) for n, c in enumerate(configs)],
     )
     found = compared(made)
-    assert found.names == ("lr=0", "lr=1", "lr=2", "lr=3")
+    assert found.names == ("optimizer.lr=0", "optimizer.lr=1", "optimizer.lr=2", "optimizer.lr=3")
     assert [run.state for run in found.runs] == [
         "not started", "finished", "step 4 of 8", "not started",
     ]  # fmt: skip
@@ -262,7 +263,7 @@ def test_a_run_alone_stands_for_itself_and_its_controls(place):
     fabricate(configured("alone", label="first", optimizer={"lr": 0.002}, controls=controls))
     main(["compare", "runs/alone", "output=out"])
     found = compared(place / "multirun/alone")
-    assert found.names == ("lr=0.002", "lr=0.001", "lr=0.003")
+    assert found.names == ("optimizer.lr=0.002", "optimizer.lr=0.001", "optimizer.lr=0.003")
     (axis,) = axes(found)
     assert axis.key == "optimizer.lr"
     assert [[x for x, _ in line] for _, line in axis.lines] == [[0.001, 0.002, 0.003]]
@@ -272,7 +273,7 @@ def test_a_run_alone_stands_for_itself_and_its_controls(place):
 def test_several_keys_changed_one_at_a_time_have_a_row_of_panels_each():
     changes = {"seed": 2}, {"optimizer": {"lr": 0.01}}, {"optimizer": {"weight_decay": 0.2}}
     found = compared_by({}, *changes)
-    assert found.names == ("RoPE", "seed=2", "lr=0.01", "weight_decay=0.2")
+    assert found.names == ("RoPE", "seed=2", "optimizer.lr=0.01", "optimizer.weight_decay=0.2")
     along = axes(found)
     assert [axis.key for axis in along] == ["seed", "optimizer.lr", "optimizer.weight_decay"]
     assert all(len(line) == 2 for axis in along for _, line in axis.lines)
@@ -327,7 +328,7 @@ def test_the_page_needs_nothing_else_and_links_to_the_runs(sweeps, monkeypatch):
     page = Page(sweeps[2]["page"])
     assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
     first, second = page.rows[1], page.rows[2]
-    assert first[:4] == ["lr=0.001, when=never", "47.5", "3.250", "32.9–62.5"]
+    assert first[:4] == ["optimizer.lr=0.001, qk_norm.when=never", "47.5", "3.250", "32.9–62.5"]
     assert second[-1] == "failed"
     assert page.links == []
     monkeypatch.chdir(sweeps[0])

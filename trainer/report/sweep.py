@@ -73,7 +73,8 @@ class Sweep:
 
     @cached_property
     def titles(self) -> dict[str, str]:
-        """The ends of the keys that tell them apart: ``lr`` for ``optimizer.lr``."""
+        """The ends of the keys, of two words or as many as tell them apart: ``qk_norm.when`` for
+        ``model.qk_norm.when``."""
         return {key: _shortest(key, self.keys) for key in self.keys}
 
     @cached_property
@@ -166,5 +167,5 @@ def numeric(text: str) -> float | None:
 
 def _shortest(key: str, keys: Sequence[str]) -> str:
     parts = key.split(".")
-    ends = (".".join(parts[-n:]) for n in range(1, len(parts)))
+    ends = (".".join(parts[-n:]) for n in range(2, len(parts)))
     return next((e for e in ends if sum(f".{k}".endswith(f".{e}") for k in keys) == 1), key)

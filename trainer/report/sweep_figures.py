@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import NullLocator
 
 from trainer.report.dark import ON_BRIGHT, UNKNOWN
 from trainer.report.drawn import Plan
@@ -20,6 +20,7 @@ from trainer.report.sweep import Reached, Sweep, SweptRun, numeric
 from trainer.report.words import factor_label
 
 _WIDE = 8  # a key whose values span more than this factor has a logarithmic axis
+_CROWDED = 12  # characters of the names of ticks that stand beside each other
 _MAP = colormaps["cividis"].with_extremes(bad=UNKNOWN)
 _BARS = "Bars: 95% intervals over trials."
 
@@ -182,8 +183,10 @@ def _draw_curves(sweep: Sweep, along: Sequence[Axis], shown: Sequence[Measure]) 
             values = sorted({x for line in lines for x in line.x})
             if values[0] > 0 and values[-1] > _WIDE * values[0]:
                 panel.set_xscale("log")
-                panel.xaxis.set_minor_formatter(NullFormatter())
-            panel.set_xticks(values, [f"{value:g}" for value in values], fontsize=6)
+                panel.xaxis.set_minor_locator(NullLocator())
+            names = [f"{value:g}" for value in values]
+            crowded = len("".join(names)) > _CROWDED
+            panel.set_xticks(values, names, fontsize=6, rotation=40 if crowded else 0)
             panel.set_xlabel(sweep.titles[axis.key])
             panel.set_title(measure.title)
     if named := [line for line in lines if line.label]:
@@ -226,7 +229,7 @@ def _draw_grid(
         for (y, x), value in np.ndenumerate(values):
             known = math.isfinite(value)
             text = "·" if not known else f"{value:.1f}" if "%" in measure.title else f"{value:.3f}"
-            colour = "white" if known and value < middle else ON_BRIGHT
+            colour = "white" if known and value <= middle else ON_BRIGHT
             panel.text(x, y, text, color=colour, ha="center", va="center", fontsize=6)
         panel.set_xticks(range(len(columns)), columns, fontsize=6)
         panel.set_yticks(range(len(rows)), rows, fontsize=6)
