@@ -215,7 +215,7 @@ def memory_of(config: RunConfig, ranks: Ranks, exact: bool = True) -> Parts:
     Args:
         config: the run; its encodings are left out, which take next to nothing.
         ranks: which rank of how many.
-        exact: go through all layers, which takes a minute, and not through two and four, from which
+        exact: go through all layers, which takes longer, and not through two and four, from which
             the peak of each stage follows for any number.
     """
     depth = config.model.num_hidden_layers
