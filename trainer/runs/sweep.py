@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.errors import PreemptedError, UserError
 from trainer.formats import check_format, read_as
 from trainer.report.atomic import write_atomically
 from trainer.runs.directory import free_place
@@ -76,6 +76,8 @@ def noting_failure(place: Path, run_dir: str) -> Iterator[None]:
     note.unlink(missing_ok=True)
     try:
         yield
+    except PreemptedError:  # to be continued
+        raise
     except Exception as error:
         lines = str(error).splitlines() or [""]
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
