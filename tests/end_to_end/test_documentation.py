@@ -25,7 +25,7 @@ LENGTHS = [
 ONLY_READ = ["--cfg", "job"]
 BUDGETS = {
     **{word: [] for word in ("--help", "--cfg", "generate", "export")},
-    **{word: [] for word in ("prepare", "inspect", "slurm", "plan")},
+    **{word: [] for word in ("prepare", "inspect", "slurm", "plan", "compare")},
     "drill": ONLY_READ,  # done by tests/workflows/test_drill.py
     **{
         # Trained and evaluated by tests/workflows/test_experiments.py.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -60,16 +62,55 @@ def allocated(module, shape):
     return peak
 
 
-@pytest.mark.parametrize(("strategy", "recomputed"), [("single", "full"), ("fsdp2", "none")])
-def test_layers_that_were_left_out_follow_from_the_others(strategy, recomputed):
-    ranks = Ranks(0, 1 if strategy == "single" else 4, 0, 4)
+def described(words):
+    """A small deep run of ``fsdp2 x4 full, 2 of 8 tied kv1``: its configuration and its rank."""
+    strategy, ranks, recomputed, rows, _, batch, *rest = words.replace(",", "").split()
+    count = int(ranks[1:])
+    model = ModelConfig(
+        64, 176, 6, 4, 2 if "kv2" in rest else 1 if "kv1" in rest else 4, None, 4096,
+        tie_word_embeddings="tied" in rest,
+    )  # fmt: skip
     config = RunConfig(
-        model=ModelConfig(64, 176, 7, 2, 1, None, 4096),
-        strategy=StrategyConfig(name=strategy, activation_checkpointing=recomputed),
-        trainer=TrainerConfig(batch_size=8, micro_batch_size=2, precision="bf16"),
+        model=model,
+        strategy=StrategyConfig(
+            name=strategy,
+            activation_checkpointing=recomputed,
+            reduce_gradients="step" if "once" in rest else "micro_batch",
+        ),
+        trainer=TrainerConfig(
+            batch_size=int(batch) * count, micro_batch_size=int(rows), precision="bf16"
+        ),
     )
+    return config, Ranks(0, count, 0, count)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "single x1 full, 2 of 8 kv2",
+        "single x1 none, 4 of 4 tied",
+        "ddp x2 selective, 2 of 4 tied kv1",
+        "fsdp2 x4 none, 2 of 2",
+        "fsdp2 x4 full, 2 of 4 once kv2",
+        "fsdp2 x2 selective, 8 of 16 tied",
+    ],
+)
+def test_layers_that_were_left_out_follow_from_the_others(words):
+    """``plan`` says within 5% what ``exact=true`` does, which goes through all layers."""
+    config, ranks = described(words)
     whole, estimated = (memory_of(config, ranks, exact=exact) for exact in (True, False))
     assert sum(estimated.values()) == pytest.approx(sum(whole.values()), rel=0.05)
+
+
+def test_one_micro_batch_that_finds_gradients_needs_what_the_second_does():
+    config, ranks = described("fsdp2 x4 full, 2 of 4")
+    config = replace(config, model=replace(config.model, num_hidden_layers=2))
+    with rank_of(config, ranks) as module, pretended():
+        module.configure_model()
+        two = peaks(module, module.configure_optimizers(), (2, config.data.sequence_length))
+    assert module.trainer.accumulate_grad_batches == 2
+    expected = max(sum(parts.values()) for parts in two.values())
+    assert sum(memory_of(config, ranks).values()) == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_was_pretended_is_forgotten(tiny_decoder):

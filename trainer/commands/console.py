@@ -38,10 +38,16 @@ def _loss(value: float | None) -> str:
     return "?" if value is None else f"{value:.3f}"
 
 
-def print_report(report: Report, run_dir: str, existing: bool) -> None:
-    """The tables, the observations in words, and where the rest lies."""
+def report_console() -> Console:
+    """Where tables go: at most :data:`WIDTH` columns."""
     out = Console()
     out.width = min(WIDTH, out.width) if out.is_terminal else WIDTH
+    return out
+
+
+def print_report(report: Report, run_dir: str, existing: bool) -> None:
+    """The tables, the observations in words, and where the rest lies."""
+    out = report_console()
     if report.cells:
         out.print(terminal_tables(report, out.width))
     if (drop := report.drop) is not None:

@@ -11,6 +11,9 @@ from typing import TextIO
 from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError, TransientError, UserError
 from trainer.runs.job_files import say_mistake, tell_torchrun
 
+MISTAKE = 2
+"""Of what the user can mend."""
+
 CLOSED_PIPE = 141
 """What a shell says of a program whose reader has gone: 128 and the number of SIGPIPE."""
 
@@ -36,14 +39,14 @@ def exit_codes() -> Iterator[None]:
             _say(*(f"error: {problem}" for problem in error.problems))
         if not isinstance(error, TransientError):
             say_mistake()
-        sys.exit(2)
+        sys.exit(MISTAKE)
     except OSError as error:  # of a disk that is full, a place that may not be read, and their like
         if error.strerror is None or isinstance(error, ConnectionError | TimeoutError):
             raise  # of ranks that lost each other, whose traceback is wanted
         where = "" if error.filename is None else f"{str(error.filename)!r}: "
         _say(f"error: {where}{error.strerror}.")
         _discard(sys.stdout)
-        sys.exit(2)
+        sys.exit(MISTAKE)
     except PreemptedError as stop:
         _say(f"{stop} The same command {'goes on from there' if stop.kept else 'begins anew'}.")
         sys.exit(REQUEUE_EXIT_CODE if stop.kept else STOPPED)

@@ -3,8 +3,11 @@ and launcher, and to show what it composed."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -13,10 +16,11 @@ from omegaconf import DictConfig
 from trainer.commands.command import Command
 from trainer.commands.config_files import ConfigFiles, config_directory
 from trainer.commands.configuration import Composed, compose_with_hydra, compose_words, plain_groups
-from trainer.commands.exit_codes import exit_codes
+from trainer.commands.exit_codes import MISTAKE, exit_codes
 from trainer.commands.options import COMPLETION
 from trainer.commands.words import expand, is_for_hydra, parse_words
 from trainer.errors import UserError
+from trainer.runs.sweep import Swept, noting_failure, open_sweep
 
 
 def run_jobs(
@@ -31,7 +35,7 @@ def run_jobs(
     own = [override for override in overrides if is_for_hydra(override)]
     jobs = expand([override for override in overrides if not is_for_hydra(override)])
     problems = dict.fromkeys([*found, *malformed])
-    outputs: set[str] = set()
+    outputs: dict[str, list[str]] = {}
     for job in jobs:
         try:
             output = command.output(command.read(compose_words(job, command.root, files)))
@@ -43,13 +47,28 @@ def run_jobs(
                 f"--multirun: several jobs would write {output!r}; let its name hold what differs, "
                 "for instance 'name=run_${seed}' or 'to=out_${dtype}'."
             ] = None
-        outputs |= {output} if output else set()
+        outputs |= {output: job} if output else {}
     if problems:
         raise UserError(*problems)
     settings = [str(override.input_line) for override in own]
     first = plain_groups(jobs[0], files.default_groups(command.root))
-    compose_with_hydra(command.root, [*first, *settings], files)
-    _main(command, ["--multirun", *words], files)
+    composed = compose_with_hydra(command.root, [*first, *settings], files)
+    several = ["--multirun", *words]
+    drawn = any(o.is_sweep_override() and not o.is_discrete_sweep() for o in overrides)
+    if command.together is None or len(outputs) < 2 or drawn:
+        _main(command, several, files)
+        return
+    place = open_sweep(Path(composed.hydra.sweep.dir), _swept(outputs))
+    failed = 0
+    try:
+        failed = _main(command, several, files, place)
+    except SystemExit as stop:
+        if stop.code != 1:  # interrupted, or asked to stop
+            raise
+        failed = 1
+    command.together(place)
+    if failed:
+        sys.exit(failed)
 
 
 def show(
@@ -74,11 +93,41 @@ def show(
     _main(command, [*options, *words], files)
 
 
-def _main(command: Command[Any], words: Sequence[str], files: ConfigFiles) -> None:
+def _swept(outputs: dict[str, list[str]]) -> list[Swept]:
+    """The runs of a sweep, each with the words that are its own."""
+    differing = [len(set(words)) > 1 for words in zip(*outputs.values(), strict=True)]
+    found = []
+    for output, words in outputs.items():
+        own = [word for word, differs in zip(words, differing, strict=True) if differs]
+        pairs = (word.lstrip("+").partition("=") for word in own)
+        settings = {key: value for key, _, value in pairs}
+        # What only says where a run lies is no setting, unless there is no other.
+        where = {key: settings[key] for key in settings if key not in ("name", "run_dir", "label")}
+        found.append(Swept(output, where or settings))
+    return found
+
+
+def _main(
+    command: Command[Any], words: Sequence[str], files: ConfigFiles, place: Path | None = None
+) -> int:
+    """Let Hydra do it. With the ``place`` of a sweep its jobs note there what they fail with, and a
+    mistake in one does not keep the others in this process from starting: its exit code is
+    returned, 0 where there is none."""
+    launcher, failed = os.getpid(), [0]
+
     @hydra.main(version_base=None, config_path=str(config_directory()), config_name=command.root)
     def job(composed: DictConfig) -> None:
-        with exit_codes():
-            command.execute(command.read(Composed.from_hydra(composed)))
+        try:
+            with exit_codes():
+                request = command.read(Composed.from_hydra(composed))
+                with (
+                    noting_failure(place, str(command.output(request))) if place else nullcontext()
+                ):
+                    command.execute(request)
+        except SystemExit as stop:
+            if place is None or stop.code != MISTAKE or os.getpid() != launcher:
+                raise
+            failed[0] = MISTAKE
 
     own = ["--config-dir", str(files.own)] if files.own is not None else []
     given = sys.argv
@@ -87,3 +136,4 @@ def _main(command: Command[Any], words: Sequence[str], files: ConfigFiles) -> No
         job()
     finally:
         sys.argv = given
+    return failed[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -70,7 +71,11 @@ def execute(request: PlanRequest) -> None:
     from trainer.commands.console import set_up_console
 
     set_up_console(quiet=True)
-    print_plan(request)
+    gc.disable()  # which takes a tenth of the time to find next to nothing
+    try:
+        print_plan(request)
+    finally:
+        gc.enable()
 
 
 def print_plan(request: PlanRequest) -> None:

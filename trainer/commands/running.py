@@ -23,6 +23,8 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     verbatim = [word for word in words if command.verbatim and word.startswith(key)]
     others = [word for word in words if word not in verbatim]
     options, overrides = split_options(others, command.flags)
+    bare = [word for word in overrides if command.bare and "=" not in word]
+    overrides = [word for word in overrides if word not in bare]
     files, problems = ConfigFiles(options.config_dir), options.problems
     if options.help:
         several = not command.single
@@ -41,7 +43,7 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         hydra_main.show(command, overrides, files, problems, options.hydra)
     else:
         composed = compose_words(overrides, command.root, files, problems)
-        given = tuple(word.removeprefix(key) for word in verbatim)
+        given = (*(word.removeprefix(key) for word in verbatim), *bare)
         request = command.read(replace(composed, flags=options.flags, verbatim=given))
         if command.wordless is not None and not words:
             raise UserError(command.wordless(request))

@@ -11,6 +11,8 @@ from trainer.commands.kinds import OF_A_RUN, kind_problem
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainer.commands.configuration import Composed
     from trainer.runs.config import RunConfig
 
@@ -97,6 +99,15 @@ def execute(config: RunConfig) -> None:
         print_report(report, config.run_dir, existing)
 
 
+def compare(place: Path) -> None:
+    """Put the runs of a sweep beside each other."""
+    from trainer.commands.compare import show
+    from trainer.workflows.compare import compare_runs
+    from trainer.workflows.compare_request import CompareRequest
+
+    show(*compare_runs(CompareRequest([str(place)])))
+
+
 def wordless(config: RunConfig) -> str:
     """What to type instead of nothing, and what nothing would train."""
     model, trainer, data = config.model, config.trainer, config.data
@@ -116,6 +127,7 @@ python -m trainer +experiment=NAME KEY=VALUE ...      train, evaluate, report
 python -m trainer prepare +experiment=NAME            turn its text into tokens on disk, once
 python -m trainer inspect checkpoint=runs/NAME step=N show what a step read
 python -m trainer evaluate checkpoint=runs/NAME ...   evaluate a checkpoint
+python -m trainer compare runs/A runs/B ...           the runs of a sweep beside each other
 python -m trainer analyze checkpoint=runs/NAME +analysis=all   show its attention geometry
 python -m trainer generate checkpoint=runs/NAME prompt="..."   continue a text
 python -m trainer export checkpoint=runs/NAME to=DIR  write it for transformers
@@ -134,5 +146,6 @@ COMMAND = Command(
     execute,
     output=lambda config: config.run_dir,
     described=("experiment",),
+    together=compare,
     wordless=wordless,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from textwrap import wrap
 
@@ -99,14 +100,15 @@ def _terminal(table: Table, start: int, count: int) -> rich_table.Table:
         # At blanks and hyphens where there are any; below the model's name its methods.
         indent = ("", "") if model != before else ("  ", "    ")
         shown = wrap(name, _NAME, initial_indent=indent[0], subsequent_indent=indent[1])
-        cells = [_terminal_cell(entry) for entry in entries[chosen]]
+        cells = [terminal_cell(entry) for entry in entries[chosen]]
         last = following is None or following[0] != model
         drawn.add_row(Text("\n".join(shown)), *cells, end_section=last)
         before = model
     return drawn
 
 
-def _terminal_cell(entry: Entry | None) -> Text:
+def terminal_cell(entry: Entry | None) -> Text:
+    """What stands in a cell, its interval below it."""
     if entry is None:
         return Text(MISSING, style="dim")
     text = Text(f"{entry.value:>5}", style="bold" if entry.best else "")
@@ -122,24 +124,27 @@ def _terminal_cell(entry: Entry | None) -> Text:
 def _markdown(table: Table) -> str:
     head = ["model", "method", *(", ".join(column) for column in table.columns)]
     lines = [
-        [_escaped(text) for text in head],
+        head,
         ["---", "---", *["---:"] * len(table.columns)],
-        *(
-            [_escaped(model), _escaped(method), *map(_markdown_cell, entries)]
-            for model, method, entries in table.rows
-        ),
+        *([model, method, *map(markdown_cell, entries)] for model, method, entries in table.rows),
     ]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    body = "\n".join(map(markdown_row, lines))
     return f"## {table.title}\n\n{table.note}\n\n{body}\n\n{table.legend}\n"
 
 
-def _markdown_cell(entry: Entry | None) -> str:
+def markdown_cell(entry: Entry | None) -> str:
+    """What stands in a cell, in one line."""
     if entry is None:
         return MISSING
     value = f"**{entry.value}**" if entry.best else entry.value
     interval = entry.interval and f"({entry.interval})"
     parts = (value, interval, entry.mark, entry.loss and f"/ {entry.loss}")
     return " ".join(part for part in parts if part)
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(map(_escaped, cells))} |"
 
 
 def _escaped(text: str) -> str:

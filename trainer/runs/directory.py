@@ -85,7 +85,7 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
     if record.exists():
         check_mark(directory)
         # Keys that are newer than the run have their defaults in it.
-        saved = plain(saved_config(_saved(record), f"run_dir: {str(record)!r} is damaged"))
+        saved = plain(saved_run(directory))
         free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
         if differing := differences(saved, plain(config), free):
             raise UserError(
@@ -112,6 +112,16 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
     write_mark(directory)
     write_atomically(directory / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False))
     return directory
+
+
+def saved_run(directory: Path) -> RunConfig:
+    """The configuration that a run was written with.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    record = directory / "config.yaml"
+    return saved_config(_saved(record), f"run_dir: {str(record)!r} is damaged")
 
 
 def _saved(record: Path) -> dict[str, Any]:

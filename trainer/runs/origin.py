@@ -25,12 +25,16 @@ def origin(candidates: Sequence[Candidate]) -> dict[str, str]:
         + (f", computed by {candidate.computed_by}" if candidate.computed_by else "")
         for candidate in candidates
     ]
+    return made_now() | {"Of": without_home("; ".join(places))}
+
+
+def made_now() -> dict[str, str]:
+    """When, by which command and by which state of the program."""
     found: dict[str, str] = without_home(
         {
             "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "Command": command(sys.argv),
             "Program": f"unrope {trainer.__version__}{commit(ROOT)}",
-            "Of": "; ".join(places),
         }
     )
     return found

@@ -125,6 +125,11 @@ class _Tracker(MemTracker):
         self._ref_class: Any = (*self._ref_class, LOSS)
         self.stages: dict[str, dict[Any, int]] = {}
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # most of all calls, and none takes memory
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def _track(self, kind: Any, tensor: torch.Tensor) -> None:
         super()._track(LOSS if self.in_loss else kind, tensor)
 
@@ -170,7 +175,10 @@ def _lose_by_call(model: Decoder) -> None:
 
 
 def peaks(
-    module: LanguageModule, optimizer: torch.optim.Optimizer, shape: tuple[int, int]
+    module: LanguageModule,
+    optimizer: torch.optim.Optimizer,
+    shape: tuple[int, int],
+    has_gradients: bool = False,
 ) -> dict[str, Parts]:
     """Bytes by part at the peak of each stage of an update, when the optimizer has its state. The
     module is of no use afterwards.
@@ -179,11 +187,13 @@ def peaks(
         module: of a rank, with its weights, see :func:`rank_of`.
         optimizer: its optimizer.
         shape: of a micro-batch, ``[B, T]``.
+        has_gradients: whether the first one finds gradients, as those behind it do.
     """
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad()
+    if not has_gradients:
+        optimizer.zero_grad()
     if module.config.strategy.name in strategies.SHARDED:
         tracker: _Tracker = _ShardedTracker(module.model, optimizer)
         _lose_by_call(module.model)
@@ -205,7 +215,7 @@ def memory_of(config: RunConfig, ranks: Ranks, exact: bool = True) -> Parts:
     Args:
         config: the run; its encodings are left out, which take next to nothing.
         ranks: which rank of how many.
-        exact: go through all layers, which takes a minute, and not through two and four, from which
+        exact: go through all layers, which takes longer, and not through two and four, from which
             the peak of each stage follows for any number.
     """
     depth = config.model.num_hidden_layers
@@ -231,8 +241,12 @@ def _total(parts: Parts) -> int:
 def _peaks_of(config: RunConfig, ranks: Ranks, layers: int) -> dict[str, Parts]:
     run, length = config.trainer, config.data.sequence_length
     rows = run.micro_batch_size or run.batch_size // ranks.world_size
-    # Of several micro-batches the second finds the gradients of the first.
-    batch = rows * ranks.world_size * min(run.accumulation(ranks.world_size), 2)
+    # Of several micro-batches the second finds the gradients of the first. Where these are whole
+    # until the last one, only a micro-batch makes them.
+    several = run.accumulation(ranks.world_size) > 1
+    whole = config.strategy.name in strategies.SHARDED
+    whole = whole and config.strategy.reduce_gradients != "micro_batch"
+    batch = rows * ranks.world_size * (2 if several and whole else 1)
     config = replace(
         config,
         model=replace(config.model, num_hidden_layers=layers, from_pretrained=None, from_run=None),
@@ -243,4 +257,5 @@ def _peaks_of(config: RunConfig, ranks: Ranks, layers: int) -> dict[str, Parts]:
     )
     with rank_of(config, ranks) as module, pretended():
         module.configure_model()
-        return peaks(module, module.configure_optimizers(), (rows, length))
+        optimizer = module.configure_optimizers()
+        return peaks(module, optimizer, (rows, length), several and not whole)

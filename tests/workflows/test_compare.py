@@ -1,0 +1,397 @@
+"""The runs of a sweep beside each other, from run directories made with the program's writers."""
+
+from __future__ import annotations
+
+import csv
+import re
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from trainer.__main__ import main
+from trainer.commands import train
+from trainer.errors import PreemptedError, UserError
+from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report
+from trainer.report.statistics import change, sign_test, wilson_interval
+from trainer.report.sweep_figures import axes, sweep_figure
+from trainer.report.sweep_page import write_sweep_report
+from trainer.report.sweep_table import terminal_sweep
+from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import label
+from trainer.runs.directory import open_run_directory, plain
+from trainer.runs.metrics_file import write_metrics
+from trainer.runs.parsing import control_config, merged, parse
+from trainer.runs.sweep import Swept, failure, noting_failure, open_sweep
+from trainer.workflows.compare import compared
+
+TRIALS = 40
+WINDOWS = 6
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def hits(config, factor):
+    """Of so many trials are right: more with norm, fewer at great lengths and rates."""
+    norm = config.model.qk_norm.when == "always"
+    return int((TRIALS if norm else TRIALS // 2) / factor - 1000 * config.optimizer.lr)
+
+
+def losses(config, factor):
+    """Of every window."""
+    return tuple(3 + 100 * config.optimizer.lr + factor / 10 + i / 50 for i in range(WINDOWS))
+
+
+def cells(config):
+    length = config.training_length
+    for factor in (1, 2, 4):
+        where = {"model": label(config), "method": "none", "factor": float(factor)}
+        right = hits(config, factor)
+        scores = (1.0,) * right + (0.0,) * (TRIALS - right)
+        yield Cell(task=STATEMENTS, length=factor * length, scores=scores, **where)
+        windows = losses(config, factor)
+        mean = sum(windows) / WINDOWS
+        text = {"last_loss": mean, "by_window": windows}
+        yield Cell(task=PERPLEXITY, length=factor * length, **text, **where)
+
+
+def fabricate(config, steps=None, finished=True):
+    """A run directory as training and evaluation leave it; its metrics by their rows."""
+    done = config.trainer.max_steps if steps is None else steps
+    rows = [
+        {"step": s, "tokens": s * config.tokens_per_step, "phase": 0, "loss": 5 - s / 100,
+         "skipped_steps": s // 4, "parameter_norm": 10.0}
+        for s in range(2, done + 1, 2)
+    ]  # fmt: skip
+    arms = [config, *(control_config(plain(config), name) for name in config.controls)]
+    for arm in arms:
+        directory = open_run_directory(arm)
+        write_metrics(directory / "metrics.csv", rows)
+    if finished:
+        Report(
+            name=config.name,
+            training_length=config.training_length,
+            cells=tuple(cell for arm in arms for cell in cells(arm)),
+            methods={"none": "as is"},
+            tasks={STATEMENTS: "Statements", PERPLEXITY: "Perplexity"},
+            notes=(),
+            config=plain(config),
+            environment={"corpus": "the same"},
+        ).write(Path(config.run_dir) / "report.json")
+    return rows
+
+
+BASE = {"trainer": {"max_steps": 8, "batch_size": 4}}
+WORDS = (
+    "trainer.max_steps=8", "trainer.batch_size=4", "optimizer.lr=1e-3,3e-3",
+    "model.qk_norm.when=never,always", "name=rate_${optimizer.lr}_${model.qk_norm.when}",
+)  # fmt: skip
+RATES = [(lr, norm) for lr in (0.001, 0.003) for norm in ("never", "always")]
+
+
+def configured(name, **changes):
+    values = merged(BASE, {"name": name, "run_dir": f"runs/{name}", **changes})
+    return parse(RunConfig, values)
+
+
+def swept(lr, norm):
+    qk_norm = {"qk_norm": {"when": norm}}
+    return configured(f"rate_{lr}_{norm}", optimizer={"lr": lr}, model=qk_norm)
+
+
+def sweep(place):
+    """What the multirun said, its exit code, and the files of its comparison."""
+    said, errors = StringIO(), StringIO()
+    code = 0
+    with redirect_stdout(said), redirect_stderr(errors):
+        try:
+            main(["--multirun", *WORDS])
+        except SystemExit as stop:
+            code = stop.code
+    with (place / "multirun/rate/table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    page = (place / "multirun/rate/report.html").read_text()
+    return {
+        "out": said.getvalue(), "err": errors.getvalue(), "code": code, "rows": rows, "page": page,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory):
+    """A sweep of which the second job fails, started again once that can work: where, which jobs
+    were started, and what came of both. Its runs are fabricated, as the program finds them."""
+    place, started = tmp_path_factory.mktemp("sweep"), []
+
+    def execute(config):
+        if (Path(config.run_dir) / "report.json").exists():
+            return
+        started.append(config.run_dir)
+        if started.count("runs/rate_0.001_always") == 1 == len(started) - 1:
+            raise UserError(f"trainer: {config.run_dir} does not fit.")
+        fabricate(config)
+
+    with pytest.MonkeyPatch.context() as patch, chdir(place):
+        patch.setattr(train, "COMMAND", replace(train.COMMAND, execute=execute))
+        return place, started, sweep(place), sweep(place)
+
+
+def test_a_sweep_ends_in_the_table_of_its_runs(sweeps):
+    rows = sweeps[3]["rows"]
+    assert list(dict.fromkeys(row["run"] for row in rows)) == [
+        f"optimizer.lr={lr}, qk_norm.when={norm}" for lr, norm in RATES
+    ]
+    assert len(rows) == 4 * 3
+    first = swept(*RATES[0])
+    for row in rows:
+        set_to = float(row["optimizer.lr"]), row["model.qk_norm.when"]
+        config, factor = swept(*set_to), float(row["factor"])
+        assert row["state"] == "finished"
+        assert int(row["tokens"]) == 8 * config.tokens_per_step
+        assert float(row["training_loss"]) == 5 - 8 / 100
+        assert int(row["skipped_steps"]) == 2
+        right, least = hits(config, factor), hits(first, factor)
+        assert (float(row["retrieval"]), int(row["n"])) == (right / TRIALS, TRIALS)
+        limits = float(row["low"]), float(row["high"])
+        assert limits == pytest.approx(wilson_interval(right, TRIALS))
+        windows = losses(config, factor)
+        assert float(row["loss"]) == sum(windows) / WINDOWS
+        if set_to == RATES[0]:
+            assert row["p_value"] == row["loss_change"] == ""
+            continue
+        pairs = [[1.0] * n + [0.0] * (TRIALS - n) for n in (right, least)]
+        assert float(row["p_value"]) == sign_test(*pairs).p_value
+        assert float(row["loss_change"]) == change(windows, losses(first, factor)).mean
+
+
+def test_a_sweep_says_its_table_on_the_terminal(sweeps):
+    said = sweeps[3]["out"]
+    assert "Comparison: multirun/rate/report.html" in said
+    assert max(map(len, said.splitlines())) <= 100
+
+
+def test_a_job_that_fails_is_a_row_and_an_exit_code(sweeps):
+    _, started, failed, _ = sweeps
+    assert failed["code"] == 2
+    assert started[:4] == [f"runs/rate_{lr}_{norm}" for lr, norm in RATES]  # the others ran
+    name = "optimizer.lr=0.001, qk_norm.when=always"
+    (row,) = (row for row in failed["rows"] if row["run"] == name)
+    assert (row["state"], row["loss"]) == ("failed", "")
+    assert row["problem"] == "trainer: runs/rate_0.001_always does not fit."
+    assert f"{name}: failed; trainer: runs/rate_0.001_always" in " ".join(failed["out"].split())
+    assert failed["err"] == "error: trainer: runs/rate_0.001_always does not fit.\n"
+
+
+def test_the_same_words_start_only_what_is_missing(sweeps):
+    _, started, _, again = sweeps
+    assert again["code"] == 0
+    assert started[4:] == ["runs/rate_0.001_always"]
+    assert {row["state"] for row in again["rows"]} == {"finished"}
+
+
+def test_two_keys_make_a_grid_of_lines(sweeps, monkeypatch):
+    monkeypatch.chdir(sweeps[0])
+    (axis,) = axes(compared(Path("multirun/rate")))
+    assert axis.key == "optimizer.lr"
+    assert [name for name, _ in axis.lines] == ["qk_norm.when=never", "qk_norm.when=always"]
+    assert all([x for x, _ in line] == [0.001, 0.003] for _, line in axis.lines)
+
+
+def test_the_figure_follows_the_colours_of_a_page(sweeps):
+    svg = (sweeps[0] / "multirun/rate/figures/sweep.svg").read_text()
+    assert "prefers-color-scheme:dark" in svg
+
+
+def test_rows_of_a_sweep_in_progress_say_how_far_they_are(place):
+    configs = [swept(*settings) for settings in RATES]
+    fabricate(configs[1])
+    fabricate(configs[2], steps=4, finished=False)
+    made = open_sweep(
+        place / "multirun",
+        [Swept(c.run_dir, {"optimizer.lr": str(n)}) for n, c in enumerate(configs)],
+    )
+    found = compared(made)
+    assert found.names == ("optimizer.lr=0", "optimizer.lr=1", "optimizer.lr=2", "optimizer.lr=3")
+    assert [run.state for run in found.runs] == [
+        "not started", "finished", "step 4 of 8", "not started",
+    ]  # fmt: skip
+    assert found.runs[2].loss == 5 - 4 / 100
+    assert found.reference is found.runs[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("out of memory\nand more"), "RuntimeError: out of memory"),
+        (UserError("trainer: too large."), "trainer: too large."),
+        (PreemptedError("Stopped."), None),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_what_a_job_failed_with_is_kept_until_it_is_tried_again(error, said, place):
+    with pytest.raises(type(error)), noting_failure(place, "runs/a"):
+        raise error
+    assert (failure(place, "runs/a"), failure(place, "runs/b")) == (said, None)
+    with noting_failure(place, "runs/a"):
+        pass
+    assert failure(place, "runs/a") is None
+
+
+@pytest.mark.parametrize(
+    ("names", "called"),
+    [
+        (("rate_0.1", "rate_0.2"), "rate"),
+        (("wd_1", "wd_10"), "wd"),
+        (("m64", "m96"), "m"),
+        (("a", "b"), "a"),
+    ],
+)
+def test_a_sweep_is_called_by_what_its_runs_begin_with(names, called, place):
+    runs = [Swept(f"runs/{name}") for name in names]
+    assert open_sweep(place, runs) == open_sweep(place, runs) == place / called
+    assert open_sweep(place, [*runs, Swept(f"runs/{names[0]}c")]) == place / f"{called}-2"
+
+
+def compared_by(*changes):
+    """The comparison of runs with these changes to the configuration each."""
+    for number, own in enumerate(changes):
+        fabricate(configured(f"by_{number}", **own))
+    runs = [Swept(f"runs/by_{number}") for number in range(len(changes))]
+    return compared(open_sweep(Path("multirun"), runs))
+
+
+def test_runs_are_named_by_what_differs_in_their_configurations():
+    assert compared_by({"seed": 1}, {"seed": 2}).names == ("seed=1", "seed=2")
+
+
+def test_runs_that_do_not_differ_are_named_by_their_directories():
+    names = compared_by({"drop": {"at": 4}}, {"drop": {"at": 4}}).names
+    assert names == ("DroPE (runs/by_0)", "DroPE (runs/by_1)")
+
+
+def test_a_run_alone_stands_for_itself_and_its_controls(place):
+    controls = {f"c{n}": {"label": f"c{n}", "optimizer": {"lr": n / 1000}} for n in (1, 3)}
+    fabricate(configured("alone", label="first", optimizer={"lr": 0.002}, controls=controls))
+    main(["compare", "runs/alone", "output=out"])
+    found = compared(place / "multirun/alone")
+    assert found.names == ("optimizer.lr=0.002", "optimizer.lr=0.001", "optimizer.lr=0.003")
+    (axis,) = axes(found)
+    assert axis.key == "optimizer.lr"
+    assert [[x for x, _ in line] for _, line in axis.lines] == [[0.001, 0.002, 0.003]]
+    assert (place / "out/report.html").is_file()
+
+
+def test_several_keys_changed_one_at_a_time_have_a_row_of_panels_each():
+    changes = {"seed": 2}, {"optimizer": {"lr": 0.01}}, {"optimizer": {"weight_decay": 0.2}}
+    found = compared_by({}, *changes)
+    assert found.names == ("RoPE", "seed=2", "optimizer.lr=0.01", "optimizer.weight_decay=0.2")
+    along = axes(found)
+    assert [axis.key for axis in along] == ["seed", "optimizer.lr", "optimizer.weight_decay"]
+    assert all(len(line) == 2 for axis in along for _, line in axis.lines)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{"positional": {"layers": [name]}} for name in ("rope", "nope", "half_rope")],
+        [
+            {"model": {"qk_norm": {"when": norm}}, "optimizer": {"name": name}}
+            for norm in ("never", "always")
+            for name in ("adamw", "muon")
+        ],
+    ],
+    ids=["names", "a grid of names"],
+)
+def test_words_have_a_figure_too(changes):
+    found = compared_by(*changes)
+    assert axes(found) == []
+    (plan,) = sweep_figure(found)
+    columns = list(zip(*plan.rows, strict=True))
+    assert columns[0] == found.names
+    retrieval = plan.head.index("retrieval at 4× (%)")
+    assert list(columns[retrieval]) == [100 * run.reached[-1].retrieval.mean for run in found.runs]
+    titles = [axes.get_title() for axes in plan.draw().axes]
+    assert titles == list(plan.head[-4:])
+
+
+class Page(HTMLParser):
+    """What a page refers to, and the texts of its first table's rows."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.sources, self.rows = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        named = dict(attributes)
+        self.links += [named["href"]] if "href" in named else []
+        self.sources += [named["src"]] if "src" in named else []
+        assert tag not in ("script", "link")
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_data(self, data):
+        if self.rows and data.strip():
+            self.rows[-1].append(data.strip())
+
+
+def test_the_page_needs_nothing_else_and_links_to_the_runs(sweeps, monkeypatch):
+    page = Page(sweeps[2]["page"])
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
+    first, second = page.rows[1], page.rows[2]
+    assert first[:4] == ["optimizer.lr=0.001, qk_norm.when=never", "47.5", "3.250", "32.9–62.5"]
+    assert second[-1] == "failed"
+    assert page.links == []
+    monkeypatch.chdir(sweeps[0])
+    Path("runs/rate_0.001_never/report.html").write_text("its own")
+    written = write_sweep_report(
+        compared(Path("multirun/rate")), {"Made": "", "Command": ""}, Path("new")
+    )
+    assert Page(written.read_text()).links == ["../runs/rate_0.001_never/report.html"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "runs: give run directories"),
+        (["runs/x"], "runs: 'runs/x' is no run"),
+        (["multirun/broken"], "runs: 'multirun/broken/sweep.json' is damaged"),
+        (["run=x", "runs=[a]"], "run: unknown key. Did you mean 'runs'?"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_sentence(words, said, place, capsys):
+    (place / "multirun/broken").mkdir(parents=True)
+    (place / "multirun/broken/sweep.json").write_text("{}")
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", *words])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}")
+
+
+def test_runs_measured_on_other_text_are_not_tested_against_each_other(place):
+    found = compared_by({"seed": 1}, {"seed": 2, "evaluation": {"windows": 5}})
+    assert found.comparison(found.runs[1], 1.0) is None
+    assert found.loss_change(found.runs[1], 1.0) is None
+
+
+@pytest.mark.parametrize("lengths", [1, 4, 9])
+def test_a_table_fits_a_terminal(lengths, place):
+    found = compared_by({"seed": 1}, {"seed": 2})
+    at = found.runs[0].reached[0]
+    many = tuple(replace(at, length=64 << n, factor=2.0**n) for n in range(lengths))
+    runs = tuple(replace(run, reached=many, settings={"a" * 70: "b" * 70}) for run in found.runs)
+    for width in (80, 100):
+        out = Console(width=width, record=True, file=StringIO())
+        out.print(terminal_sweep(replace(found, runs=runs), width))
+        text = out.export_text()
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+        assert len(re.findall(r"\d+ tokens", text)) == lengths

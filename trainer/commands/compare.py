@@ -1,0 +1,60 @@
+"""``python -m trainer compare runs/a runs/b ...``: the runs of a sweep beside each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.commands.command import Command
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainer.commands.configuration import Composed
+    from trainer.report.sweep import Sweep
+    from trainer.workflows.compare_request import CompareRequest
+
+
+def read(composed: Composed) -> CompareRequest:
+    """The checked request; directories that are named alone come behind those of ``runs=``."""
+    from trainer.runs.parsing import parse
+    from trainer.workflows.compare_request import CompareRequest
+
+    values = dict(composed.values)
+    if isinstance(values["runs"], list):
+        values["runs"] = [*values["runs"], *composed.verbatim]
+    return parse(CompareRequest, values, composed.problems)
+
+
+def execute(request: CompareRequest) -> None:
+    """Write the comparison, and print its table."""
+    from trainer.workflows.compare import compare_runs
+
+    show(*compare_runs(request))
+
+
+def show(sweep: Sweep, page: Path) -> None:
+    """Print the table of a sweep, and where its page is."""
+    from trainer.commands.console import report_console
+    from trainer.report.sweep_table import terminal_sweep
+
+    out = report_console()
+    out.print(terminal_sweep(sweep, out.width))
+    out.print(f"Comparison: {page}", highlight=False, markup=False)
+
+
+HELP = """
+python -m trainer compare RUN [RUN ...] [output=DIR]
+
+Puts the runs of a sweep beside each other: a table, a figure and a page of what they reached, each
+run named by what differs between them. RUN is a run directory, that of a control, or that of a
+sweep (multirun/NAME), which stands for its runs, also while some are missing. One run alone stands
+for itself and its controls. Nothing is measured anew; train --multirun does this at its end.
+"""
+COMMAND = Command(
+    "compare",
+    HELP,
+    read,
+    execute,
+    single="name all runs in one command.",
+    bare=True,
+)

@@ -1,0 +1,267 @@
+"""The figure of a sweep: curves over what was swept, a grid of two keys, or the runs by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from trainer.report.dark import ON_BRIGHT, UNKNOWN
+from trainer.report.drawn import Plan
+from trainer.report.plotting import Series, blank, draw_line, legend_above, line_handle
+from trainer.report.sweep import Reached, Sweep, SweptRun, numeric
+from trainer.report.words import factor_label
+
+_WIDE = 8  # a key whose values span more than this factor has a logarithmic axis
+_CROWDED = 12  # characters of the names of ticks that stand beside each other
+_MAP = colormaps["cividis"].with_extremes(bad=UNKNOWN)
+_BARS = "Bars: 95% intervals over trials."
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A panel: what it shows of what a run reached at a length; ``value`` may be None."""
+
+    title: str
+    factor: float
+    value: Callable[[Reached], float | None]
+    limits: Callable[[Reached], tuple[float, float] | None] = lambda _: None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A swept key along which runs lie, as lines: the name of each and its runs by the value."""
+
+    key: str
+    lines: tuple[tuple[str, tuple[tuple[float, SweptRun], ...]], ...]
+
+
+def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
+    """``sweep``, where anything was measured: a row of panels for each of the :func:`axes`, which
+    are the held-out loss and the retrieval at the training length and at the longest."""
+    shown = measures(sweep)
+    if not shown:
+        return
+    along = axes(sweep)
+    draw: Callable[[], Figure]
+    if along:
+        what = f"over {', '.join(sweep.titles[axis.key] for axis in along)}"
+        draw = partial(_draw_curves, sweep, along, shown)
+    elif grid := _grid(sweep):
+        what = f"by {sweep.titles[sweep.keys[0]]} and {sweep.titles[sweep.keys[1]]}"
+        draw = partial(_draw_grid, sweep, grid, shown)
+    else:
+        what, draw = "by run", partial(_draw_names, sweep, shown)
+    yield Plan(
+        "sweep",
+        f"The runs of the sweep {what}",
+        "Held-out loss in nats per token on the same last tokens at every length, and retrieval in "
+        f"%, of every run {what}, at the training length and at the longest. {_BARS}",
+        f"Loss and retrieval of every run {what}; the same numbers are in the table.",
+        draw,
+        ("run", *sweep.keys, *(one.title.replace("\n", " ") for one in shown)),
+        [
+            (name, *(run.settings.get(k, "") for k in sweep.keys), *(_of(sweep, run, shown)))
+            for name, run in zip(sweep.names, sweep.runs, strict=True)
+        ],
+    )
+
+
+def measures(sweep: Sweep) -> list[Measure]:
+    """The panels that any run has numbers for."""
+    ends = dict.fromkeys((*sweep.factors[:1], *sweep.factors[-1:]))
+    wanted = [
+        *(Measure(f"loss at {factor_label(f)}", f, lambda at: at.loss) for f in ends),
+        *(
+            Measure(
+                f"retrieval at {factor_label(f)} (%)",
+                f,
+                lambda at: 100 * at.retrieval.mean if at.retrieval else None,
+                lambda at: (
+                    (100 * at.retrieval.low, 100 * at.retrieval.high) if at.retrieval else None
+                ),
+            )
+            for f in ends
+        ),
+    ]
+    return [one for one in wanted if any(x is not None for x in _column(sweep, one))]
+
+
+def axes(sweep: Sweep) -> list[Axis]:
+    """The keys with numbers along which the runs lie: the only one; the one with more values of two
+    that make a grid, with a line for each value of the other; or each of those in which alone runs
+    differ from the first. Empty where that does not hold all runs."""
+    numbers = {
+        key: values
+        for key in sweep.keys
+        if None not in (values := [_number(run, key) for run in sweep.runs])
+    }
+    if len(sweep.keys) == 2 and numbers and _grid(sweep):
+        key = max(numbers, key=lambda key: len(set(numbers[key])))
+        other = next(one for one in sweep.keys if one != key)
+        values = list(dict.fromkeys(run.settings[other] for run in sweep.runs))
+        return [
+            Axis(
+                key,
+                tuple(
+                    (
+                        f"{sweep.titles[other]}={value}",
+                        _sorted(key, [r for r in sweep.runs if r.settings[other] == value]),
+                    )
+                    for value in values
+                ),
+            )
+        ]
+    first, found = sweep.runs[0], []
+    for key in numbers:
+        rest = [one for one in sweep.keys if one != key]
+        own = [r for r in sweep.runs if all(_same(r, first, one) for one in rest)]
+        if len(own) > 1:
+            found.append(Axis(key, (("", _sorted(key, own)),)))
+    held = {run.place for axis in found for _, line in axis.lines for _, run in line}
+    return found if len(held) == len(sweep.runs) else []
+
+
+def _number(run: SweptRun, key: str) -> float | None:
+    value = numeric(run.settings.get(key, ""))
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _same(run: SweptRun, other: SweptRun, key: str) -> bool:
+    return run.settings.get(key) == other.settings.get(key)
+
+
+def _sorted(key: str, runs: Sequence[SweptRun]) -> tuple[tuple[float, SweptRun], ...]:
+    found = [(value, run) for run in runs if (value := _number(run, key)) is not None]
+    return tuple(sorted(found, key=lambda pair: pair[0]))
+
+
+def _grid(sweep: Sweep) -> dict[tuple[str, str], SweptRun]:
+    """The runs by the values of two keys; empty where these make no grid of rows and columns."""
+    if len(sweep.keys) != 2:
+        return {}
+    found = {
+        (run.settings.get(sweep.keys[0], ""), run.settings.get(sweep.keys[1], "")): run
+        for run in sweep.runs
+    }
+    rows, columns = ({pair[i] for pair in found} for i in (0, 1))
+    whole = len(found) == len(sweep.runs) and len(found) > len(rows) + len(columns) - 1
+    return found if whole else {}
+
+
+def _value(sweep: Sweep, run: SweptRun, measure: Measure) -> float | None:
+    at = sweep.at(run, measure.factor)
+    return None if at is None else measure.value(at)
+
+
+def _column(sweep: Sweep, measure: Measure) -> list[float | None]:
+    return [_value(sweep, run, measure) for run in sweep.runs]
+
+
+def _of(sweep: Sweep, run: SweptRun, shown: Sequence[Measure]) -> list[float | None]:
+    return [_value(sweep, run, measure) for measure in shown]
+
+
+def _draw_curves(sweep: Sweep, along: Sequence[Axis], shown: Sequence[Measure]) -> Figure:
+    figure = blank(0.5 + 1.9 * len(along))
+    panels = figure.subplots(len(along), len(shown), squeeze=False)
+    for row, axis in zip(panels, along, strict=True):
+        for panel, measure in zip(row, shown, strict=True):
+            lines = [
+                _line(sweep, name, number, runs, measure)
+                for number, (name, runs) in enumerate(axis.lines)
+            ]
+            for line in lines:
+                draw_line(panel, line)
+            values = sorted({x for line in lines for x in line.x})
+            if values[0] > 0 and values[-1] > _WIDE * values[0]:
+                panel.set_xscale("log")
+                panel.xaxis.set_minor_locator(NullLocator())
+            names = [f"{value:g}" for value in values]
+            crowded = len("".join(names)) > _CROWDED
+            panel.set_xticks(values, names, fontsize=6, rotation=40 if crowded else 0)
+            panel.set_xlabel(sweep.titles[axis.key])
+            panel.set_title(measure.title)
+    if named := [line for line in lines if line.label]:
+        legend_above(figure, [line_handle(line) for line in named])
+    return figure
+
+
+def _line(
+    sweep: Sweep,
+    name: str,
+    style: int,
+    runs: Sequence[tuple[float, SweptRun]],
+    measure: Measure,
+) -> Series:
+    x, y, low, high = [], [], [], []
+    for value, run in runs:
+        at = sweep.at(run, measure.factor)
+        own = None if at is None else measure.value(at)
+        limits = None if at is None else measure.limits(at)
+        known = math.nan if own is None else own
+        x.append(value)
+        y.append(known)
+        low.append(limits[0] if limits else known)
+        high.append(limits[1] if limits else known)
+    return Series(name, style, x, y, low, high)
+
+
+def _draw_grid(
+    sweep: Sweep, grid: dict[tuple[str, str], SweptRun], shown: Sequence[Measure]
+) -> Figure:
+    rows, columns = (list(dict.fromkeys(pair[i] for pair in grid)) for i in (0, 1))
+    figure = blank(0.9 + 0.4 * len(rows))
+    for panel, measure in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        values = np.full((len(rows), len(columns)), math.nan)
+        for (row, column), run in grid.items():
+            own = _value(sweep, run, measure)
+            values[rows.index(row), columns.index(column)] = math.nan if own is None else own
+        panel.imshow(values, cmap=_MAP, aspect="auto")
+        middle = (np.nanmin(values) + np.nanmax(values)) / 2
+        for (y, x), value in np.ndenumerate(values):
+            known = math.isfinite(value)
+            text = "·" if not known else f"{value:.1f}" if "%" in measure.title else f"{value:.3f}"
+            colour = "white" if known and value <= middle else ON_BRIGHT
+            panel.text(x, y, text, color=colour, ha="center", va="center", fontsize=6)
+        panel.set_xticks(range(len(columns)), columns, fontsize=6)
+        panel.set_yticks(range(len(rows)), rows, fontsize=6)
+        panel.set_xlabel(sweep.titles[sweep.keys[1]])
+        panel.set_title(measure.title)
+        _bare(panel)
+    figure.supylabel(sweep.titles[sweep.keys[0]], fontsize=8)
+    return figure
+
+
+def _draw_names(sweep: Sweep, shown: Sequence[Measure]) -> Figure:
+    figure = blank(0.6 + 0.24 * len(sweep.runs))
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    places = range(len(sweep.runs))
+    for panel, measure in zip(panels, shown, strict=True):
+        for y, run in enumerate(sweep.runs):
+            at = sweep.at(run, measure.factor)
+            own = None if at is None else measure.value(at)
+            if at is None or own is None:
+                continue
+            low, high = measure.limits(at) or (own, own)
+            panel.errorbar(
+                own, y, xerr=[[own - low], [high - own]], fmt="o", color="#0072B2", capsize=1.5
+            )
+        panel.set_title(measure.title)
+        panel.grid(visible=True, axis="both")
+    panels[0].set_yticks(places, [name[:40] for name in sweep.names], fontsize=6.5)
+    panels[0].set_ylim(len(sweep.runs) - 0.5, -0.5)
+    return figure
+
+
+def _bare(panel: Axes) -> None:
+    panel.tick_params(length=0)
+    panel.grid(visible=False)
+    panel.spines[:].set_visible(False)

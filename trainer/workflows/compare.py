@@ -1,0 +1,149 @@
+"""The comparison of a sweep's runs, from what their directories hold; nothing is measured anew."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.report.results import Report, is_known
+from trainer.report.sweep import Sweep, SweptRun, reached
+from trainer.report.sweep_page import write_sweep_report
+from trainer.report.sweep_table import FINISHED
+from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import label
+from trainer.runs.directory import FREE_TO_CHANGE, differences, plain, saved_run, writable_problem
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.origin import made_now
+from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, read_sweep
+from trainer.workflows.compare_request import CompareRequest
+
+PARENT = Path("multirun")
+NOT_COMPARED = (*FREE_TO_CHANGE, "controls")
+
+
+def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
+    """Put the runs beside each other, write table, figure and page, return them with the page.
+
+    A run alone stands for itself and its controls.
+
+    Raises:
+        UserError: a directory holds no run, or what it holds is damaged.
+    """
+    places = [Path(given) for given in request.runs]
+    if request.output and (problem := writable_problem(request.output, "output")):
+        raise UserError(problem)
+    if len(places) == 1 and (places[0] / RECORD).is_file():
+        place = places[0]
+    else:
+        named = [run for given in places for run in _runs_of(given)]
+        if len(named) == 1:
+            controls = saved_run(places[0]).controls
+            named += [Swept(str(places[0] / "controls" / name)) for name in controls]
+        runs = list({run.run_dir: run for run in named}.values())
+        if problem := writable_problem(str(PARENT), "output"):
+            raise UserError(problem)
+        place = open_sweep(PARENT, runs)
+    sweep = compared(place)
+    return sweep, write_sweep_report(sweep, made_now(), Path(request.output or place))
+
+
+def compared(place: Path) -> Sweep:
+    """The runs of the sweep in ``place``, there or yet to come, beside each other.
+
+    Raises:
+        UserError: what a directory holds is damaged.
+    """
+    runs = read_sweep(place)
+    configs = [_config(Path(run.run_dir)) for run in runs]
+    settings = _settings(runs, configs)
+    found = [
+        _read(run, config, own, place)
+        for run, config, own in zip(runs, configs, settings, strict=True)
+    ]
+    return Sweep(place.resolve().name, tuple(found))
+
+
+def _runs_of(place: Path) -> list[Swept]:
+    """The runs that a directory stands for."""
+    if (place / RECORD).is_file():
+        return read_sweep(place)
+    if not (place / "config.yaml").is_file():
+        raise UserError(
+            f"runs: {str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD})."
+        )
+    return [Swept(str(place))]
+
+
+def _config(place: Path) -> RunConfig | None:
+    return saved_run(place) if (place / "config.yaml").is_file() else None
+
+
+def _settings(runs: Sequence[Swept], configs: Sequence[RunConfig | None]) -> list[dict[str, str]]:
+    """By what the runs differ: the words of their jobs, or else what their configurations hold."""
+    if all(run.settings for run in runs):
+        return [run.settings for run in runs]
+    values = [plain(config) if config else {} for config in configs]
+    known = [one for one in values if one]
+    keys = dict.fromkeys(
+        key for one in known[1:] for key, *_ in differences(known[0], one, NOT_COMPARED)
+    )
+    return [{k: _said(_at(one, k)) for k in keys} if one else {} for one in values]
+
+
+def _at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _read(run: Swept, config: RunConfig | None, settings: dict[str, str], sweep: Path) -> SweptRun:
+    place = Path(run.run_dir)
+    failed = failure(sweep, run.run_dir)
+    if config is None:
+        state = "not started" if failed is None else "failed"
+        return SweptRun(run.run_dir, place.name, settings, state, failed or "")
+    called = label(config)
+    rows = read_metrics(place / "metrics.csv")
+    last = rows[-1] if rows else {}
+    report = _report(place) if failed is None else None
+    state, problem = FINISHED, failed or ""
+    if report is None:
+        at = f"step {last.get('step', 0):,} of {config.trainer.max_steps:,}"
+        state = at if failed is None else f"failed, {at}"
+    elif not math.isfinite(last.get("parameter_norm", 0.0)):
+        problem = "its weights are no numbers any more: it diverged, and its figures say nothing"
+    return SweptRun(
+        run.run_dir,
+        called,
+        settings,
+        state,
+        problem,
+        last.get("tokens"),
+        last.get("loss") if is_known(last.get("loss")) else None,
+        last.get("skipped_steps"),
+        _measured_on(report) if report else "",
+        reached(report, called) if report else (),
+    )
+
+
+def _report(place: Path) -> Report | None:
+    """Of the run, or of the run that it is a control of; None: there is none yet."""
+    home = place.resolve()
+    home = home.parent.parent if home.parent.name == "controls" else home
+    path = home / "report.json"
+    return Report.read(path) if path.is_file() else None
+
+
+def _measured_on(report: Report) -> str:
+    """What decides on trials and windows: the text and the settings of the evaluation."""
+    settings = report.config.get("evaluation", {})
+    chosen = {key: value for key, value in settings.items() if key not in ("methods", "lengths")}
+    return json.dumps([report.environment.get("corpus"), chosen], sort_keys=True)
