@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from textwrap import wrap
 
@@ -144,12 +145,21 @@ def _terminal(
     for size, head in _FACTS if facts_too else ():
         drawn.add_column(head, justify="right", width=size)
     for name, run in zip(sweep.names, sweep.runs, strict=True):
-        label = Text("\n".join(wrap(name, name_width)))
+        label = Text("\n".join(_lines(name, name_width)))
         if run.state != FINISHED:
             label.append("\n" + "\n".join(wrap(run.state, name_width)), style="red")
         cells = [terminal_cell(found[factor].get(run.place)) for _, factor in chosen]
         drawn.add_row(label, *cells, *(facts(run) if facts_too else ()))
     return drawn
+
+
+def _lines(name: str, width: int) -> list[str]:
+    """A name in lines; a setting that fits one stays on it, another goes on behind its =."""
+    found = []
+    for part in re.split("(?<=,) ", name):
+        pieces = [part] if len(part) <= width else re.split("(?<==)", part)
+        found += [line for piece in pieces for line in wrap(piece, width)]
+    return found
 
 
 def markdown_sweep(sweep: Sweep) -> str:
