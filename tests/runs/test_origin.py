@@ -47,10 +47,15 @@ def test_the_commit_is_that_of_the_package_s_own_repository(tmp_path):
 
 
 def test_an_origin_names_time_program_and_steps_and_nobody_s_home():
-    run = SimpleNamespace(name="DroPE", path=Path.home() / "runs/a/last", state={"step": 1600})
-    published = SimpleNamespace(name="SmolLM", path=Path("models/s"), state={})
+    path = Path.home() / "runs/a/last"
+    run = SimpleNamespace(name="DroPE", path=path, state={"step": 1600}, computed_by=None)
+    published = SimpleNamespace(
+        name="SmolLM", path=Path("models/s"), state={}, computed_by="transformers 5.23"
+    )
     found = origin([run, published])
-    assert found["Of"] == "DroPE: ~/runs/a/last, step 1,600; SmolLM: models/s"
+    assert found["Of"] == (
+        "DroPE: ~/runs/a/last, step 1,600; SmolLM: models/s, computed by transformers 5.23"
+    )
     assert found["Program"].startswith(f"unrope {trainer.__version__}")
     made = datetime.strptime(found["Made"], "%Y-%m-%d %H:%M UTC").replace(tzinfo=UTC)
     assert abs((datetime.now(UTC) - made).total_seconds()) < 3600
