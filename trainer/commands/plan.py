@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -71,11 +70,7 @@ def execute(request: PlanRequest) -> None:
     from trainer.commands.console import set_up_console
 
     set_up_console(quiet=True)
-    gc.disable()  # which takes a tenth of the time to find next to nothing
-    try:
-        print_plan(request)
-    finally:
-        gc.enable()
+    print_plan(request)
 
 
 def print_plan(request: PlanRequest) -> None:

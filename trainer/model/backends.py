@@ -93,7 +93,7 @@ def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
     """Scores kept within +-``softcap`` by softcap tanh(score / softcap) (Gemma 2); None: as they
     are."""
-    return scores if softcap is None else (scores / softcap).tanh_().mul_(softcap)
+    return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
 def probabilities(
