@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from matplotlib.text import Text
 
+from trainer.report.panels import pair
 from trainer.report.plotting import Frame, Series, draw, paper_style, save
 
 NAME = r"costs $\frac$ or \$5"
@@ -18,3 +19,22 @@ def test_dollars_in_a_name_begin_no_formula(tmp_path):
         shown = [text.get_text() for text in figure.findobj(Text)]
     assert r"costs \$\frac\$ or \$5" in shown
     assert (tmp_path / "figure.svg").is_file()
+
+
+def test_a_legend_above_panels_is_no_wider_than_the_figure():
+    frame = Frame(
+        *("x", "y", lambda axes: axes.set_xscale("log")),
+        vertical=(2, "training length"),
+        horizontal=((0, "chance (1.1%)"), (1, "any listed value (25.0%)")),
+    )
+    names = ["RoPE", "DroPE", "NoPE from scratch", "RoPE-ID", "HalfRoPE", "High-frequency RoPE"]
+    with paper_style():
+        lines = [Series(name, n, (1, 10), (1, n)) for n, name in enumerate(names)]
+        figure = pair([lines, lines], [frame, frame])
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        drawn = legend.get_window_extent()
+        texts = [text.get_text() for text in legend.get_texts()]
+    assert texts[:6] == names
+    assert drawn.x0 >= figure.bbox.x0
+    assert drawn.x1 <= figure.bbox.x1

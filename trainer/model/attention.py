@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,12 @@ from trainer.model.config import ModelConfig
 from trainer.model.linear import Linear
 from trainer.model.masks import Mask
 from trainer.positional.alibi import alibi_slopes
-from trainer.positional.intervening import Intervene
+from trainer.positional.intervention import Intervention
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import Groups, encode_keys, encode_queries
+
+if TYPE_CHECKING:
+    from trainer.positional.intervening import Intervene
 
 Observer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Told the queries and keys before their encoding and after it, ``[B, H, T, D]`` each."""
@@ -80,6 +84,15 @@ class Attention(nn.Module):
         self.intervention: Intervene | None = None
         self.expands = False
         self.observe: Observer | None = None
+
+    def intervene_with(self, wanted: Intervention | None) -> None:
+        """Put what changes encoded queries and keys in its place; None: nothing does."""
+        if wanted is None:
+            self.intervention = None
+            return
+        from trainer.positional.intervening import Intervene  # brings the compiler, a second
+
+        self.intervention = Intervene(wanted)
 
     def forward(
         self,

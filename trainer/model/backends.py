@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from trainer.errors import UserError
 from trainer.model.masks import Mask, bias, bounds_of
@@ -42,6 +41,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     if mask.is_plain and Tq == Tk:
         return _fused(q, k, v, is_causal=True)
     if mask.is_plain and q.device.type != "cpu":
+        from torch.nn.attention.bias import causal_lower_right  # brings the compiler, a second
+
         return _fused(q, k, v, attn_mask=causal_lower_right(Tq, Tk))  # known to CUDA's kernels
     past, outputs = Tk - Tq, []
     block = QUERY_BLOCK.get(q.device.type, 512)

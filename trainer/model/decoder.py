@@ -27,7 +27,6 @@ from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
 from trainer.model.masks import Mask
 from trainer.model.watching import feeding, observed
-from trainer.positional.intervening import Intervene
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
 
@@ -123,8 +122,7 @@ class Decoder(LanguageModel):
                 raise ValueError("the layout turns QK-norm on, but the model has none")
         self._layout = layout
         for block, layer in zip(self.layers, layout.layers, strict=True):
-            wanted = layer.intervention
-            block.self_attn.intervention = None if wanted is None else Intervene(wanted)
+            block.self_attn.intervene_with(layer.intervention)
             block.self_attn.expands = len(layer.spectra) != heads
         self._keeps_plain_keys = [
             layer.frequencies_follow_length or len(layer.spectra) != heads

@@ -24,7 +24,7 @@ from trainer.report.plotting import (
     trim,
 )
 
-_BESIDE, _WIDE = 6, 96  # entries of a legend in one row, and characters of them and their lines
+_BESIDE = 6  # entries of a legend in one row
 _DODGE = 0.03  # octaves between lines of one panel, so that their intervals stay apart
 
 
@@ -119,6 +119,5 @@ def _multiples(
 def _legend(figure: Figure, lines: Sequence[Series], frame: Frame) -> None:
     handles = [line_handle(line) for line in lines]
     handles += reference_handles(frame, with_vertical=True)
-    characters = sum(len(str(handle.get_label())) + 6 for handle in handles)
-    rows = math.ceil(max(len(handles) / _BESIDE, characters / _WIDE))
+    rows = math.ceil(len(handles) / _BESIDE)
     legend_above(figure, handles, math.ceil(len(handles) / rows))

@@ -273,14 +273,18 @@ def line_handle(item: Series) -> Line2D:
 
 
 def legend_above(figure: Figure, handles: Sequence[Line2D], columns: int = 4) -> None:
-    """One legend for all panels, over them."""
-    figure.legend(
-        handles=list(handles),
-        loc="outside upper center",
-        ncols=columns,
-        frameon=False,
-        handlelength=2.6,
-    )
+    """One legend for all panels, over them, in at most so many columns as the figure is wide."""
+    for count in range(min(columns, len(handles)), 0, -1):
+        legend = figure.legend(
+            handles=list(handles),
+            loc="outside upper center",
+            ncols=count,
+            frameon=False,
+            handlelength=2.6,
+        )
+        if count == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def line_style(item: Series) -> dict[str, Any]:
