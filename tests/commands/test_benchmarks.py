@@ -12,7 +12,7 @@ from trainer.commands.benchmarks import table
 from trainer.commands.running import run_command
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
-from trainer.evaluation.benchmarks import Score
+from trainer.evaluation.benchmarks import Score, Scored
 from trainer.workflows import evaluation_request
 
 
@@ -56,7 +56,8 @@ def test_table_and_numbers(place, capsys):
     assert record["config"]["tasks"] == ["piqa"]
     first, second = record["models"]
     assert [first["name"], second["name"]] == ["model (model)", "model (other/model)"]
-    assert first["scores"] == second["scores"]
+    unchanged = {"change": {"better": 0, "worse": 0, "p_value": 1.0}}
+    assert [score | unchanged for score in first["scores"]] == second["scores"]
     score = first["scores"][0]
     assert (score["task"], score["metric"], score["questions"]) == ("piqa", "acc", 2)
     assert score["value"] in (0, 0.5, 1)
@@ -75,6 +76,25 @@ def test_table_and_numbers(place, capsys):
         ),
         ([*CHOICE, "evaluation.tasks=[piqa]", "evaluation.lengths=[1]"], "lengths: unknown key"),
         ([*CHOICE, "evaluation.tasks=[piqa]", "text={source: files, files: [a]}"], "text: this"),
+        (
+            [*CHOICE, "evaluation.tasks=[piqa]", "evaluation.methods=[none,yarn+dope]"],
+            "evaluation.factor: 1 leaves nothing to do for yarn; expected how many times",
+        ),
+        (
+            [*CHOICE, "evaluation.tasks=[piqa]", "evaluation.methods=[yarm]"],
+            "Did you mean 'yarn'?",
+        ),
+        (
+            [*CHOICE, "evaluation.tasks=[piqa]", "evaluation.factor=0.5"],
+            "evaluation.factor: expected a number from 1 on, got 0.5",
+        ),
+        (
+            [
+                *(*CHOICE, "evaluation.tasks=[piqa]", "evaluation.factor=2"),
+                "evaluation.methods=[temperature]",
+            ],
+            "evaluation.methods: model has positions",
+        ),
         ([*CHOICE, "evaluation.directory=none"], "python scripts/fetch_benchmarks.py"),
         (["checkpoint=x", *CHOICE[1:], "evaluation.tasks=[piqa]"], "neither a run directory"),
         ([*CHOICE[1:], "evaluation.tasks=[piqa]"], "checkpoint: give checkpoint="),
@@ -99,10 +119,44 @@ def test_a_missing_package_is_named(place, monkeypatch):
 
 def test_a_row_for_every_metric_and_a_column_for_every_model():
     scores = [Score("piqa", "acc", 0.5, 0.1, 26), Score("arc", "ppl", 12.0, None, 9)]
-    made = table({"a": scores, "b": scores})
+    models = [Scored(name, "none", "as is", name, scores) for name in "ab"]
+    made = table(models, models)
     cells = [list(column.cells) for column in made.columns]
     assert cells[0] == ["piqa", "arc"]
     assert cells[3] == cells[4] == ["0.500 ± 0.100", "12.000"]
+
+
+def test_a_column_for_every_method_with_a_mark_where_paired_questions_differ():
+    """7 of 7 questions that changed were lost: p = 2 / 2^7 = 0.016."""
+    before = Score("piqa", "acc", 0.7, None, 10, (1.0,) * 7 + (0.0,) * 3)
+    after = Score("piqa", "acc", 0.0, None, 10, (0.0,) * 10)
+    models = [
+        Scored("m", method, title, "m", [score])
+        for method, title, score in (
+            ("none", "as is", before),
+            ("yarn", "YaRN", after),
+            ("pi", "PI", before),
+        )
+    ]
+    made = table(models[1:], models)
+    assert [str(column.header) for column in made.columns[3:]] == ["m + YaRN", "m + PI"]
+    assert [list(column.cells) for column in made.columns[3:]] == [["0.000 ↓"], ["0.700"]]
+
+
+def test_every_method_is_a_column_and_says_what_it_was_set_for(place, capsys):
+    words = ["evaluation.tasks=[piqa]", "output=out", "evaluation.factor=4"]
+    methods = "evaluation.methods=[none,crop,pi,ntk,dynamic_ntk,yarn]"
+    run_command(evaluate.COMMAND, [*CHOICE, *words, methods])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "model + cropped" in shown
+    assert "model, YaRN: set for 8,192 tokens, 4 times the training length" in shown
+    record = json.loads((place / "out/multiple_choice.json").read_text())
+    assert [model["method"] for model in record["models"]] == [
+        *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn")
+    ]
+    as_is, cropped, *_ = (model["scores"][0] for model in record["models"])
+    assert "change" not in as_is
+    assert cropped["change"] == {"better": 0, "worse": 0, "p_value": 1.0}
 
 
 def test_an_option_of_ones_own_gives_its_name_to_the_numbers(place, capsys):

@@ -114,7 +114,22 @@ def test_a_task_from_a_file(models, task):
     assert (acc.task, acc.metric, acc.questions) == ("sums", "acc", 4)
     assert norm.metric == "acc_norm"
     assert 0 <= acc.value <= 1
+    assert len(acc.each) == 4
+    assert sum(acc.each) / 4 == acc.value
     assert acc.standard_error == pytest.approx((acc.value * (1 - acc.value) / 3) ** 0.5)
+
+
+def test_of_a_group_the_questions_of_all_its_tasks_are_known(models, task):
+    text = (task / "sums.yaml").read_text().replace("task: sums", "task: more")
+    (task / "more.yaml").write_text(text)
+    (task / "both.yaml").write_text(
+        "group: both\ntask: [sums, more]\naggregate_metric_list: [{metric: acc}]\n"
+    )
+    config = HarnessConfig(["both"], limit=4, include_path=str(task))
+    scores = score_tasks(models[0].model, models[0].encoder, config)
+    of = {score.task: score for score in scores if score.metric == "acc"}
+    assert of["both"].each == of["sums"].each + of["more"].each
+    assert len(of["both"].each) == 8
 
 
 def test_an_unknown_task_is_named(models, task):

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from trainer.evaluation import dope
-from trainer.evaluation.config import PARTS, EvaluationConfig, part_problems
+from trainer.evaluation.benchmarks import NEED_A_FACTOR
+from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.method_config import ON_TEXT, PARTS, part_problems
 from trainer.evaluation.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.settings import (
     DopeSettings,
@@ -50,6 +52,17 @@ def layout_of(name, fitting, factor, config=CONFIG):
 
 def test_every_part_that_can_be_named_can_be_made():
     assert set(MAKERS) == set(PARTS)
+
+
+def test_parts_that_choose_on_text_and_parts_that_need_a_factor_are_known_without_torch():
+    assert {name for name, part in MAKERS.items() if part.fits(CONFIG, 2.0)} == set(ON_TEXT)
+
+
+@pytest.mark.parametrize("name", NEED_A_FACTOR)
+def test_parts_that_need_a_factor_change_nothing_for_1(fitting, name):
+    have = fitting()
+    assert layout_of(name, have, 1.0).at(32) == have.model.layout.at(32)
+    assert layout_of(name, have, 2.0).at(64) != have.model.layout.at(64)
 
 
 @pytest.mark.parametrize("name", sorted(PARTS))

@@ -78,10 +78,13 @@ class ConfigFiles:
         paths = (directory / place[0] / f"{place[1]}.yaml" for directory in self.directories)
         return next((path for path in paths if path.is_file()), None)
 
-    def defaults_chain(self, place: Place, above: tuple[Place, ...] = ()) -> list[Path]:
+    def defaults_chain(
+        self, place: Place, above: tuple[Place, ...] = (), *, own: bool = False
+    ) -> list[Path]:
         """The files that an option's defaults list leads to, and last its own.
 
-        ``above``: the options whose lists have led here.
+        ``above``: the options whose lists have led here. ``own``: those alone whose keys become
+        keys of the option: of its group, or put there by ``@_here_``.
 
         Raises:
             UserError: one of them cannot be read, names what does not exist, or leads to itself.
@@ -96,30 +99,22 @@ class ConfigFiles:
             circle = " -> ".join(name for _, name in (*above, place))
             raise UserError(f"{path}: its defaults list leads back to itself ({circle}).")
         found = []
-        for group, option in _parents(path, place[0]):
+        for (group, option), here in _parents(path, place[0]):
             if option == REQUIRED:
                 continue
             if group and group not in self.groups():
                 near = did_you_mean(group, self.groups())
                 raise UserError(f"{path}: defaults: there is no group {group!r}.{near}")
-            found += self.defaults_chain((group, option), (*above, place))
+            chain = self.defaults_chain((group, option), (*above, place), own=own)
+            found += chain if here or not own else []
         return [*found, path]
-
-    def inherited(self, place: Place) -> list[Path]:
-        """The files of the chain that lie in the option's own group.
-
-        Raises:
-            UserError: as :meth:`defaults_chain`.
-        """
-        parents = [directory / place[0] for directory in self.directories]
-        return [path for path in self.defaults_chain(place) if path.parent in parents]
 
     def default_groups(self, root: str) -> dict[str, str]:
         """The groups of the file that a command starts from, each with its default option."""
         found: dict[str, str] = {}
         path = self.find(("", root))
         assert path is not None
-        for group, option in _parents(path, ""):
+        for (group, option), _ in _parents(path, ""):
             found |= {group: option} if group else self.default_groups(option)
         return found
 
@@ -150,25 +145,26 @@ def is_global(path: Path) -> bool:
     return re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE) is not None
 
 
-def _parents(path: Path, group: str) -> Iterator[Place]:
-    """What the defaults list of a file in ``group`` names, as far as it stands there in full."""
+def _parents(path: Path, group: str) -> Iterator[tuple[Place, bool]]:
+    """What the defaults list of a file in ``group`` names, as far as it stands there in full, and
+    whether its keys become keys of the file's own group."""
     listed = read_file(path).get("defaults", [])
     if not isinstance(listed, list):
         raise UserError(f"{path}: defaults: expected a list, got {listed!r}.")
     for entry in listed:
         pairs = entry.items() if isinstance(entry, dict) else [("", entry)]
         for key, value in pairs:
-            words = str(key).partition("@")[0].split()
+            whole, _, package = str(key).partition("@")
+            words = whole.split()
             name = words[-1] if words else ""
             if "optional" in words or name.strip("/").startswith("hydra/") or "${" in str(entry):
                 continue
             there = name[1:] if name.startswith("/") else "/".join(filter(None, (group, name)))
             for option in value if isinstance(value, list) else [value]:
                 if isinstance(option, str) and option != "_self_":
-                    if "/" in option:
-                        yield _split(option, there)
-                    else:
-                        yield there, option.partition("@")[0]
+                    plain = option.partition("@")[0]
+                    place = _split(option, there) if "/" in option else (there, plain)
+                    yield place, place[0] == group or package == "_here_"
 
 
 def _split(option: str, group: str) -> Place:

@@ -54,6 +54,7 @@ Measures checkpoints, all on the same trials. Without +evaluation: needle retrie
 loss at multiples of the training length, for the checkpoint as it is and with every context
 extension that applies to it. With +evaluation=extension: every method that costs no training, also
 for published models; niah, ruler, longbench and many_shot are the same with other tasks.
-multiple_choice takes its questions from the files of scripts/fetch_benchmarks.py.
+multiple_choice takes its questions from the files of scripts/fetch_benchmarks.py, harness from the
+hub, both with any methods, which evaluation.factor sets for a length.
 """
 COMMAND = Command("evaluate", HELP, read, execute, described=("evaluation",))

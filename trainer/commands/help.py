@@ -60,7 +60,7 @@ def help_text(
     """
     defaults = files.default_groups(root)
     parts = [about.strip()]
-    if keys := list(_documented(files.inherited(("", root))).values()):
+    if keys := list(_documented(files.defaults_chain(("", root), own=True)).values()):
         parts.append("\n".join(["Keys (KEY=VALUE):", *map(str, keys)]))
     others = [group for group in files.groups() if _belongs(group, defaults, files)]
     pairs = (word.lstrip("+").partition("=") for word in words)
@@ -74,7 +74,7 @@ def help_text(
         if option is not None:
             # An option of the whole configuration sets keys of other groups.
             prefix = f"{group}." if group in defaults else ""
-            own = _documented(files.inherited((group, option)), prefix).values()
+            own = _documented(files.defaults_chain((group, option), own=True), prefix).values()
             more = "" if group in given else f"; of another: +{group}=NAME --help"
             parts.append("\n".join([f"Keys of {group}={option}{more}:", *map(str, own)]))
     if lists := [f"  {g}: {', '.join(files.options(g))}" for g in others if g not in described]:

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from trainer.evaluation.method_config import MethodsConfig
+from trainer.positional.rescaling import RESCALINGS
+from trainer.report.outcomes import AS_IS
+from trainer.report.statistics import Comparison, sign_test
+
+NEED_A_FACTOR = (*RESCALINGS, "longrope", "temperature")
+"""Parts that change nothing for a factor of 1."""
 
 
 @dataclass(frozen=True)
-class BenchmarkConfig:
+class BenchmarkConfig(MethodsConfig):
     """The keys that all kinds of benchmark have.
 
-    ``limit``: questions a task, the first ones (null: all). ``max_length``: tokens the model reads
-    at once; longer contexts lose their beginning (null: the training length). ``batch_tokens``:
-    tokens in one forward pass. ``add_bos``: begin every text with end-of-text, as sequences in
-    training do (null: yes for runs of this program; of published weights the tokenizer decides).
+    ``factor``: how many times the training length methods are set for, and the length of the
+    validation text on which they choose; questions are as long as they are. ``limit``: questions a
+    task, the first ones (null: all). ``max_length``: tokens the model reads at once; longer
+    contexts lose their beginning (null: the training length). ``batch_tokens``: tokens in one
+    forward pass. ``add_bos``: begin every text with end-of-text, as sequences in training do (null:
+    yes for runs of this program; of published weights the tokenizer decides). ``dtype``: of the
+    weights.
     """
 
     tasks: list[str] = field(default_factory=list)
+    factor: float = 1.0
     limit: int | None = None
     max_length: int | None = None
     batch_tokens: int = 4096
     add_bos: bool | None = None
+    dtype: Literal["fp32", "bf16"] = "fp32"
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
@@ -33,7 +46,18 @@ class BenchmarkConfig:
         ]
         if not self.tasks:
             found.append("evaluation.tasks: expected one or more, for instance [arc_easy,piqa].")
-        return found
+        return found + self.method_problems() + self._factor_problems()
+
+    def _factor_problems(self) -> list[str]:
+        if not 1 <= self.factor <= 1e6:
+            return [f"evaluation.factor: expected a number from 1 on, got {self.factor:g}."]
+        idle = [part for part in self.parts if part in NEED_A_FACTOR]
+        if self.factor > 1 or not idle:
+            return []
+        return [
+            f"evaluation.factor: 1 leaves nothing to do for {', '.join(idle)}; expected how many "
+            "times the training length they are set for, for instance 4."
+        ]
 
 
 @dataclass(frozen=True)
@@ -63,20 +87,56 @@ class HarnessConfig(BenchmarkConfig):
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one task: its mean over ``questions``, and the standard error of that."""
+    """One metric of one task: its mean over ``questions``, and the standard error of that.
+
+    ``each``: what every question scored, the more the better; empty where that is not known.
+    """
 
     task: str
     metric: str
     value: float
     standard_error: float | None
     questions: int
+    each: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, null for a number that is not finite."""
+        """Plain values for JSON without those of every question, null for a number that is not
+        finite."""
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in vars(self).items()
+            if key != "each"
         }
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One model with one method. ``title``: of the method. ``path``: of the model."""
+
+    model: str
+    method: str
+    title: str
+    path: str
+    scores: list[Score]
+
+    @property
+    def name(self) -> str:
+        """``SmolLM + YaRN``; a model as is has its name alone."""
+        return self.model if self.method == AS_IS else f"{self.model} + {self.title}"
+
+
+def comparisons(scored: Scored, others: Sequence[Scored]) -> list[Comparison | None]:
+    """Every score with that of the same model as is on the same questions; of a model as is with
+    the first model as is. None where that was not scored, or question by question."""
+    as_is = [other for other in others if other.method == AS_IS]
+    own = [other for other in as_is if scored.method == AS_IS or other.model == scored.model]
+    if not own or own[0] is scored:
+        return [None] * len(scored.scores)
+    pairs = zip(scored.scores, own[0].scores, strict=True)
+    return [
+        sign_test(a.each, b.each) if a.each and len(a.each) == len(b.each) else None
+        for a, b in pairs
+    ]
 
 
 def mean_score(task: str, metric: str, values: Iterable[float]) -> Score:
@@ -84,4 +144,5 @@ def mean_score(task: str, metric: str, values: Iterable[float]) -> Score:
     numbers = list(values)
     n, mean = len(numbers), sum(numbers) / len(numbers)
     variance = sum((x - mean) ** 2 for x in numbers) / (n - 1) if n > 1 else None
-    return Score(task, metric, mean, None if variance is None else (variance / n) ** 0.5, n)
+    error = None if variance is None else (variance / n) ** 0.5
+    return Score(task, metric, mean, error, n, tuple(map(float, numbers)))

@@ -8,39 +8,13 @@ from typing import Literal
 from trainer.errors import did_you_mean
 from trainer.evaluation.longbench.tasks import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
+from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.ruler.tasks import RulerSettings
-from trainer.evaluation.settings import (
-    DopeSettings,
-    DynamicNtkSettings,
-    LongRopeSettings,
-    TemperatureSettings,
-    WeightedRopeSettings,
-)
-from trainer.positional.rescaling import RESCALINGS
 from trainer.report.results import PERPLEXITY, STATEMENTS
 
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
-METHODS = (
-    *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
-    *("dope", "weighted_rope", "temperature"),
-)
-PARTS = (
-    *("none", "crop", "window"),
-    *RESCALINGS,
-    *(f"dynamic_{name}" for name in RESCALINGS),
-    *(
-        "dynamic_ntk_alpha",
-        "longrope",
-        "temperature",
-        "temperature_rope_id",
-        "dope",
-        "weighted_rope",
-        "drop",
-    ),
-)
-"""What ``evaluation.methods`` joins by ``+``."""
 
 
 def task_names() -> tuple[str, ...]:
@@ -49,17 +23,15 @@ def task_names() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(MethodsConfig):
     """Methods, tasks and lengths, and how carefully; the defaults are those of a run at its end.
 
     ``enabled``: whether a training run ends with an evaluation. ``lengths``: multiples of the
-    training length. ``methods``: names, or several joined by ``+`` (``yarn+dope``), applied from
-    left to right; null: those of :data:`METHODS` that do something to a checkpoint. ``tasks``: of
-    :func:`task_names`. ``windows``: held-out windows of the perplexity at each length, of which the
-    ``last`` tokens are reported (null: as many as the training length, or the shortest length if
-    that is less); ``fit_windows``: validation windows for what is fitted. ``batch_tokens``: tokens
-    in one forward pass. ``dtype``: of the weights. ``needles``: of the trained statements and of
-    all tasks with needles; ``ruler``, ``longbench``, ``many_shot``: of those tasks.
+    training length. ``tasks``: of :func:`task_names`. ``windows``: held-out windows of the
+    perplexity at each length, of which the ``last`` tokens are reported (null: as many as the
+    training length, or the shortest length if that is less). ``batch_tokens``: tokens in one
+    forward pass. ``dtype``: of the weights. ``needles``: of the trained statements and of all tasks
+    with needles; ``ruler``, ``longbench``, ``many_shot``: of those tasks.
     """
 
     enabled: bool = True
@@ -70,16 +42,8 @@ class EvaluationConfig:
     tasks: list[str] = field(default_factory=lambda: [PERPLEXITY, STATEMENTS])
     windows: int = 96
     last: int | None = None
-    fit_windows: int = 32
     batch_tokens: int = 16384
     dtype: Literal["fp32", "bf16"] = "fp32"
-    temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
-    dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
-    longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
-    dope: DopeSettings = field(default_factory=DopeSettings)
-    weighted_rope: list[WeightedRopeSettings] = field(
-        default_factory=lambda: [WeightedRopeSettings()]
-    )
     needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
     ruler: RulerSettings = field(default_factory=RulerSettings)
     longbench: LongBenchSettings = field(default_factory=LongBenchSettings)
@@ -93,32 +57,18 @@ class EvaluationConfig:
                 "evaluation.lengths: expected positive multiples of the training length, got "
                 f"{self.lengths}."
             )
-        for key in ("methods", "tasks"):
-            if getattr(self, key) == []:
-                found.append(f"evaluation.{key}: expected one or more, got none.")
-        for key in ("windows", "last", "fit_windows", "batch_tokens"):
+        if not self.tasks:
+            found.append("evaluation.tasks: expected one or more, got none.")
+        for key in ("windows", "last", "batch_tokens"):
             if (value := getattr(self, key)) is not None and value < 1:
                 found.append(f"evaluation.{key}: expected 1 or more, got {value}.")
-        for key in ("evaluations", "windows"):
-            if getattr(self.longrope, key) < 1:
-                found.append(f"evaluation.longrope.{key}: expected 1 or more.")
         found += [
             f"evaluation.tasks: unknown task {name!r}.{did_you_mean(name, task_names())}"
             for name in self.tasks
             if name not in task_names()
         ]
-        for method in self.methods or ():
-            found += part_problems(method)
-        groups = (
-            self.temperature,
-            self.dynamic_ntk,
-            self.dope,
-            *self.weighted_rope,
-            self.needles,
-            self.ruler,
-            self.longbench,
-        )
-        for group in (*groups, self.many_shot):
+        found += self.method_problems()
+        for group in (self.needles, self.ruler, self.longbench, self.many_shot):
             found += group.problems()
         return found or ([] if training_length is None else self._misfits(training_length))
 
@@ -152,16 +102,3 @@ class EvaluationConfig:
                 "evaluation.needles.needles."
             ]
         return []
-
-
-def part_problems(name: str) -> list[str]:
-    """What is wrong with a method's name, one sentence each."""
-    parts = name.split("+")
-    found = [
-        f"evaluation.methods: unknown method {part!r}.{did_you_mean(part, PARTS)}"
-        for part in parts
-        if part not in PARTS
-    ]
-    if len(set(parts)) < len(parts) or ("none" in parts and len(parts) > 1):
-        found.append(f"evaluation.methods: {name!r} does one thing twice, or 'none' and more.")
-    return found

@@ -142,7 +142,8 @@ def score_tasks(model: LanguageModel, encoder: Encoder, config: HarnessConfig) -
 
 
 def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
-    """The numbers among what lm-eval says of a task, under names such as ``acc,none``."""
+    """The numbers among what lm-eval says of a task or a group of them, under names such as
+    ``acc,none``."""
     found = results["results"][task]
     count = results["n-samples"].get(task, {}).get("effective") or found.get("sample_len", 0)
     for key, value in found.items():
@@ -151,4 +152,16 @@ def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
             continue
         error = found.get(f"{metric}_stderr,{filtered}")
         known = error if isinstance(error, float) else None
-        yield Score(task, metric if filtered == "none" else key, float(value), known, count)
+        better = results.get("higher_is_better", {}).get(task, {}).get(metric)
+        each = tuple(_of_each(results, task, metric, filtered)) if better else ()
+        yield Score(task, metric if filtered == "none" else key, float(value), known, count, each)
+
+
+def _of_each(results: dict[str, Any], task: str, metric: str, filtered: str) -> Iterator[float]:
+    """What every question of a task scored, or of all tasks of a group."""
+    for part in results.get("group_subtasks", {}).get(task, ()):
+        yield from _of_each(results, part, metric, filtered)
+    for sample in results["samples"].get(task, ()):
+        value = sample.get(metric)
+        if sample["filter"] == filtered and isinstance(value, int | float):
+            yield float(value)

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 from trainer.evaluation import dope, weighted_rope
-from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import TEXTS, Fitting
 from trainer.evaluation.layouts import (
     TITLES,
@@ -22,6 +21,7 @@ from trainer.evaluation.layouts import (
     with_factors,
 )
 from trainer.evaluation.longrope import search_longrope
+from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.temperature import fit_coefficient
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
@@ -48,10 +48,10 @@ class Part:
     after it."""
 
     title: str
-    make: Callable[[LayoutAt, Fitting, EvaluationConfig], LayoutAt]
+    make: Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
     rotation: bool = False
     uses: tuple[str, ...] = ()
-    fits: Callable[[EvaluationConfig, float], int] = lambda config, factor: 0
+    fits: Callable[[MethodsConfig, float], int] = lambda config, factor: 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Recipe:
 
 
 def recipe(
-    name: str, layout: Layout, config: EvaluationConfig, *, own: bool = True
+    name: str, layout: Layout, config: MethodsConfig, *, own: bool = True
 ) -> Recipe | tuple[str, str]:
     """The method of that name for a model, or why there is nothing to do and for which parts: a
     sentence with braces for their titles. ``own``: whether our decoder computes the model."""
@@ -101,14 +101,14 @@ def _plain(value: Any) -> Any:
     return {key: of_key for key, of_key in asdict(value).items() if key != "models"}
 
 
-def _unchanged(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _unchanged(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     return before
 
 
 def _rescaled(rescaling: Rescaling) -> Callable[..., LayoutAt]:
     """Every rotation slowed for the factor, which is at least 1."""
 
-    def make(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
         return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0))
 
     return make
@@ -117,13 +117,13 @@ def _rescaled(rescaling: Rescaling) -> Callable[..., LayoutAt]:
 def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
     """Every rotation slowed with the length of each sequence."""
 
-    def make(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+    def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
         return lambda factor: before(factor).dynamically_rescaled(rescaling)
 
     return make
 
 
-def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """Dynamic NTK with s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
 
     def at(factor: float) -> Layout:
@@ -134,16 +134,16 @@ def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: EvaluationCon
     return at
 
 
-def _windowed(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _windowed(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     return lambda factor: windowed(before(factor))
 
 
-def _dropped(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _dropped(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """No encoding at all, without recalibration."""
     return lambda factor: before(factor).map(lambda _: Spectrum())
 
 
-def _longrope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     settings = config.longrope
     C = fitting.model.layout.training_length
 
@@ -173,7 +173,7 @@ def _longrope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> L
     return at
 
 
-def _temperature(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """1 + c ln s (DroPE, App. C.2), c fitted on the lengths beyond the training length."""
     per = config.temperature.per
 
@@ -211,14 +211,14 @@ def _length(fitting: Fitting) -> int:
     return fitting.model.layout.training_length
 
 
-def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another coefficient and exponent."""
     settings = config.temperature
     c, exponent = settings.rope_id_coefficient, settings.rope_id_exponent
     return lambda factor: tempered(before(factor), c, settings.per, exponent=exponent)
 
 
-def _dope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _dope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     def at(factor: float) -> Layout:
         layout = before(factor)
         ids = fitting.ids(factor)
@@ -228,7 +228,7 @@ def _dope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> Layou
     return at
 
 
-def _weighted_rope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _weighted_rope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     def at(factor: float) -> Layout:
         layout = before(factor)
         ids = fitting.ids(factor)
@@ -242,16 +242,16 @@ def _weighted_rope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig)
     return at
 
 
-def _longrope_fits(config: EvaluationConfig, factor: float) -> int:
+def _longrope_fits(config: MethodsConfig, factor: float) -> int:
     settings = config.longrope
     return settings.evaluations * min(settings.windows, config.fit_windows) if factor > 1 else 0
 
 
-def _temperature_fits(config: EvaluationConfig, factor: float) -> int:
+def _temperature_fits(config: MethodsConfig, factor: float) -> int:
     return len(config.temperature.grid) * config.fit_windows if factor > 1 else 0
 
 
-def _texts(config: EvaluationConfig, factor: float) -> int:
+def _texts(config: MethodsConfig, factor: float) -> int:
     return min(TEXTS, config.fit_windows)
 
 
@@ -275,7 +275,7 @@ MAKERS: dict[str, Part] = {
     "weighted_rope": Part("Weighted RoPE", _weighted_rope, True, ("weighted_rope",), _texts),
     "drop": Part("dropped", _dropped),
 }
-"""By the names of :data:`~trainer.evaluation.config.PARTS`."""
+"""By the names of :data:`~trainer.evaluation.method_config.PARTS`."""
 
 FOR_ANY_MODEL = {
     *("none", "crop", *RESCALINGS, "temperature", "temperature_rope_id"),

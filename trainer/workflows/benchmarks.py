@@ -3,35 +3,73 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.cores import cores
+from trainer.data.config import DataConfig
 from trainer.errors import UserError
 from trainer.evaluation.benchmarks import (
     BenchmarkConfig,
     HarnessConfig,
     MultipleChoiceConfig,
     Score,
+    Scored,
+    comparisons,
 )
+from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.methods import Method, Recipe
 from trainer.evaluation.multiple_choice import missing_tasks
 from trainer.evaluation.requests import Encoder
+from trainer.evaluation.store import Store
+from trainer.model.language_model import LanguageModel
 from trainer.report.atomic import write_atomically
+from trainer.report.outcomes import AS_IS
 from trainer.runs.checkpoints import versions
 from trainer.runs.directory import free_place, writable_problem
 from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.workflows.evaluation_request import BenchmarkRequest
+from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.subjects import applicable, subject_of
+
+log = logging.getLogger(__name__)
 
 
-def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[dict[str, list[Score]], Path]:
-    """Score every model, write the numbers as ``name``, and return them by model with the file's
-    path.
+@dataclass
+class Benchmarks:
+    """``scored``: every model with every method that does something to it. ``notes``: what methods
+    chose and on what, and what was left out, in words."""
+
+    scored: list[Scored] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Plain values for JSON, a model with a method each; ``change``: of paired questions."""
+        found = []
+        for one in self.scored:
+            numbers = [
+                score.to_dict() | ({} if change is None else {"change": asdict(change)})
+                for score, change in zip(one.scores, comparisons(one, self.scored), strict=True)
+            ]
+            found.append(
+                {"name": one.model, "method": one.method, "path": one.path, "scores": numbers}
+            )
+        return found
+
+
+def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Path]:
+    """Score every model with every method, write the numbers as ``name``, and return them with the
+    file's path.
 
     Raises:
-        UserError: a checkpoint or the data cannot be read.
+        UserError: a checkpoint, the data or the text that methods choose on cannot be read, or no
+            method does anything to any of the models.
     """
     config = request.evaluation
     if isinstance(config, MultipleChoiceConfig) and (problems := missing_tasks(config)):
@@ -43,21 +81,71 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[dict[str, list
     output = Path(request.output or first.home / "evaluation")
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
-    scores: dict[str, list[Score]] = {}
-    models = []
-    for candidate in candidates:
-        own = scores[candidate.name] = _scores(candidate, request.evaluation)
-        numbers = [score.to_dict() for score in own]
-        models.append({"name": candidate.name, "path": str(candidate.path), "scores": numbers})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    subjects = [subject_of(candidate, config.dtype, device) for candidate in candidates]
+    recipes, idle = applicable(subjects, config)
+    # Before weights are read, which takes long where they are large.
+    texts = [_fit_text(request.text, c, config, recipes[c.name]) for c in candidates]
+    found = Benchmarks(notes=idle)
+    for candidate, subject, text in zip(candidates, subjects, texts, strict=True):
+        model = subject.load().eval()
+        for recipe in recipes[subject.name]:
+            store = Store(output / "cells")
+            fitting = Fitting(model, subject.fingerprint, text, store, config.batch_tokens)
+            method = recipe.make(fitting)
+            log.info("%s, %s", candidate.name, recipe.title)
+            with model.using(method.layout_at(config.factor)):
+                scores = _scores(model, candidate, method, config)
+            path = str(candidate.path)
+            found.scored.append(Scored(candidate.name, recipe.key, recipe.title, path, scores))
+            found.notes += _notes(candidate, recipe, fitting, config)
+        del model  # before the next one is read
     record = {
         "kind": name,
-        "config": json.loads(json.dumps(asdict(request.evaluation))),
+        "config": json.loads(json.dumps(asdict(config))),
+        "text": None if request.text is None else asdict(request.text),
         "versions": versions(),
-        "models": models,
+        "models": found.to_dicts(),
+        "notes": found.notes,
     }
     path = free_place(output / f"{name}.json", lambda older: _is_same(record, older))
     write_atomically(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
-    return scores, path
+    return found, path
+
+
+def _fit_text(
+    source: DataConfig | None,
+    candidate: Candidate,
+    config: BenchmarkConfig,
+    recipes: Sequence[Recipe],
+) -> FitText:
+    """What the methods of a model choose on, in its own tokens; nothing is read where none does."""
+    if not any(recipe.fits(config.factor) for recipe in recipes):
+        return FitText({}, 0, "")
+    corpus = held_out_corpus(source, candidate)
+    length = round(config.factor * candidate.layout.training_length)
+    try:
+        windows = windows_with_common_ends(corpus.validation, config.fit_windows, [length])
+    except UserError as error:
+        problems = (p.replace("evaluation.lengths", "evaluation.factor") for p in error.problems)
+        raise UserError(*problems) from error
+    return FitText(windows, corpus.end_of_text, corpus.fingerprint)
+
+
+def _notes(
+    candidate: Candidate, recipe: Recipe, fitting: Fitting, config: BenchmarkConfig
+) -> Iterator[str]:
+    """What a method was set for, what it read, and what it chose."""
+    if recipe.key == AS_IS:
+        return
+    C = candidate.layout.training_length
+    length = round(config.factor * C)
+    said = f"set for {length:,} tokens, {config.factor:g} times the training length"
+    if recipe.fits(config.factor):
+        count = min(config.fit_windows, len(fitting.text.windows[length]))
+        said += f"; it chooses on validation text, {count} windows of that length at most"
+    for note in (said, *fitting.notes):
+        yield f"{candidate.name}, {recipe.title}: {note}"
 
 
 def _is_same(record: dict[str, Any], path: Path) -> bool:
@@ -67,18 +155,19 @@ def _is_same(record: dict[str, Any], path: Path) -> bool:
     try:
         older = json.loads(path.read_text(encoding="utf-8"))
         models = [model["path"] for model in older["models"]]
-        return bool(older["config"] == record["config"]) and models == [
-            model["path"] for model in record["models"]
-        ]
+        same = all(older[key] == record[key] for key in ("config", "text"))
+        return same and models == [model["path"] for model in record["models"]]
     except (ValueError, KeyError, TypeError):  # another file than these
         return False
 
 
-def _scores(candidate: Candidate, config: BenchmarkConfig) -> list[Score]:
-    model = candidate.load("cuda" if torch.cuda.is_available() else "cpu").eval()
+def _scores(
+    model: LanguageModel, candidate: Candidate, method: Method, config: BenchmarkConfig
+) -> list[Score]:
+    C = candidate.layout.training_length
     encoder = Encoder(
         candidate.tokenizer,
-        config.max_length or model.layout.training_length,
+        min(config.max_length or C, method.reads or config.max_length or C),
         candidate.run is not None if config.add_bos is None else config.add_bos,
     )
     if isinstance(config, HarnessConfig):

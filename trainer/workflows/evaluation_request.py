@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from trainer.data.config import DataConfig
 from trainer.evaluation.benchmarks import BenchmarkConfig, HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.method_config import ON_TEXT
 from trainer.workflows.request import request_problems
 
 
@@ -44,14 +45,20 @@ class EvaluationRequest(ModelsRequest):
 
 @dataclass(frozen=True)
 class BenchmarkRequest(ModelsRequest):
-    """Benchmarks, which bring their own text."""
+    """Benchmarks, which bring their own text; methods may choose something on another."""
 
     evaluation: BenchmarkConfig = field(default_factory=BenchmarkConfig)
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
-        found = self.evaluation.problems() + request_problems(self.checkpoint, self.threads)
-        return found + no_text_problems(self)
+        found = self.evaluation.problems()
+        found += request_problems(self.checkpoint, self.threads, self.text)
+        if self.text is not None and not set(self.evaluation.parts) & set(ON_TEXT):
+            found.append(
+                "text: this evaluation reads text of its own; a method that chooses something "
+                f"reads another ({', '.join(ON_TEXT)}), and so does +evaluation=extension."
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,3 @@ class HarnessRequest(BenchmarkRequest):
         if find_spec("lm_eval") is None:
             found.append("evaluation: lm-eval is not installed; pip install 'unrope[eval]'.")
         return found
-
-
-def no_text_problems(request: ModelsRequest) -> list[str]:
-    """What is wrong where the evaluation reads no text of the user's choice."""
-    if request.text is None:
-        return []
-    return ["text: this evaluation reads text of its own; +evaluation=extension takes another."]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -19,29 +17,27 @@ from trainer.errors import UserError
 from trainer.evaluation.config import (
     LONGBENCH,
     MANY_SHOT,
-    METHODS,
     RULER,
     EvaluationConfig,
 )
-from trainer.evaluation.engine import Subject, measure_cells, plan_cells
+from trainer.evaluation.engine import measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.longbench.tasks import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
-from trainer.evaluation.methods import Recipe, recipe
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.ruler.tasks import ruler_tasks
 from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
-from trainer.model.language_model import LanguageModel
 from trainer.report.observations import ROLES, observe
 from trainer.report.outcomes import AS_IS, Outcomes
 from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Drop, Report
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
-from trainer.runs.models import DTYPES, Candidate, distinct
+from trainer.runs.models import Candidate, distinct
+from trainer.workflows.subjects import applicable, subject_of
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +92,9 @@ def measure_models(
             no method applies to any model.
     """
     device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
-    subjects = [_subject(candidate, config, device) for candidate in candidates]
+    subjects = [subject_of(candidate, config.dtype, device) for candidate in candidates]
     C = subjects[0].layout.training_length
-    recipes, notes = _recipes(subjects, config)
+    recipes, notes = applicable(subjects, config)
     lengths = [round(C * factor) for factor in config.lengths]
     tasks, not_run = _tasks(text, config, lengths, C)
     _check_prompts(tasks, lengths)
@@ -116,7 +112,7 @@ def measure_models(
     for candidate in candidates:
         if candidate.run is not None and candidate.name in measured.temperature:
             _keep(candidate, measured.temperature[candidate.name])
-    order = config.methods or METHODS
+    order = config.names
     keys = [task.key for task in tasks]
     report = Report(
         name=name,
@@ -178,24 +174,6 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
     return distinct(candidates)
 
 
-def _subject(candidate: Candidate, config: EvaluationConfig, device: str) -> Subject:
-    def load() -> LanguageModel:
-        model = candidate.load(device).to(DTYPES[config.dtype])
-        needs = {"half": config.dtype == "bf16", "many_lengths": True}
-        try:
-            backend = model.use_backend(model.config.attention_backend, device, **needs)
-        except UserError:  # the run had a GPU, or 16 bits, that its evaluation does not have
-            backend = model.use_backend("auto", device, **needs)
-        kind = f"{config.dtype} on {device}"
-        log.info("%s: %s, attention %s (%s)", candidate.name, kind, *backend)
-        return model
-
-    print_of = hashlib.sha256(candidate.fingerprint.encode() + config.dtype.encode())
-    fingerprint = print_of.hexdigest()[:16]
-    own = candidate.computed_by is None
-    return Subject(candidate.name, fingerprint, candidate.config, candidate.layout, load, own)
-
-
 def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:
     if (older := keep_temperature(candidate.path, fitted)) is None:
         log.info("The temperature of %s is kept with its checkpoint", candidate.name)
@@ -203,29 +181,6 @@ def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:
         log.info(
             "%s keeps the temperature %.3g, which was fitted on more text", candidate.name, older
         )
-
-
-def _recipes(
-    subjects: Sequence[Subject], config: EvaluationConfig
-) -> tuple[dict[str, list[Recipe]], list[str]]:
-    """Of every model the methods that do something to it, and a sentence for those that do not.
-
-    Raises:
-        UserError: none does anything to any of the models.
-    """
-    found: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
-    idle: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name in config.methods or METHODS:
-        for subject in subjects:
-            made = recipe(name, subject.layout, config, own=subject.own)
-            if isinstance(made, Recipe):
-                found[subject.name].append(made)
-            else:
-                idle[subject.name, made[0]].append(made[1])
-    notes = [f"{name} {why.format(', '.join(titles))}." for (name, why), titles in idle.items()]
-    if not any(found.values()):
-        raise UserError(*(f"evaluation.methods: {note}" for note in notes))
-    return found, notes
 
 
 def _tasks(

@@ -1,0 +1,97 @@
+"""What methods are told, the same in every kind of evaluation; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainer.errors import did_you_mean
+from trainer.evaluation.settings import (
+    DopeSettings,
+    DynamicNtkSettings,
+    LongRopeSettings,
+    TemperatureSettings,
+    WeightedRopeSettings,
+)
+from trainer.positional.rescaling import RESCALINGS
+
+METHODS = (
+    *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
+    *("dope", "weighted_rope", "temperature"),
+)
+PARTS = (
+    *("none", "crop", "window"),
+    *RESCALINGS,
+    *(f"dynamic_{name}" for name in RESCALINGS),
+    *(
+        "dynamic_ntk_alpha",
+        "longrope",
+        "temperature",
+        "temperature_rope_id",
+        "dope",
+        "weighted_rope",
+        "drop",
+    ),
+)
+"""What ``evaluation.methods`` joins by ``+``."""
+
+ON_TEXT = ("longrope", "temperature", "dope", "weighted_rope")
+"""Parts that choose something on validation text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodsConfig:
+    """Methods and their settings.
+
+    ``methods``: names, or several joined by ``+`` (``yarn+dope``), applied from left to right;
+    null: those of :data:`METHODS` that do something to a checkpoint. ``fit_windows``: validation
+    windows for what is fitted. The others are those of the method of their name.
+    """
+
+    methods: list[str] | None = field(default_factory=lambda: ["none"])
+    fit_windows: int = 32
+    temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
+    dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
+    longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
+    dope: DopeSettings = field(default_factory=DopeSettings)
+    weighted_rope: list[WeightedRopeSettings] = field(
+        default_factory=lambda: [WeightedRopeSettings()]
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """The methods that are asked for."""
+        return list(METHODS) if self.methods is None else self.methods
+
+    @property
+    def parts(self) -> list[str]:
+        """Their parts, each once."""
+        return list(dict.fromkeys(part for name in self.names for part in name.split("+")))
+
+    def method_problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = []
+        if not self.names:
+            found.append("evaluation.methods: expected one or more, got none.")
+        if self.fit_windows < 1:
+            found.append(f"evaluation.fit_windows: expected 1 or more, got {self.fit_windows}.")
+        for key in ("evaluations", "windows"):
+            if getattr(self.longrope, key) < 1:
+                found.append(f"evaluation.longrope.{key}: expected 1 or more.")
+        for name in self.names:
+            found += part_problems(name)
+        for group in (self.temperature, self.dynamic_ntk, self.dope, *self.weighted_rope):
+            found += group.problems()
+        return found
+
+
+def part_problems(name: str) -> list[str]:
+    """What is wrong with a method's name, one sentence each."""
+    parts = name.split("+")
+    found = [
+        f"evaluation.methods: unknown method {part!r}.{did_you_mean(part, PARTS)}"
+        for part in parts
+        if part not in PARTS
+    ]
+    if len(set(parts)) < len(parts) or ("none" in parts and len(parts) > 1):
+        found.append(f"evaluation.methods: {name!r} does one thing twice, or 'none' and more.")
+    return found
