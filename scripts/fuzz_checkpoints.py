@@ -5,8 +5,8 @@
 The index of a checkpoint is a pickle. Every round makes one: a sound index with bytes changed, cut
 out or put in twice; its opcodes mixed with others; or a program that names, calls and fills what it
 can, classes of the index as well as functions that would leave a trace. The reader must give an
-index or refuse it in one line; it must run nothing, open nothing but the index, and change no
-class. Prints how many were made, by kind and by what came of them.
+index or refuse it in one line; it must run nothing, open nothing but the index, change no class,
+and take little memory. Prints how many were made, by kind and by what came of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import codecs
 import pickletools
 import random
+import resource
 import sys
 import tempfile
 import time
@@ -30,6 +31,8 @@ import torch.distributed.checkpoint as dcp
 from trainer.errors import UserError
 from trainer.runs.index import CLASSES, DTYPES, FILE, read_index
 
+MOST = 256 << 20
+"""Bytes of memory that reading may take."""
 NAMES = (
     *sorted(CLASSES),
     *sorted(DTYPES),
@@ -114,6 +117,7 @@ def step(draw: random.Random) -> bytes:
             *(bytes([opcode]) for opcode in b"N]})(ldt012ueasbRQ\x81\x94\x85\x86"),
             b"h\x00",
             b"\x82\x01",
+            b"r" + (1 << draw.randint(0, 31)).to_bytes(4, "little"),  # LONG_BINPUT
             b"\x8a\xff" + draw.randbytes(255),  # a long number
             b"\x8e" + (1 << draw.randint(0, 62)).to_bytes(8, "little"),  # bytes that are not there
         )
@@ -126,6 +130,11 @@ def text(word: bytes) -> bytes:
 
 
 KINDS = {"bytes": changed_bytes, "opcodes": mixed_opcodes, "programs": program}
+
+
+def memory() -> int:
+    """The most bytes that the process has held so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class Watch:
@@ -168,7 +177,7 @@ def fuzz(seconds: float, seed: int, rounds: int | None = None) -> Counter[tuple[
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place, "step-000001")
         data, end = sound_index(directory), time.monotonic() + seconds
-        before = shape_of_classes()
+        before, held = shape_of_classes(), memory()
         while sum(counts.values()) < rounds if rounds else time.monotonic() < end:
             kind = draw.choice(list(KINDS))
             made = KINDS[kind](data, draw)
@@ -185,6 +194,7 @@ def fuzz(seconds: float, seed: int, rounds: int | None = None) -> Counter[tuple[
                 watch.on = False
             assert "\n" not in said, (said, made)
             assert not watch.seen, (watch.seen, made)
+            assert (more := memory() - held) < MOST, (more, made)
             counts[kind, outcome] += 1
         after = shape_of_classes()
         assert after == before, [{*after[n]} ^ {*before[n]} for n in after if after[n] != before[n]]

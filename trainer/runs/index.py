@@ -82,9 +82,7 @@ def read_index(directory: Path) -> Metadata:
     """
     try:
         data = read_content(directory / FILE, LARGEST)
-        for opcode, _, _ in pickletools.genops(data):
-            if opcode.name not in OPCODES:
-                raise Refused(f"the opcode {opcode.name} has no place in a checkpoint's index.")
+        _check_program(data)
         return _metadata(_Unpickler(io.BytesIO(data)).load(), directory)
     except Exception as error:  # a damaged pickle may raise anything
         said = str(error) if isinstance(error, Refused) else f"it is damaged ({error})."
@@ -92,6 +90,18 @@ def read_index(directory: Path) -> Metadata:
         raise UserError(
             f"checkpoint: the index of {directory.name!r} is refused: {line}"
         ) from error
+
+
+def _check_program(data: bytes) -> None:
+    kept = 0
+    for opcode, place, _ in pickletools.genops(data):
+        if opcode.name not in OPCODES:
+            raise Refused(f"the opcode {opcode.name} has no place in a checkpoint's index.")
+        if opcode.name in ("BINPUT", "LONG_BINPUT"):
+            # Writers number what they keep; the machine takes memory for every number below.
+            if place is None or place > kept:
+                raise Refused(f"it keeps its value number {kept} as {place}.")
+            kept += 1
 
 
 class Refused(pickle.UnpicklingError):
