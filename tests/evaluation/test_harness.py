@@ -132,6 +132,26 @@ def test_of_a_group_the_questions_of_all_its_tasks_are_known(models, task):
     assert len(of["both"].each) == 8
 
 
+def test_requests_that_are_spread_have_the_answers_of_one_process(models):
+    one = models[0]
+
+    def spread(items, compute):
+        found = [None] * len(items)
+        for start in range(3):
+            found[start::3] = compute(items[start::3])
+        return found
+
+    many = HarnessModel(one.model, one.encoder, 64, spread, silent=True)
+    pairs = [asked(*pair) for pair in PAIRS]
+    expected, found = (model.loglikelihood(pairs) for model in (one, many))
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [x for x, _ in found] == pytest.approx([x for x, _ in expected], abs=1e-5)
+    texts = [asked(text, {"until": [], "max_gen_toks": 5}) for text in TEXTS[:4]]
+    assert many.generate_until(texts) == one.generate_until(texts)
+    whole = [asked(text) for text in TEXTS[:2]]
+    assert many.loglikelihood_rolling(whole) == pytest.approx(one.loglikelihood_rolling(whole))
+
+
 def test_an_unknown_task_is_named(models, task):
     config = HarnessConfig(["arc_eazy"], include_path=str(task))
     with pytest.raises(UserError, match=r"no task 'arc_eazy'\. Did you mean 'arc_easy'"):

@@ -140,3 +140,21 @@ def test_a_model_that_is_not_there_is_named_with_the_way_out(begin, monkeypatch)
     expected = r"'nobody/nothing' are not on this machine .*; go online, or get them where there is"
     with pytest.raises(UserError, match=expected):
         begin(model={"from_pretrained": "nobody/nothing"})
+
+
+def test_benchmarks_measure_published_weights_before_the_drop(begin):
+    asked = {"every": 5, "tasks": ["perplexity"], "lengths": [1], "limit": 4}
+    config, _ = begin(monitor={"benchmarks": asked})
+    states = read_state(checkpoint_of(config))["callbacks"]
+    history = states["Benchmarks"]["history"]
+    assert [(one["step"], one["dropped"]) for one in history] == [
+        (0, False),
+        (0, True),
+        (5, True),
+        (10, True),
+        (12, True),
+    ]
+    before, after, *_ = (one["scores"]["perplexity/1x"] for one in history)
+    assert after != before
+    rows = rows_of(config)
+    assert all(row.get("tokens_per_second", 1) > 0 for row in rows)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import lm_eval
@@ -14,12 +15,22 @@ from lm_eval.tasks import TaskManager
 
 from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.benchmarks import HarnessConfig, Score
-from trainer.evaluation.likelihood import log_likelihoods
-from trainer.evaluation.requests import Encoder
+from trainer.evaluation.likelihood import Likelihood, log_likelihoods
+from trainer.evaluation.requests import Encoder, Request
 from trainer.generation.generate import generate
 from trainer.generation.sampling import Sampling
 from trainer.generation.text_stream import TextStream
 from trainer.model.language_model import LanguageModel
+
+Spread = Callable[[Sequence[Any], Callable[[Sequence[Any]], list[Any]]], list[Any]]
+"""Computes something of every item, on one process or on several that each call it with the same
+items."""
+
+
+def alone(items: Sequence[Any], compute: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
+    """All of them here."""
+    return compute(items)
+
 
 MAX_NEW_TOKENS = 256
 """Of tasks that set no ``max_gen_toks``, as for lm-eval's own models."""
@@ -29,10 +40,21 @@ class HarnessModel(LM):
     """Answers lm-eval's three kinds of requests.
 
     ``batch_tokens``: tokens in one forward pass, and in the cache of those that are generated.
+    ``spread``: who computes what. ``silent``: no progress is shown.
     """
 
-    def __init__(self, model: LanguageModel, encoder: Encoder, batch_tokens: int = 4096) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        encoder: Encoder,
+        batch_tokens: int = 4096,
+        spread: Spread = alone,
+        *,
+        silent: bool = False,
+    ) -> None:
         super().__init__()
+        self.spread = spread
+        self.title = None if silent else "Scoring"
         self.model = model.eval()
         self.encoder = encoder
         self.batch_tokens = batch_tokens
@@ -40,16 +62,21 @@ class HarnessModel(LM):
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Log-likelihood (nats) of every (context, continuation), and whether it is greedy."""
-        encoded = self.encoder.requests([request.args for request in requests])
-        found = log_likelihoods(self.model, encoded, self.batch_tokens, "Scoring")
+        found = self._likelihoods(self.encoder.requests([request.args for request in requests]))
         return [(answer.log_likelihood, answer.greedy) for answer in found]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Log-likelihood (nats) of every whole text, in windows of the greatest length."""
         windows = [self.encoder.windows(request.args[0]) for request in requests]
         flat = [window for of_text in windows for window in of_text]
-        found = iter(log_likelihoods(self.model, flat, self.batch_tokens, "Scoring"))
+        found = iter(self._likelihoods(flat))
         return [sum(next(found).log_likelihood for _ in of_text) for of_text in windows]
+
+    def _likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
+        def compute(part: Sequence[Request]) -> list[Likelihood]:
+            return log_likelihoods(self.model, part, self.batch_tokens, self.title)
+
+        return self.spread(requests, compute)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """A continuation of every context, up to the first of its stop strings."""
@@ -59,9 +86,8 @@ class HarnessModel(LM):
             alike[json.dumps(request.args[1], sort_keys=True)].append(index)
         for settings, indices in alike.items():
             contexts = [requests[i].args[0] for i in indices]
-            for i, text in zip(
-                indices, self._continue(contexts, json.loads(settings)), strict=True
-            ):
+            said = self.spread(contexts, partial(self._continue, settings=json.loads(settings)))
+            for i, text in zip(indices, said, strict=True):
                 texts[i] = text
         return texts
 
@@ -110,23 +136,36 @@ class HarnessModel(LM):
             order = order[size:]
 
 
-def score_tasks(model: LanguageModel, encoder: Encoder, config: HarnessConfig) -> list[Score]:
-    """Every task of a configuration, by lm-eval.
-
-    Raises:
-        UserError: lm-eval does not know a task, or cannot get its data.
-    """
+def unknown_tasks(config: HarnessConfig) -> list[str]:
+    """A sentence for every task that lm-eval does not know."""
     manager = TaskManager(include_path=config.include_path)
-    problems = [
+    return [
         f"evaluation.tasks: lm-eval has no task {task!r}.{did_you_mean(task, manager.all_tasks)}"
         for task in config.tasks
         if not manager.match_tasks([task])
     ]
-    if problems:
+
+
+def score_tasks(
+    model: LanguageModel,
+    encoder: Encoder,
+    config: HarnessConfig,
+    spread: Spread = alone,
+    *,
+    silent: bool = False,
+) -> list[Score]:
+    """Every task of a configuration, by lm-eval; ``spread``, ``silent`` as of
+    :class:`HarnessModel`.
+
+    Raises:
+        UserError: lm-eval does not know a task, or cannot get its data.
+    """
+    if problems := unknown_tasks(config):
         raise UserError(*problems)
+    manager = TaskManager(include_path=config.include_path)
     try:
         results = lm_eval.simple_evaluate(
-            model=HarnessModel(model, encoder, config.batch_tokens),
+            model=HarnessModel(model, encoder, config.batch_tokens, spread, silent=silent),
             tasks=config.tasks,
             num_fewshot=config.num_fewshot,
             limit=config.limit,

@@ -48,6 +48,10 @@ class Measurement(Protocol):
         """How many sequences of ``length`` tokens a cell reads."""
         ...
 
+    def part(self, rank: int, ranks: int) -> Measurement:
+        """One rank's share of the sequences."""
+        ...
+
     def fingerprint(self, length: int) -> str:
         """Of all that a cell reads and expects."""
         ...
@@ -187,16 +191,34 @@ class Statements:
 
 @dataclass
 class Prompted:
-    """A task whose prompts are answered in words."""
+    """A task whose prompts are answered in words.
+
+    ``limit``: prompts that are asked at a length, spread evenly over all of them (None: all).
+    ``share``: of those, from the first number on every so many (rank, ranks).
+    """
 
     task: Task
     tokenizer: Tokenizer
+    limit: int | None = None
+    share: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         self.key = self.title = self.task.name
         # The same for all models and methods; a length at a time is kept.
-        self._prompts = lru_cache(maxsize=1)(self.task.prompts)
+        self._prompts = lru_cache(maxsize=1)(self._chosen)
         self._seen = cache(self._look)
+
+    def _chosen(self, length: int) -> list[Prompt]:
+        prompts = self.task.prompts(length)
+        if self.limit is not None and self.limit < len(prompts):
+            places = np.linspace(0, len(prompts) - 1, self.limit).round().astype(int)
+            prompts = [prompts[place] for place in places]
+        rank, ranks = self.share
+        return prompts[rank::ranks]
+
+    def part(self, rank: int, ranks: int) -> Prompted:
+        """One rank's share of the prompts."""
+        return replace(self, share=(rank, ranks))
 
     def sequences(self, length: int) -> int:
         """Trials."""

@@ -94,17 +94,21 @@ def score_questions(
     task: str,
     questions: Sequence[Question],
     batch_tokens: int,
+    *,
+    silent: bool = False,
 ) -> list[Score]:
     """How often the right choice is the likeliest one.
 
     ``acc`` compares log-likelihoods, ``acc_norm`` log-likelihoods per character of the answer (as
     lm-eval does, the space before it not counted), and ``acc_uncond``, where all questions have
     such rows, log-likelihoods minus those without the question (Brown et al. 2020, Sec. 2.4).
+    ``silent``: no progress is shown.
     """
     free = all(question.unconditional for question in questions)
     pairs = [pair for question in questions for pair in question.choices]
     extra = [pair for question in questions for pair in question.unconditional] if free else []
-    found = log_likelihoods(model, encoder.requests(pairs + extra), batch_tokens, f"Scoring {task}")
+    title = None if silent else f"Scoring {task}"
+    found = log_likelihoods(model, encoder.requests(pairs + extra), batch_tokens, title)
     likelihoods = [answer.log_likelihood for answer in found]
     asked, unasked = iter(likelihoods), iter(likelihoods[len(pairs) :])
     hits: dict[str, list[bool]] = defaultdict(list)

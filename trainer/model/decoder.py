@@ -287,7 +287,8 @@ class Decoder(LanguageModel):
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """See :class:`LanguageModel`."""
         weight = self.embed_tokens.weight
-        return KVCache.empty(self.config, rows, capacity, weight.dtype, weight.device)
+        dtype = self.compute_dtype or weight.dtype
+        return KVCache.empty(self.config, rows, capacity, dtype, weight.device)
 
     def observed(self, on_layer: OnLayer) -> AbstractContextManager[None]:
         """See :class:`LanguageModel`."""

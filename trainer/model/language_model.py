@@ -63,7 +63,7 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
-        """Room for ``capacity`` tokens in each of ``rows``, of the type of the weights."""
+        """Room for ``capacity`` tokens in each of ``rows``, of the type computed in."""
 
     @abstractmethod
     def observed(self, on_layer: OnLayer) -> AbstractContextManager[None]:

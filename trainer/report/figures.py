@@ -19,6 +19,7 @@ from trainer.report.outcomes import AS_IS, Outcomes, Row
 from trainer.report.panels import draw_rows, is_panelled, pair
 from trainer.report.plotting import Series, paper_style
 from trainer.report.reach import reach_figures
+from trainer.report.recovery import recovery_figure
 from trainer.report.results import PERPLEXITY, STATEMENTS, Report
 from trainer.report.table import perplexity
 from trainer.report.training_curves import training_figure
@@ -40,10 +41,10 @@ def write_figures(report: Report, directory: Path) -> list[Drawn]:
 
     ``success_*``: success over length, of the mean over tasks and of each task.
     ``perplexity_and_retrieval``: both side by side. ``training``: training loss over steps.
-    ``perplexity_by_position``: along the longest sequences. ``reach*``: what was measured while
-    arms trained. ``depth_*``: success by depth and length. Beside each ``<name>.svg`` lie
-    ``<name>.png`` and ``<name>.csv``, numbers in full precision and empty where nothing was
-    measured. The files depend on the report alone.
+    ``perplexity_by_position``: along the longest sequences. ``reach*``, ``benchmarks``: what was
+    measured while arms trained. ``depth_*``: success by depth and length. Beside each
+    ``<name>.svg`` lie ``<name>.png`` and ``<name>.csv``, numbers in full precision and empty where
+    nothing was measured. The files depend on the report alone.
     """
     outcomes = Outcomes(report)
     drawn: list[Drawn] = []
@@ -66,6 +67,7 @@ def _plans(outcomes: Outcomes) -> Iterator[Plan]:
     yield from training_figure(outcomes.report, outcomes.looks)
     yield from _by_position(outcomes)
     yield from reach_figures(outcomes.report, outcomes.looks)
+    yield from recovery_figure(outcomes.report)
     for task in outcomes.scored:
         yield from _by_depth(outcomes, task)
 

@@ -154,6 +154,17 @@ class Reach(Json):
 
 
 @dataclass(frozen=True)
+class Milestone(Json):
+    """What a model in training scored after ``step`` updates and ``tokens``, by task, the more the
+    better but for perplexities; ``dropped``: whether its encoding was dropped by then."""
+
+    step: int
+    tokens: int
+    dropped: bool
+    scores: dict[str, float | None]
+
+
+@dataclass(frozen=True)
 class Observation(Json):
     """One claim of a paper held against this run: ``shown`` is True (shown), False (not shown) or
     None (not judged, ``evidence`` says why)."""
@@ -176,7 +187,8 @@ class Report(Json):
     sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
     ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
     of the training sequences carried such statements).
-    ``reach`` holds what was measured while an arm trained, by arm, the run itself first.
+    ``reach`` and ``milestones`` hold what was measured while an arm trained, by arm, the run itself
+    first.
     ``temperature`` holds the fitted coefficient c of 1 + c ln s by row, ``DroPE + temperature``.
     ``made``: when, by which command and program and of what, in words by their terms.
     ``timing`` is free-form; ``timing["tokens_per_second"]``, a number by arm, becomes a column of
@@ -198,6 +210,7 @@ class Report(Json):
     temperature: dict[str, float] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)
     reach: dict[str, tuple[Reach, ...]] = field(default_factory=dict)
+    milestones: dict[str, tuple[Milestone, ...]] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ share of its dense peak, both empty where there is none; the ``drop/`` columns a
 first row after the drop and in the last. ``epochs/`` say how often each text has been read.
 ``time/monitor`` does not count into
 ``tokens_per_second`` and ``mfu``. Behind these stand the columns of what a run monitors
-(``length/``, ``probe/``), filled in the first row after each measurement.
+(``length/``, ``benchmark/``, ``probe/``), filled in the first row after each measurement.
 """
 
 from __future__ import annotations

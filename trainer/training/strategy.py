@@ -5,6 +5,8 @@ The order matters: activation checkpointing, then compilation of each block, the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -161,6 +163,28 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def gathered(model: Decoder) -> Iterator[None]:
+    """Within it every rank has the whole parameters of a sharded model, in the type it computes in,
+    so that ranks may do other forward passes than each other. All ranks enter and leave it."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not parts:
+        yield
+        return
+    begin = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model.token_losses(begin, begin)  # before a first pass of the whole its parts know no root
+    try:
+        for part in parts:
+            part.unshard()
+            part.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for block in model.layers:
+            if isinstance(block, FSDPModule):
+                block.set_reshard_after_forward(block is not model.layers[-1], recurse=False)
+        reshard(model)
 
 
 def checkpoint_activations(block: nn.Module, kind: str) -> None:

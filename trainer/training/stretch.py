@@ -45,6 +45,7 @@ from trainer.runs.starting_point import (
     say_other_numerics,
 )
 from trainer.runs.starting_weights import starting_weights
+from trainer.training.callbacks.benchmarks import Benchmarks
 from trainer.training.callbacks.checkpointing import Checkpointing
 from trainer.training.callbacks.garbage import GarbageCollection
 from trainer.training.callbacks.lengths import Lengths
@@ -243,6 +244,8 @@ def _monitors(
     found: list[L.Callback] = []
     if config.monitor.lengths_every is not None:
         found.append(Lengths(config, corpus, ranks, transitions, metrics.add))
+    if config.monitor.benchmarks.enabled:
+        found.append(Benchmarks(config, corpus, ranks, transitions, metrics.add))
     if config.monitor.probe_every is not None:
         found.append(Probe(config, corpus, transitions, metrics.add))
     return found

@@ -41,6 +41,7 @@ from trainer.runs.ranks import (
 from trainer.runs.run_lock import RunLock
 from trainer.runs.spread import spread_problems
 from trainer.runs.starting_point import epochs_read
+from trainer.training.callbacks.benchmarks import benchmark_problems
 from trainer.training.callbacks.preemption import stopping_between_files
 from trainer.training.devices import (
     device_problems,
@@ -115,9 +116,8 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         if share.index:
             return None
         figures = write_renderings(report, directory)
-        images = {
-            f.path.stem: f.path.with_suffix(".png") for f in figures if "reach" in f.path.stem
-        }
+        shown = (f.path for f in figures if f.path.stem.startswith(("reach", "benchmarks")))
+        images = {path.stem: path.with_suffix(".png") for path in shown}
         log_table(config, Outcomes(report).results(), report.reach, images)
         report.write(directory / "report.json")
     return report, False
@@ -182,6 +182,7 @@ def _open(
         problems += memory_problems(phase.config, ranks.world_size)
     problems += logger_problems(config) + vocabulary_problems(config)
     problems += length_problems(configs)
+    problems += [problem for arm in configs.values() for problem in benchmark_problems(arm)]
     if problem := writable_problem(config.run_dir):
         problems.append(problem)
     if problems:

@@ -12,7 +12,8 @@ from trainer.data.corpus import Corpus
 from trainer.evaluation.sharing import Share
 from trainer.report.health import troubles
 from trainer.report.outcomes import Outcomes
-from trainer.report.results import Arm, Change, Drop, Reach, Report
+from trainer.report.recovery import recoveries
+from trainer.report.results import Arm, Change, Drop, Milestone, Reach, Report
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label, reference_first, without_home
 from trainer.runs.directory import plain
@@ -72,6 +73,7 @@ def make_report(
     }
     effect = runs["main"].effect_of_drop
     drop = Drop.from_dict(effect) if effect else None
+    milestones = {arm.name: _milestones(arm) for arm in arms.values()}
     report = replace(
         report,
         config=without_home(plain(config)),
@@ -79,6 +81,8 @@ def make_report(
         arms=tuple(replace(arm, final_loss=losses.get(arm.name)) for arm in trained.values()),
         drop=drop,
         reach={arm.name: _reach(arm) for arm in arms.values()},
+        milestones=milestones,
+        notes=(*report.notes, *recoveries(milestones)),
         timing={
             "tokens_per_second": {
                 label(arm): _median_rate(Path(arm.run_dir)) for arm in configs.values()
@@ -127,6 +131,12 @@ def _reach(candidate: Candidate) -> tuple[Reach, ...]:
     """What was measured of lengths while it trained."""
     history = candidate.state["callbacks"].get("Lengths", {"history": []})
     return tuple(Reach.from_dict(reach) for reach in history["history"])
+
+
+def _milestones(candidate: Candidate) -> tuple[Milestone, ...]:
+    """What it scored while it trained."""
+    history = candidate.state["callbacks"].get("Benchmarks", {"history": []})
+    return tuple(Milestone.from_dict(one) for one in history["history"])
 
 
 def _median_rate(run_dir: Path) -> float | None:

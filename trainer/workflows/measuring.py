@@ -6,43 +6,30 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from trainer.data.corpus import Corpus
-from trainer.data.needles import NeedleVocabulary
 from trainer.errors import UserError
 from trainer.evaluation.config import (
-    LONGBENCH,
-    MANY_SHOT,
-    RULER,
     EvaluationConfig,
 )
 from trainer.evaluation.engine import measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.longbench.tasks import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.many_shot import many_shot_tasks
-from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
-from trainer.evaluation.needles.tasks import NEEDLE_TASKS
-from trainer.evaluation.ruler.tasks import ruler_tasks
 from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
+from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.report.observations import ROLES, observe
 from trainer.report.outcomes import AS_IS, Outcomes
-from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Drop, Report
+from trainer.report.results import STATEMENTS, Arm, Drop, Report
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct
 from trainer.workflows.subjects import applicable, subject_of
 
 log = logging.getLogger(__name__)
-
-HAYSTACK = 1 << 22
-"""Tokens of held-out documents that haystacks are made of."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +40,16 @@ class Text:
     corpus: Corpus
     first: Candidate
 
-    @cached_property
-    def documents(self) -> list[str]:
-        """Documents of the test split, :data:`HAYSTACK` tokens of them at most."""
-        return self.corpus.documents(self.corpus.test, HAYSTACK)
-
     @property
     def training_share(self) -> float:
         """Which share of the first model's training sequences carried statements."""
         return 0.0 if self.first.run is None else self.first.run.data.needles.share
+
+    @property
+    def held_out(self) -> HeldOut:
+        """The test split, for tasks."""
+        corpus = self.corpus
+        return HeldOut(corpus, corpus.test, self.first.bos_token, self.training_share)
 
 
 def measure_models(
@@ -96,8 +84,8 @@ def measure_models(
     C = subjects[0].layout.training_length
     recipes, notes = applicable(subjects, config)
     lengths = [round(C * factor) for factor in config.lengths]
-    tasks, not_run = _tasks(text, config, lengths, C)
-    _check_prompts(tasks, lengths)
+    tasks, not_run = make_tasks(text.held_out, config, lengths, C)
+    check_prompts(tasks, lengths)
     used = [recipe for of_one in recipes.values() for recipe in of_one]
     chosen = [n for n in lengths if any(recipe.fits(n / C) for recipe in used)]
     fit = FitText(
@@ -181,57 +169,3 @@ def _keep(candidate: Candidate, fitted: dict[str, float]) -> None:
         log.info(
             "%s keeps the temperature %.3g, which was fitted on more text", candidate.name, older
         )
-
-
-def _tasks(
-    text: Text, config: EvaluationConfig, lengths: list[int], training_length: int
-) -> tuple[list[Measurement], list[str]]:
-    """What is measured, and a sentence for everything that cannot be."""
-    found: list[Measurement] = []
-    notes: list[str] = []
-    corpus, bos_token = text.corpus, text.first.bos_token
-    tokenizer, end = corpus.tokenizer, corpus.end_of_text
-    bos = () if bos_token is None else (bos_token,)
-    for name in config.tasks:
-        if name == PERPLEXITY:
-            windows = windows_with_common_ends(corpus.test, config.windows, lengths)
-            found.append(Perplexity(windows, end, training_length, config.last))
-        elif name == STATEMENTS and not text.training_share:
-            notes.append(
-                "The task statements was left out: the training text of the first model "
-                "carried none (data.needles.share)."
-            )
-        elif name == STATEMENTS:
-            vocabulary, needles = NeedleVocabulary.of(tokenizer), config.needles
-            counts = needles.trials, needles.needles, needles.seed
-            found.append(Statements.of(corpus.test, lengths, vocabulary, end, *counts))
-        elif name in NEEDLE_TASKS:
-            haystack = Haystack(tokenizer, text.documents, bos)
-            found.append(Prompted(NEEDLE_TASKS[name](haystack, config.needles), tokenizer))
-        else:
-            groups = {
-                RULER: lambda: ruler_tasks(config.ruler, tokenizer, text.documents, bos_token),
-                LONGBENCH: lambda: longbench_tasks(
-                    config.longbench, tokenizer, bos_token, training_length
-                ),
-                MANY_SHOT: lambda: many_shot_tasks(config.many_shot, tokenizer, bos_token),
-            }
-            tasks, missing = groups[name]()
-            found += [Prompted(task, tokenizer) for task in tasks]
-            notes += missing
-    if not found:
-        raise UserError(*(f"evaluation.tasks: {note}" for note in notes))
-    return found, notes
-
-
-def _check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
-    """Find prompts that do not fit before anything is measured, for all tasks at once."""
-    problems: list[str] = []
-    for task in tasks:
-        try:
-            for length in lengths:
-                task.fingerprint(length)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*dict.fromkeys(problems))

@@ -14,8 +14,8 @@ from trainer.training.module import LanguageModule
 
 
 class Monitor(L.Callback, ABC):
-    """Measures every ``every`` steps, just before and just after the drop, and after the last step
-    of every phase.
+    """Measures every ``every`` steps (or where :meth:`is_due` says), just before and just after the
+    drop, and after the last step of every phase.
 
     In the list of callbacks it comes after the transitions, and before those that log and save.
     """
@@ -23,6 +23,10 @@ class Monitor(L.Callback, ABC):
     def __init__(self, config: RunConfig, every: int, transitions: Transitions) -> None:
         self.config, self.every, self.transitions = config, every, transitions
         self.fixed = {phase.end for phase in transitions.phases}
+
+    def is_due(self, module: LanguageModule, step: int) -> bool:
+        """Whether to measure after so many steps, wherever else it does."""
+        return step % self.every == 0
 
     @abstractmethod
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
@@ -40,6 +44,6 @@ class Monitor(L.Callback, ABC):
     ) -> None:
         """Measure after a step that is due."""
         step = trainer.global_step
-        due = step % self.every == 0 or step in self.fixed or module.phase_ended
+        due = self.is_due(module, step) or step in self.fixed or module.phase_ended
         if ends_step(trainer, index) and due:
             self.measure(trainer, module)

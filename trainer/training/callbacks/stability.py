@@ -52,6 +52,15 @@ class Rewind(L.Callback):
             trainer.should_stop = True
 
 
+def watch(timeout: float | None, times: int = 1) -> None:
+    """End the process, with the stacks of all its threads, unless this is called again or watching
+    is over within ``times`` timeouts (seconds; None: never)."""
+    if timeout is not None:
+        faulthandler.dump_traceback_later(
+            times * timeout, exit=True, file=sys.__stderr__ or sys.stderr
+        )
+
+
 class Watchdog(L.Callback):
     """Ends a process that is stuck, with the stacks of all its threads, and keeps a heartbeat.
 
@@ -99,7 +108,4 @@ class Watchdog(L.Callback):
     on_exception = on_train_end
 
     def _arm(self, times: int) -> None:
-        if self.timeout is not None:
-            faulthandler.dump_traceback_later(
-                times * self.timeout, exit=True, file=sys.__stderr__ or sys.stderr
-            )
+        watch(self.timeout, times)

@@ -1,0 +1,82 @@
+"""Benchmarks while training in a report: the figure, and when scores were recovered."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from tests.report.examples import report
+from trainer.report.figures import write_figures
+from trainer.report.html import write_html
+from trainer.report.recovery import recoveries, value_of
+from trainer.report.results import Drop, Milestone, Report
+
+
+def history(*scores, dropped_at=2, key="piqa/acc"):
+    """A measurement every 100 tokens; the one at the drop is there before it and after it."""
+    found = []
+    for place, value in enumerate(scores):
+        tokens = 100 * (place if place < dropped_at else place - 1)
+        found.append(Milestone(tokens // 10, tokens, place >= dropped_at, {key: value}))
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ((0.1, 0.8, 0.2, 0.75, 0.77), "recovered after 200 tokens"),
+        ((0.1, 0.8, 0.2, 0.76, 0.1), "recovered after 100 tokens"),
+        ((0.1, 0.8, 0.77, 0.1), "never lost"),
+        ((0.1, 0.8, 0.2, None, 0.7), "not recovered within the run"),
+    ],
+)
+def test_when_95_percent_of_the_score_before_the_drop_was_back(scores, said):
+    (line,) = recoveries({"DroPE": history(*scores)})
+    assert line == f"DroPE: 95% of piqa/acc before the drop (0.800) {said}."
+
+
+def test_of_a_perplexity_less_is_better():
+    """20 / 0.95 = 21.05."""
+    (line,) = recoveries({"DroPE": history(30.0, 20.0, 90.0, 21.1, 21.0, key="perplexity/2x")})
+    assert line.endswith("95% of perplexity/2x before the drop (20.0) recovered after 200 tokens.")
+
+
+def test_the_mean_of_several_scores_leaves_perplexities_out():
+    scores = {"a": 0.25, "b": 0.75, "perplexity/1x": 9.0, "c": None}
+    one = Milestone(1, 10, False, scores)
+    assert value_of(one, "mean") == 0.5
+    after = Milestone(2, 30, True, {"a": 0.2, "b": 0.8, "perplexity/1x": 9.0, "c": None})
+    (line,) = recoveries({"DroPE": (one, after)})
+    assert line.startswith(
+        "DroPE: 95% of the mean before the drop (0.500) recovered after 20 tokens; "
+    )
+    assert "95% of a before the drop (0.250) not recovered within the run" in line
+    assert "of c " not in line
+
+
+@pytest.mark.parametrize("place", [0, 9])
+def test_without_both_sides_of_a_drop_there_is_nothing_to_say(place):
+    assert recoveries({"RoPE": history(0.1, 0.2, 0.3, dropped_at=place)}) == []
+    assert recoveries({"RoPE": ()}) == []
+
+
+def test_numbers_lie_beside_the_figure(tmp_path):
+    both = history(0.1, 0.8, 0.2, None)
+    made = report(drop=Drop(10, 4.0, 5.0), milestones={"DroPE": both, "RoPE": both[:2], "NoPE": ()})
+    figures = write_figures(made, tmp_path)
+    assert [figure.path.stem for figure in figures] == ["benchmarks"]
+    with (tmp_path / "benchmarks.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["arm"], row["tokens"], row["value"]) for row in rows] == [
+        ("DroPE", "0", "0.1"),
+        ("DroPE", "100", "0.8"),
+        ("DroPE", "100", "0.2"),
+        ("DroPE", "200", ""),
+        ("RoPE", "0", "0.1"),
+        ("RoPE", "100", "0.8"),
+    ]
+    assert "encoding dropped" in (tmp_path / "benchmarks.svg").read_text()
+    write_html(made, figures, tmp_path / "report.html")
+    assert "What models score while they train" in (tmp_path / "report.html").read_text()
+    assert Report.from_dict(made.to_dict()).milestones == made.milestones

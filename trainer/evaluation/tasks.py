@@ -1,0 +1,96 @@
+"""The tasks of a configuration, on held-out text of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from trainer.data.corpus import Corpus
+from trainer.data.needles import NeedleVocabulary
+from trainer.data.shards import TokenStream
+from trainer.errors import UserError
+from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
+from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.longbench.tasks import longbench_tasks
+from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.many_shot import many_shot_tasks
+from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
+from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.ruler.tasks import ruler_tasks
+from trainer.report.results import PERPLEXITY, STATEMENTS
+
+HAYSTACK = 1 << 22
+"""Tokens of held-out documents that haystacks are made of."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out split of a corpus, ``stream``. ``bos_token``: what prompts begin with, if
+    anything. ``training_share``: which share of the training sequences carried statements."""
+
+    corpus: Corpus
+    stream: TokenStream
+    bos_token: int | None
+    training_share: float
+
+    @cached_property
+    def documents(self) -> list[str]:
+        """Documents of the split, :data:`HAYSTACK` tokens of them at most."""
+        return self.corpus.documents(self.stream, HAYSTACK)
+
+
+def make_tasks(
+    text: HeldOut, config: EvaluationConfig, lengths: list[int], training_length: int
+) -> tuple[list[Measurement], list[str]]:
+    """What is measured, and a sentence for everything that cannot be.
+
+    Raises:
+        UserError: nothing is left, or the text is shorter than the longest length.
+    """
+    found: list[Measurement] = []
+    notes: list[str] = []
+    bos_token, tokenizer, end = text.bos_token, text.corpus.tokenizer, text.corpus.end_of_text
+    bos = () if bos_token is None else (bos_token,)
+    for name in config.tasks:
+        if name == PERPLEXITY:
+            windows = windows_with_common_ends(text.stream, config.windows, lengths)
+            found.append(Perplexity(windows, end, training_length, config.last))
+        elif name == STATEMENTS and not text.training_share:
+            notes.append(
+                "The task statements was left out: the training text of the first model "
+                "carried none (data.needles.share)."
+            )
+        elif name == STATEMENTS:
+            vocabulary, needles = NeedleVocabulary.of(tokenizer), config.needles
+            counts = needles.trials, needles.needles, needles.seed
+            found.append(Statements.of(text.stream, lengths, vocabulary, end, *counts))
+        elif name in NEEDLE_TASKS:
+            haystack = Haystack(tokenizer, text.documents, bos)
+            found.append(Prompted(NEEDLE_TASKS[name](haystack, config.needles), tokenizer))
+        else:
+            groups = {
+                RULER: lambda: ruler_tasks(config.ruler, tokenizer, text.documents, bos_token),
+                LONGBENCH: lambda: longbench_tasks(
+                    config.longbench, tokenizer, bos_token, training_length
+                ),
+                MANY_SHOT: lambda: many_shot_tasks(config.many_shot, tokenizer, bos_token),
+            }
+            tasks, missing = groups[name]()
+            found += [Prompted(task, tokenizer) for task in tasks]
+            notes += missing
+    if not found:
+        raise UserError(*(f"evaluation.tasks: {note}" for note in notes))
+    return found, notes
+
+
+def check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
+    """Find prompts that do not fit before anything is measured, for all tasks at once."""
+    problems: list[str] = []
+    for task in tasks:
+        try:
+            for length in lengths:
+                task.fingerprint(length)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
