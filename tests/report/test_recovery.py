@@ -80,3 +80,9 @@ def test_numbers_lie_beside_the_figure(tmp_path):
     write_html(made, figures, tmp_path / "report.html")
     assert "What models score while they train" in (tmp_path / "report.html").read_text()
     assert Report.from_dict(made.to_dict()).milestones == made.milestones
+
+
+def test_perplexities_are_drawn_where_there_is_nothing_else(tmp_path):
+    made = report(milestones={"DroPE": history(30.0, 20.0, 90.0, 21.0, key="perplexity/2x")})
+    assert [figure.path.stem for figure in write_figures(made, tmp_path)] == ["benchmarks"]
+    assert "perplexity" in (tmp_path / "benchmarks.svg").read_text()

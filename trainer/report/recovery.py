@@ -31,10 +31,10 @@ def recovery_figure(report: Report) -> Iterator[Plan]:
         "benchmarks",
         "Benchmarks while training",
         "What models score while they train: the run in every task that has scores, and the mean "
-        "over these; its controls in the mean. Where the encoding was dropped the run was measured "
-        "on both sides.",
+        "over these; its controls in the mean; or perplexities alone. Where the encoding was "
+        "dropped the run was measured on both sides.",
         "Line chart of scores over training tokens, with a line for each task.",
-        lambda: _lines(report, arms),
+        lambda: _lines(arms),
         HEAD,
         by_score(arms),
     )
@@ -112,14 +112,18 @@ def value_of(one: Milestone, key: str) -> float | None:
     return sum(values.values()) / len(values) if values else None
 
 
-def _lines(report: Report, arms: Milestones) -> Figure:
+def _lines(arms: Milestones) -> Figure:
+    """Scores in percent; perplexities where nothing else was measured."""
+    unit = 100 if any(scored(history[-1]) for history in arms.values()) else 1
     series = []
     for number, (name, history) in enumerate(arms.items()):
-        keys = [MEAN] if number else [MEAN, *scored(history[-1])]
-        for key in keys if len(keys) != 2 else keys[1:]:
+        shown = list(scored(history[-1]) if unit == 100 else history[-1].scores)
+        if unit == 100 and len(shown) > 1:
+            shown = [MEAN, *shown] if number == 0 else [MEAN]
+        for key in shown:
             label = f"{name}, {key}" if len(arms) > 1 else key
             values = [value_of(one, key) for one in history]
-            y = [math.nan if value is None else 100 * value for value in values]
+            y = [math.nan if value is None else unit * value for value in values]
             tokens = [one.tokens for one in history]
             series.append(Series(label, len(series), tokens, y, marked=False))
 
@@ -130,4 +134,5 @@ def _lines(report: Report, arms: Milestones) -> Figure:
     run = next(iter(arms.values()))
     dropped = next((one.tokens for one in run if one.dropped), None)
     mark = None if dropped is None else (float(dropped), "encoding dropped")
-    return draw(series, Frame("training tokens", "score (%)", prepare, mark))
+    label = "score (%)" if unit == 100 else "perplexity"
+    return draw(series, Frame("training tokens", label, prepare, mark))
