@@ -16,7 +16,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedTokenizerFast
 
-from trainer.evaluation.harness import HarnessModel, score_tasks
+from trainer.evaluation.harness import HarnessModel, score_tasks, task_problems
 
 MAX_LENGTH = 32
 TEXTS = [f"The answer to question {i} is either {i * i} or {i + 7}, they say. " for i in range(50)]
@@ -110,6 +110,7 @@ def task(tmp_path, monkeypatch):
 def test_a_task_from_a_file(models, task):
     ours = models[0]
     config = HarnessConfig(["sums"], limit=4, include_path=str(task))
+    assert task_problems(config) == []
     acc, norm = score_tasks(ours.model, ours.encoder, config)
     assert (acc.task, acc.metric, acc.questions) == ("sums", "acc", 4)
     assert norm.metric == "acc_norm"
@@ -154,12 +155,15 @@ def test_requests_that_are_spread_have_the_answers_of_one_process(models):
 
 def test_an_unknown_task_is_named(models, task):
     config = HarnessConfig(["arc_eazy"], include_path=str(task))
+    assert "no task 'arc_eazy'" in task_problems(config)[0]
     with pytest.raises(UserError, match=r"no task 'arc_eazy'\. Did you mean 'arc_easy'"):
         score_tasks(models[0].model, models[0].encoder, config)
 
 
 def test_a_task_without_its_data_is_named(models, task):
-    (task / "rows.jsonl").unlink()
     config = HarnessConfig(["sums"], include_path=str(task))
+    (task / "rows.jsonl").unlink()
+    (problem,) = task_problems(config)
+    assert "cannot get the data of sums" in problem
     with pytest.raises(UserError, match="cannot get the data of sums"):
         score_tasks(models[0].model, models[0].encoder, config)

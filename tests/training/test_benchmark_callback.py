@@ -211,3 +211,22 @@ def test_a_length_that_is_too_short_for_a_task_is_named(run, asked):
 def test_nothing_is_due_by_itself():
     assert not BenchmarksConfig().enabled
     assert not BenchmarksConfig().is_due(0, 10**9, 100)
+
+
+def test_tasks_of_lm_eval_are_asked_too(run, base, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    row = {"question": "Sentence 4 of a text", "choices": [" 16", " not"], "answer": 0}
+    (tmp_path / "rows.jsonl").write_text(3 * (json.dumps(row) + "\n"))
+    (tmp_path / "squares.yaml").write_text(
+        "task: squares\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: question\n"
+        "doc_to_choice: choices\ndoc_to_target: answer\nmetric_list: [{metric: acc}]\n"
+    )
+    asked = {"every": 6, "harness": ["squares"], "include_path": str(tmp_path), "limit": 2}
+    plain, _ = run("plain")
+    config, _ = run("watched", monitor={"benchmarks": asked})
+    assert benchmark_problems(config) == []
+    assert_same_tensors(checkpoint_of(plain), checkpoint_of(config))
+    assert all(one.scores.keys() == {"harness/squares/acc"} for one in milestones(config))

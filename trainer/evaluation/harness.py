@@ -11,7 +11,7 @@ from typing import Any
 import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
+from lm_eval.tasks import TaskManager, get_task_dict
 
 from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.benchmarks import HarnessConfig, Score
@@ -146,6 +146,26 @@ def unknown_tasks(config: HarnessConfig) -> list[str]:
     ]
 
 
+def task_problems(config: HarnessConfig) -> list[str]:
+    """A sentence for every task that lm-eval does not know, or for data that it cannot get; what it
+    gets is then on this machine."""
+    if problems := unknown_tasks(config):
+        return problems
+    try:
+        get_task_dict(config.tasks, TaskManager(include_path=config.include_path))
+    except OSError as error:
+        return [_no_data(config, error)]
+    return []
+
+
+def _no_data(config: HarnessConfig, error: OSError) -> str:
+    return (
+        f"evaluation.tasks: lm-eval cannot get the data of {', '.join(config.tasks)} "
+        f"({' '.join(str(error).split())}). Without a network, multiple_choice scores "
+        "request files."
+    )
+
+
 def score_tasks(
     model: LanguageModel,
     encoder: Encoder,
@@ -172,11 +192,7 @@ def score_tasks(
             task_manager=manager,
         )
     except OSError as error:
-        raise UserError(
-            f"evaluation.tasks: lm-eval cannot get the data of {', '.join(config.tasks)} "
-            f"({' '.join(str(error).split())}). Without a network, +evaluation=multiple_choice "
-            "scores request files."
-        ) from error
+        raise UserError(_no_data(config, error)) from error
     return [score for task in results["results"] for score in _scores(results, task)]
 
 

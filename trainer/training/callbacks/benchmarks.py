@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import lightning as L
+import numpy as np
 
 from trainer.data.corpus import Corpus
 from trainer.errors import UserError
@@ -108,7 +109,7 @@ class Benchmarks(Monitor):
                 cell = task.measure(model, length, None, batch_tokens) if has else {}
                 losses = _gathered(cell.get("by_window", ()))
                 scores = _gathered(cell.get("scores", ()))
-                value = math.exp(_mean(losses)) if losses else _mean(scores)
+                value = float(np.exp(_mean(losses))) if losses else _mean(scores)
                 found[f"{task.key}/{length / C:g}x"] = value
         return found
 
@@ -158,9 +159,9 @@ def benchmark_problems(config: RunConfig) -> list[str]:
     if asked.harness and find_spec("lm_eval") is None:
         found.append("evaluation: lm-eval is not installed; pip install 'unrope[eval]'.")
     elif asked.harness:
-        from trainer.evaluation.harness import unknown_tasks
+        from trainer.evaluation.harness import task_problems
 
-        found += [p.replace(".tasks:", ".harness:") for p in unknown_tasks(_harness_config(asked))]
+        found += [p.replace(".tasks:", ".harness:") for p in task_problems(_harness_config(asked))]
     return [_named(p.replace("evaluation.tasks:", "evaluation.multiple_choice:")) for p in found]
 
 
