@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
+import torch
 
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
+
+
+@pytest.fixture
+def graphs_as_they_are(monkeypatch):
+    """Compiled blocks are captured as graphs, forward and backward, and run without code made for
+    them, which takes most of a minute; tests/training/test_run.py trains with that code too."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.fixture(scope="session")

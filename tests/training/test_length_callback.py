@@ -69,6 +69,7 @@ def resume(run, tmp_path, whole, step):
     ],
     ids=["fp32", "bf16 accumulation muon", "compiled"],
 )
+@pytest.mark.usefixtures("graphs_as_they_are")
 def test_a_monitored_run_is_bitwise_the_run_without(run, changes):
     plain, _ = run("plain", **changes)
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -17,6 +17,7 @@ from trainer.runs.checkpoints import load_decoder, read_state
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("graphs_as_they_are")
 def test_the_last_row_is_the_probe_of_the_saved_model(run, compiled):
     config, _ = run(monitor={"probe_every": 4}, trainer={"compile": compiled})
     corpus = prepare_corpus(config.data, config.tokenizer)

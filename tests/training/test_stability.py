@@ -65,7 +65,8 @@ def test_the_last_sound_step_is_kept_and_the_first_broken_one_is_not(run, monkey
 
 def test_a_run_that_goes_on_breaking_asks_for_a_person(run, monkeypatch):
     poison(monkeypatch, lambda number: number >= 28)
-    with pytest.raises(UserError, match=r"went back 10 times.*learning rate"):
+    monkeypatch.setattr("trainer.training.run.MAX_REWINDS", 2)
+    with pytest.raises(UserError, match=r"went back 2 times.*learning rate"):
         run(trainer={"rewind_after": 2, "log_every": 1})
 
 
