@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from tests.analysis.attention_examples import layer_of_heads, turned
 from tests.positional.examples import slowed
 from trainer.analysis.capture import Heads
-from trainer.analysis.offset_features import (
-    OffsetFeatureSearch,
-    bounds,
-    contributions,
-    pair_points,
-)
+from trainer.analysis.offset_features import OffsetFeatureSearch, bounds, contributions
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rescaling import yarn
@@ -131,13 +126,6 @@ def test_contributions_are_dot_products_of_rotated_means():
         for pair in range(4):
             expected = query[[pair, pair + 4]] @ k[[pair, pair + 4]] / math.sqrt(8)
             assert found[pair, at] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
-
-
-def test_points_of_a_pair_are_the_channels_that_turn_together():
-    heads = layer_of_heads("half_rope", D=8)
-    found = pair_points(heads, 3, 1)
-    np.testing.assert_array_equal(found.query, heads.q[0, 3][:, [1, 3]])
-    np.testing.assert_array_equal(found.key, heads.k[0, 1][:, [1, 3]])
 
 
 def test_a_layer_without_rotation_has_no_features():

@@ -118,6 +118,22 @@ def test_a_drop_is_compared_with_another_model_where_one_is_named(rope, drope, t
     assert "compare: +analysis=drop needs the model before the drop" in said
 
 
+def test_offset_features_of_two_models_are_on_one_page(rope, drope, tmp_path, capsys):
+    before = drope / "checkpoints" / "before-drop"
+    words = [f"checkpoint={rope}", "+analysis=offset_features", f"output={tmp_path}", *SHORT]
+    main(["analyze", *words, f"compare={before}", "analysis.pairs=[1,3]"])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("offset_features", "offset_changes", "report.html")
+    }
+    changes = tmp_path / "offset_changes"
+    assert json.loads((changes / "numbers.json").read_text())["tokens"] == 32
+    lines = (changes / "offset_changes_of_pairs.csv").read_text().splitlines()
+    assert {line.split(",")[2] for line in lines[1:]} == {"1", "3"}
+    assert "Rotary offset features of two models" in capsys.readouterr().out
+    [refusal] = refused([*words, f"compare={drope}"], capsys)
+    assert "no rotation in any head" in refusal
+
+
 def test_texts_begin_with_a_separator_and_hold_no_other(rope, tmp_path, monkeypatch):
     seen = []
 
@@ -156,9 +172,13 @@ def test_without_a_length_it_is_eight_times_the_training_length(rope, tmp_path):
         (["+analysis=sinks", "analysis.texts=999"], "analysis.texts: 999 texts"),
         (["+analysis=sinks", "analysis.chosen=[[0,1,2]]"], "expected pairs [layer, head]"),
         (["+analysis=sinks", "analysis.chosen=[[2,0]]"], "expected layers 0 to 1 and heads 0 to 1"),
+        (["+analysis=offset_features", "analysis.pairs=[8]"], "no pair 8; expected 0 to 7"),
         (["+analysis=sinks", "analysis.dtype=fp8"], "analysis.dtype: got 'fp8'"),
         (["+analysis=sinks", "threads=0"], "threads: expected 1 or more"),
-        (["+analysis=sinks", "compare=runs/other"], "compare: only for +analysis=drop"),
+        (
+            ["+analysis=sinks", "compare=runs/other"],
+            "compare: only for +analysis=drop, offset_features and all, not for 'sinks'",
+        ),
         (["+analysis=sinks", "output=/proc/x"], "output: '/proc/x' cannot be written"),
         (["+analysis=sinks", "checkpoint=runs/none"], "neither a run directory"),
         (["+analysis=sinks", "+text={source: files}"], "no file is named"),

@@ -34,3 +34,9 @@ def bucket_means(values: Tensor, edges: list[int]) -> Tensor:
     at = torch.tensor(edges, device=values.device)
     sums = torch.nn.functional.pad(values.double().cumsum(dim=-1), (1, 0))[..., at]
     return sums.diff(dim=-1) / at.diff()
+
+
+def cell_means(values: Tensor, cell: int) -> Tensor:
+    """``[..., cells]`` means of ``values`` ``[..., T]`` over ``cell`` neighbours each; the last
+    cell may have fewer."""
+    return torch.stack([part.mean(dim=-1) for part in values.split(cell, dim=-1)], dim=-1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-ALL, DROP = "all", "drop"
+ALL, DROP, OFFSETS = "all", "drop", "offset_features"
+COMPARING = (DROP, OFFSETS, ALL)
+"""Those that show another model beside the one that is analysed."""
 ANALYSES = [
     "clusters",
     "sinks",
     "synthetic",
     "frequency_entropy",
-    "offset_features",
+    OFFSETS,
     "matrix_entropy",
     "positional_bias",
 ]

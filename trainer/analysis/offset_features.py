@@ -9,7 +9,7 @@ context length C when theta < 2 pi / C and phi >= pi + theta C / 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,15 +134,7 @@ class OffsetFeatureSearch:
                 for name, value in zip(COLUMNS, values, strict=True):
                     columns[name].append(value)
         whole = {name: np.concatenate(parts) for name, parts in columns.items()}
-        possible, lower = whole["possible"], whole["lower_bound"]
-        return OffsetFeatures(
-            C,
-            self._scale,
-            **whole,
-            share=float(possible.mean()) if len(possible) else 0.0,
-            mean_lower_bound=float(lower[possible].mean()) if possible.any() else None,
-            recall=[_recall(whole, radius) for radius in RADII],
-        )
+        return _counted(C, self._scale, whole)
 
 
 COLUMNS = (
@@ -164,7 +156,19 @@ def _complex(vector: Array, pairs: int) -> Array:
     return vector[:pairs] + 1j * vector[pairs : 2 * pairs]
 
 
-def _recall(columns: dict[str, Array], radius: float) -> Recall:
+def _counted(context_length: int, scale: float, columns: Mapping[str, Array]) -> OffsetFeatures:
+    possible, lower = columns["possible"], columns["lower_bound"]
+    return OffsetFeatures(
+        context_length,
+        scale,
+        **columns,
+        share=float(possible.mean()) if len(possible) else 0.0,
+        mean_lower_bound=float(lower[possible].mean()) if possible.any() else None,
+        recall=[_recall(columns, radius) for radius in RADII],
+    )
+
+
+def _recall(columns: Mapping[str, Array], radius: float) -> Recall:
     large = columns["key_radius"] >= radius
     possible, angle = columns["possible"][large], columns["angle"][large]
     lower = columns["lower_bound"][large]
@@ -181,6 +185,27 @@ def _recall(columns: dict[str, Array], radius: float) -> Recall:
     )
 
 
+def shared(one: OffsetFeatures, other: OffsetFeatures) -> tuple[OffsetFeatures, OffsetFeatures]:
+    """The entries that both have, by layer, head and pair, in the same order; what is counted over
+    entries is of these."""
+    keys = [np.rec.fromarrays([x.layer, x.head, x.pair]) for x in (one, other)]
+    _, *places = np.intersect1d(*keys, assume_unique=True, return_indices=True)
+    first, second = (_only(x, at) for x, at in zip((one, other), places, strict=True))
+    return first, second
+
+
+def judged(found: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatures:
+    """The means of ``found`` by the bounds of ``by``, which has the same entries."""
+    columns = {name: getattr(found, name) for name in COLUMNS}
+    columns |= {name: getattr(by, name) for name in ("inv_freq", "possible", "lower_bound")}
+    return _counted(by.context_length, found.scale, columns)
+
+
+def _only(found: OffsetFeatures, at: Array) -> OffsetFeatures:
+    columns = {name: getattr(found, name)[at] for name in COLUMNS}
+    return _counted(found.context_length, found.scale, columns)
+
+
 def contributions(
     features: OffsetFeatures, layer: int, head: int, distances: Sequence[int]
 ) -> Array:
@@ -194,23 +219,3 @@ def contributions(
     size = features.query_radius[chosen] * features.key_radius[chosen]
     turned = features.angle[chosen][:, None] - np.outer(features.inv_freq[chosen], distances)
     return size[:, None] * np.cos(turned) * features.scale
-
-
-@dataclass(frozen=True)
-class PairPoints:
-    """One pair's channels at every position, ``[T, 2]``: what its means are of (Fig. 7)."""
-
-    layer: int
-    head: int
-    pair: int
-    query: Array
-    key: Array
-
-
-def pair_points(heads: Heads, head: int, pair: int) -> PairPoints:
-    """Queries and keys of one pair of a query head before the encoding, of the first text."""
-    kv = head // heads.queries_per_key
-    pairs = len(heads.encoding.spectra[kv].inv_freq)
-    channels = [pair, pair + pairs]
-    q, k = heads.q[0, head][:, channels], heads.k[0, kv][:, channels]
-    return PairPoints(heads.layer, head, pair, q.cpu().numpy(), k.cpu().numpy())

@@ -30,6 +30,7 @@ from trainer.report.dark import follows_scheme
 
 OVERLAY = 8
 WIDTH = 6.75  # inches, the text width of a two-column paper
+CLOUD_DPI = 200  # of clouds of points that are one picture in a drawing
 LARGEST_SVG = 500_000
 """Bytes of a drawing whose points are all drawn one by one."""
 
@@ -137,11 +138,12 @@ def save(figure: Figure, stem: Path) -> Path:
         text.set_text(re.sub(r"(?<!\\)\$", r"\\$", text.get_text()))
     png = _rendered(figure, "png", metadata={"Software": None})
     figure.set_layout_engine(None)  # its places are found: the next format has the same
-    svg = _rendered(figure, "svg", transparent=True, metadata={"Date": None, "Creator": None})
+    drawing = {"transparent": True, "dpi": CLOUD_DPI, "metadata": {"Date": None, "Creator": None}}
+    svg = _rendered(figure, "svg", **drawing)
     if len(svg) > LARGEST_SVG:
         for cloud in (cloud for axes in figure.axes for cloud in axes.collections):
             cloud.set_rasterized(True)
-        svg = _rendered(figure, "svg", transparent=True, metadata={"Date": None, "Creator": None})
+        svg = _rendered(figure, "svg", **drawing)
     write_atomically(path.with_suffix(".png"), png)
     write_atomically(path, follows_scheme(svg.decode()))
     return path

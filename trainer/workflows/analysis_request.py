@@ -17,13 +17,15 @@ class AnalysisConfig:
     a text, the beginning-of-text token included (null: 8 times the training length, but no more
     than 4,096 or twice it, and no more than there is text). ``texts``: how many are read together
     (null: as many as make 4,096 tokens, at most 16). ``chosen``: [layer, query head] pairs that
-    pictures of single heads show (empty: found by their measures). ``dtype``: of the weights.
-    ``seed``: of subsamples."""
+    pictures of single heads show (empty: found by their measures). ``pairs``: rotary pairs that
+    pictures of ``offset_features`` show one by one (empty: all of a head, or found). ``dtype``: of
+    the weights. ``seed``: of subsamples."""
 
     kind: str = ALL
     length: int | None = None
     texts: int | None = None
     chosen: list[list[int]] = field(default_factory=list)
+    pairs: list[int] = field(default_factory=list)
     dtype: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
 
@@ -51,7 +53,8 @@ class AnalysisRequest:
 
     ``checkpoint``: a run directory, a checkpoint, or a published model's directory or ``.gguf``
     file, or ``hf:DIRECTORY`` of a model that transformers is to compute. ``compare``: the model
-    before the drop, for ``drop`` (null: the run's own checkpoint from just before it). ``output``:
+    before the drop, for ``drop`` (null: the run's own checkpoint from just before it), or another
+    model beside this one, for ``offset_features``. ``output``:
     null for ``analysis/NAME`` in the run, for a published model here. ``text``: where held-out text
     comes from (null: the checkpoint's own source). ``plugins``: Python files that register
     analyses.

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from trainer.analysis.capture import Heads
-from trainer.analysis.names import ALL, DROP
+from trainer.analysis.names import ALL, COMPARING, DROP, OFFSETS
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.drop import DropStudy
+from trainer.analysis.studies.offset_changes import OffsetChanges
 from trainer.analysis.studies.study import Study, Target, run
 from trainer.cores import cores
 from trainer.data.corpus import Corpus
@@ -76,7 +77,8 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         read, chosen = ids.to(device), tuple((a, b) for a, b in config.chosen)
         length = min(read.shape[1], model.layout.training_length)
         prompt = needle_prompt(of.tokenizer, read, length, config.seed)
-        return Target(of.name, model, read, chosen, config.seed, prompt)
+        pairs = tuple(config.pairs)
+        return Target(of.name, model, read, chosen, config.seed, prompt, pairs)
 
     first = target(candidate)
     studies, notes = _studies(first, kind)
@@ -85,7 +87,10 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
     sections = _run(studies, first) if studies else []
     if other is not None:
         second = target(other)
-        sections.append(_drop(second, first, candidate).run())
+        if kind in (ALL, DROP):
+            sections.append(_drop(second, first, candidate).run())
+        if kind in (ALL, OFFSETS) and first.rotates and second.rotates:
+            sections.append(OffsetChanges(second, first).run())
     report = GeometryReport(
         candidate.name,
         first.training_length,
@@ -102,36 +107,52 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
 
 
 def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candidate | None:
-    """The model before the drop, where the comparison is asked for or can be made."""
-    if kind not in (ALL, DROP):
-        if request.compare is not None:
-            raise UserError(f"compare: only for +analysis={DROP} and {ALL}, not for {kind!r}.")
-        return None
-    own = candidate.path.parent / BEFORE_DROP
-    if request.compare is not None:
-        other = find_candidate(request.compare, "compare")
-    elif candidate.run is not None and own.is_dir() and own != candidate.path:
-        other = find_candidate(str(own))
-    elif kind == ALL:
-        return None
-    else:
-        raise UserError(
-            f"compare: +analysis={DROP} needs the model before the drop, and {candidate.given!r} "
-            f"has no checkpoint {BEFORE_DROP!r}; give compare=PATH."
-        )
-    if other.tokenizer.to_str() != candidate.tokenizer.to_str():
+    """The model beside the one that is analysed, where a comparison is asked for or can be made:
+    ``compare``, or for a drop the run's own checkpoint from before it."""
+    if request.compare is None:
+        return _before_drop(candidate, kind) if kind in (ALL, DROP) else None
+    if kind not in COMPARING:
+        known = f"{', '.join(COMPARING[:-1])} and {COMPARING[-1]}"
+        raise UserError(f"compare: only for +analysis={known}, not for {kind!r}.")
+    other = find_candidate(request.compare, "compare")
+    words = [c.tokenizer.get_vocab(with_added_tokens=False) for c in (candidate, other)]
+    if words[0] != words[1]:
         raise UserError(f"compare: {other.given!r} has another tokenizer than the checkpoint.")
+    if kind == OFFSETS and not any(s.rotates for s in other.layout.spectra):
+        raise UserError(
+            f"compare: +analysis={kind} expected a model with a rotary encoding, and "
+            f"{other.given!r} has no rotation in any head."
+        )
     return other
+
+
+def _before_drop(candidate: Candidate, kind: str) -> Candidate | None:
+    own = candidate.path.parent / BEFORE_DROP
+    if candidate.run is not None and own.is_dir() and own != candidate.path:
+        return find_candidate(str(own))
+    if kind == ALL:
+        return None
+    raise UserError(
+        f"compare: +analysis={DROP} needs the model before the drop, and {candidate.given!r} "
+        f"has no checkpoint {BEFORE_DROP!r}; give compare=PATH."
+    )
 
 
 def _chosen_problems(config: AnalysisConfig, model: ModelConfig) -> list[str]:
     layers, heads = model.num_hidden_layers, model.num_attention_heads
-    return [
+    found = [
         f"analysis.chosen: {pair} is not in this model; expected layers 0 to {layers - 1} and "
         f"heads 0 to {heads - 1}."
         for pair in config.chosen
         if not (0 <= pair[0] < layers and 0 <= pair[1] < heads)
     ]
+    last = model.head_size // 2 - 1
+    found += [
+        f"analysis.pairs: there is no pair {pair}; expected 0 to {last}."
+        for pair in config.pairs
+        if not 0 <= pair <= last
+    ]
+    return found
 
 
 def _texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tensor:

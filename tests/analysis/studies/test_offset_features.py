@@ -66,7 +66,7 @@ def recounted(model, radius, length=C, change=lambda m, theta: theta):
 def test_table_2_is_recounted(tiny_decoder):
     model = loud(tiny_decoder)
     section = section_of(Target("tiny", model, IDS))
-    table, _ = section.grids
+    table = section.grids[0]
     for radius, row in zip((6, 9, 12), table.rows, strict=True):
         large, *counts = recounted(model, radius)
         assert large > 0
@@ -204,12 +204,71 @@ def test_layers_without_rotation_have_no_pairs(tiny_decoder):
     assert {row[0] for row in section.pictures[0].rows} == {0}
 
 
-def test_a_model_without_slow_pairs_has_bounds_but_no_features_to_show(tiny_decoder):
+def test_without_slow_pairs_the_strongest_one_is_shown_and_is_no_feature(tiny_decoder):
     model = loud(tiny_decoder, encodings={"rope": {"base": 1.5}})
     section = section_of(Target("tiny", model, IDS))
-    names = ["offset_features", "offset_angle_stability", "extended_bounds"]
-    assert [p.name for p in section.pictures] == names
     assert section.findings[0].startswith("0% of 32 pairs")
+    assert not any("under the upper bound is" in finding for finding in section.findings)
+    assert "sinks" not in section.numbers
+    layer, head, pair, *_ = max(pairs_of(model), key=lambda one: abs(one[4]) * abs(one[5]))
+    points = picture(section, "offset_feature_points")
+    assert points.rows[0][:3] == (layer, head, pair)
+    assert "strongest pairs of these heads" in points.caption
+
+
+def picture(section, name):
+    (found,) = (one for one in section.pictures if one.name == name)
+    return found
+
+
+def test_every_pair_and_every_channel_of_a_chosen_head(tiny_decoder):
+    model = loud(tiny_decoder)
+    section = section_of(Target("tiny", model, IDS, chosen=((1, 2),)))
+    layers = []
+    capture(model, IDS, layers.append)
+    q, k = layers[1].q[0, 2].tolist(), layers[1].k[0, 1].tolist()
+    points = picture(section, "offset_points_L1H2")
+    assert [row[:4] for row in points.rows] == [(1, 2, m, i) for m in range(4) for i in range(90)]
+    *_, pair, token, _, _, first, second = points.rows[2 * 90 + 7]
+    assert [first, second] == pytest.approx([k[token][pair], k[token][pair + 4]])
+    channels = {row[2:5]: row[5] for row in picture(section, "offset_channels").rows}
+    assert len(channels) == 2 * 8 * 90
+    assert channels["query", 6, 11] == pytest.approx(q[11][6])
+    assert channels["key", 3, 89] == pytest.approx(k[89][3])
+    curves = picture(section, "offset_contributions").rows
+    assert {row[2] for row in curves} >= {f"pair {m}" for m in range(4)} | {"all pairs"}
+
+
+def test_pairs_can_be_chosen(tiny_decoder):
+    target = Target("tiny", loud(tiny_decoder), IDS, chosen=((0, 1), (1, 2)), pairs=(3, 1))
+    section = section_of(target)
+    for name in ("offset_points_L0H1", "offset_points_L1H2"):
+        assert {row[2] for row in picture(section, name).rows} == {1, 3}
+
+
+def test_sinks_by_one_feature(tiny_decoder):
+    """The pair that is taken out is the head's strongest under the upper bound."""
+    model = loud(tiny_decoder)
+    section = section_of(Target("tiny", model, IDS))
+    strongest = {}
+    for layer, head, pair, theta, q, k in pairs_of(model):
+        if theta < TURN / C:
+            found = strongest.setdefault((layer, head), [])
+            found.append((abs(q) * abs(k), pair))
+    rows = picture(section, "offset_sinks").rows
+    assert {row[:2]: row[2] for row in rows} == {at: max(f)[1] for at, f in strongest.items()}
+    sinks = [row for row in rows if row[3] >= 0.1]
+    assert sinks
+    (sentence,) = (text for text in section.findings if "explains" in text)
+    assert f"{len(sinks)} put 10% or more of their attention on the first token" in sentence
+    assert (
+        f"Without the strongest such pair of each it is {np.mean([r[4] for r in sinks]):.0%}"
+        in (sentence)
+    )
+    assert len(section.grids[2].rows) == min(10, len(sinks))
+    np.testing.assert_allclose(
+        section.numbers["sinks"]["explained"], [1 - row[4] / row[3] for row in rows], atol=1e-5
+    )
 
 
 def test_a_model_without_rotation_is_a_problem(tiny_decoder):

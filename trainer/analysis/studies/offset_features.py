@@ -1,9 +1,10 @@
-"""Rotary offset features of a model: where its mean queries and keys are large, and whether the
-bounds predict it (Rotary Offset Features, Table 2, Fig. 4 to 8)."""
+"""Rotary offset features of a model: where its mean queries and keys are large, whether the bounds
+predict it, and what they do for attention sinks (Rotary Offset Features, Sec. 4, Table 2)."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import ClassVar
 
 import numpy as np
@@ -13,48 +14,29 @@ from torch import Tensor
 from trainer.analysis.angle_stability import AngleStability
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
-from trainer.analysis.offset_features import (
-    COLUMNS,
-    RADII,
-    TURN,
-    OffsetFeatures,
-    PairPoints,
-    bounds,
-    contributions,
-    pair_points,
-)
+from trainer.analysis.head_view import head_view
+from trainer.analysis.offset_features import COLUMNS, OffsetFeatures, bounds, contributions
 from trainer.analysis.studies.angle_pictures import stable_angles, steadier
 from trainer.analysis.studies.arrays import plain
 from trainer.analysis.studies.extended_bounds import AS_TRAINED, ExtendedBounds, number, percent
-from trainer.analysis.studies.study import Study, Target
-from trainer.report.geometry.offset_figures import (
-    Cloud,
-    by_distance,
-    clouds,
-    radius_and_angle,
+from trainer.analysis.studies.offset_pictures import (
+    Feature,
+    channels,
+    curves,
+    feature_points,
+    head_points,
+    scatter,
 )
+from trainer.analysis.studies.offset_sinks import OffsetSinks
+from trainer.analysis.studies.study import Study, Target
 from trainer.report.geometry.section import Grid, Picture, Section
 
-SHOWN, CURVES, DISTANCES, POINTS = 3, 3, 400, 1000
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A pair of large means: ``strength`` is the product of their lengths, ``turned`` the angle
-    that it turns in the training length, radians."""
-
-    strength: float
-    turned: float
-    points: PairPoints
-
-    @property
-    def name(self) -> str:
-        """Layer, head and pair."""
-        return f"L{self.points.layer}H{self.points.head}, pair {self.points.pair}"
+SHOWN = 3
+"""Features that pictures show where no heads are chosen."""
 
 
 class OffsetFeaturesStudy(Study):
-    """Radii and angles of every pair, their bounds, and these bounds at a longer length."""
+    """Radii and angles of every pair, their bounds, these bounds at a longer length, and sinks."""
 
     key: ClassVar[str] = "offset_features"
     title: ClassVar[str] = "Rotary offset features"
@@ -64,16 +46,17 @@ class OffsetFeaturesStudy(Study):
         self._extended = ExtendedBounds(target)
         self._features: list[Feature] = []
         self._stability = AngleStability()
+        self._sinks = OffsetSinks()
 
     @classmethod
     def problems(cls, target: Target) -> list[str]:
         """Without a rotation there are no pairs."""
-        if any(spectrum.rotates for spectrum in target.model.layout.spectra):
+        if target.rotates:
             return []
         return ["expected a model with a rotary encoding, got one without rotation in any head."]
 
     def on_layer(self, heads: Heads) -> None:
-        """Means of all pairs; the points of the strongest one, of all heads or of chosen ones."""
+        """Means of all pairs; the strongest one of every head, and of some heads its points."""
         # Once for all: the temporary float64 copies of a layer leave holes in memory.
         means = replace(
             heads,
@@ -82,36 +65,48 @@ class OffsetFeaturesStudy(Study):
         )
         self._extended.update(means)
         self._stability.update(heads)
+        strongest = [
+            one for head in range(heads.q.shape[1]) if (one := self._strongest(means, head))
+        ]
+        for possible, _, head, pair in strongest:
+            if possible:
+                self._sinks.update(heads, head, pair)
         if self.target.chosen:
-            groups = [[head] for layer, head in self.target.chosen if layer == heads.layer]
+            chosen = {head for layer, head in self.target.chosen if layer == heads.layer}
+            strongest = [one for one in strongest if one[2] in chosen]
         else:
-            groups = [list(range(heads.q.shape[1]))]
-        for group in groups:
-            found = [one for head in group if (one := self._strongest(means, head))]
-            if found:
-                strength, turned, head, pair = max(found)
-                self._features.append(Feature(strength, turned, pair_points(heads, head, pair)))
+            strongest = sorted(strongest, reverse=True)[:1]
+        for possible, strength, head, pair in strongest:
+            turns = self._spectrum(means, head)
+            view = head_view(heads, head)
+            self._features.append(Feature(possible, strength, pair, turns, view))
+        self._features.sort(key=lambda one: (not one.possible, -one.strength))
+        if not self.target.chosen:
+            del self._features[SHOWN:]
 
-    def _strongest(self, means: Heads, head: int) -> tuple[float, float, int, int] | None:
-        """Strength, turn, head and index of the pair of longest means under the upper bound."""
+    def _spectrum(self, means: Heads, head: int) -> Array:
+        C, spectra = self.target.training_length, means.encoding.spectra
+        return np.array(spectra[head // means.queries_per_key].at(C, C).inv_freq)
+
+    def _strongest(self, means: Heads, head: int) -> tuple[bool, float, int, int] | None:
+        """The pair of longest means, of those under the upper bound where there are any: whether
+        it is, the product of the lengths, head and index. None where nothing rotates."""
         C, kv = self.target.training_length, head // means.queries_per_key
         known = bounds(means.encoding.spectra[kv].at(C, C), C)
-        if not known.possible.any():
+        moving = known.inv_freq > 0
+        if not moving.any():
             return None
-        pairs = len(known.possible)
+        among = known.possible if known.possible.any() else moving
+        pairs = len(among)
         size = _radii(means.q[:, head], pairs) * _radii(means.k[:, kv], pairs)
-        pair = int(np.where(known.possible, size, -1).argmax())
-        return float(size[pair]), float(known.inv_freq[pair] * C), head, pair
+        pair = int(np.where(among, size, -1).argmax())
+        return bool(known.possible[pair]), float(size[pair]), head, pair
 
     def section(self) -> Section:
-        """Scatter plot, clouds, curves by distance, and both tables."""
+        """Scatter plots, heads with their pairs, curves by distance, sinks, and the tables."""
         results = self._extended.results()
         found = results[AS_TRAINED]
-        shown = sorted(self._features, key=lambda one: -one.strength)[:SHOWN]
-        stability = self._stability.result()
-        pictures = [_scatter(found), stable_angles(stability)]
-        if shown:
-            pictures += [self._clouds(shown), _curves(found, shown)]
+        stability, sinks = self._stability.result(), self._sinks.part(self.target)
         return Section(
             self.key,
             self.title,
@@ -120,17 +115,30 @@ class OffsetFeaturesStudy(Study):
             "at distance 0 up to the context length C: then it turns less than once in C (the "
             "upper bound on its frequency), and the angle from query to key is large enough (the "
             "lower bound). The radius is the length of the mean key; means are over all positions, "
-            "before the rotation.",
+            "before the rotation. Keys of attention sinks leave the mean: they lie towards the "
+            "queries, and what that does to attention is measured by taking the pair's part out of "
+            "all scores.",
             (
                 "part(δ) = |q̄| |k̄| cos(φ − θ δ) / √D",
                 "upper bound: θ < 2π / C",
                 "lower bound: φ ≥ π + θ C / 2",
             ),
-            "Rotary Offset Features in Large Language Models, Eq. 13–16, Table 2, Fig. 2 and 4–8, "
-            "App. C.",
-            (*_findings(found, shown), *steadier(stability), *self._extended.findings(results)),
-            (*pictures, self._extended.picture(found)),
-            (_table(found), self._extended.grid(results)),
+            "Rotary Offset Features in Large Language Models, Eq. 13–16, Sec. 4.2, Table 2, Fig. "
+            "1, 2, 4, 6–8 and 11–14, App. C.",
+            (
+                *_findings(found, self._features),
+                *steadier(stability),
+                *sinks.findings,
+                *self._extended.findings(results),
+            ),
+            (
+                scatter(found),
+                stable_angles(stability),
+                *self._of_heads(found),
+                *sinks.pictures,
+                self._extended.picture(found),
+            ),
+            (table(found), self._extended.grid(results), *sinks.grids),
             {
                 "context_length": found.context_length,
                 "extended_length": self._extended.length,
@@ -143,29 +151,22 @@ class OffsetFeaturesStudy(Study):
                     for name, one in results.items()
                 },
                 "features": {name: plain(getattr(found, name)) for name in COLUMNS},
-            },
+            }
+            | sinks.numbers,
         )
 
-    def _clouds(self, shown: list[Feature]) -> Picture:
-        step = -(-self.target.length // POINTS)
-        panels = [
-            Cloud(one.name, one.points.query[::step], one.points.key[::step], one.turned)
-            for one in shown
+    def _of_heads(self, found: OffsetFeatures) -> list[Picture]:
+        """Pictures of the strongest heads, or of the chosen ones that rotate."""
+        shown, C = self._features, self.target.training_length
+        if not shown:
+            return []
+        whole = shown if self.target.chosen else shown[:1]
+        return [
+            channels(shown),
+            feature_points(shown, C),
+            *(head_points(one, C, self.target.pairs) for one in whole),
+            curves(found, shown),
         ]
-        return Picture(
-            "offset_feature_points",
-            clouds(panels),
-            "Queries and keys of the strongest pairs under the upper bound, before the rotation, a "
-            f"point for {'each token' if step == 1 else f'one in {step} tokens'}; arrows: the mean "
-            "query and key, green: how far the query turns within the training length. Single keys "
-            "far from the others, towards the queries, are attention sinks.",
-            ("layer", "head", "pair", "token", "query_1", "query_2", "key_1", "key_2"),
-            [
-                (one.points.layer, one.points.head, one.points.pair, i * step, *map(float, values))
-                for one, panel in zip(shown, panels, strict=True)
-                for i, values in enumerate(np.hstack([panel.query, panel.key]))
-            ],
-        )
 
 
 def _radii(x: Tensor, pairs: int) -> Array:
@@ -174,51 +175,8 @@ def _radii(x: Tensor, pairs: int) -> Array:
     return np.hypot(mean[:pairs], mean[pairs : 2 * pairs])
 
 
-def _scatter(found: OffsetFeatures) -> Picture:
-    moving = found.inv_freq > 0
-    turns = found.inv_freq[moving] * found.context_length / TURN
-    return Picture(
-        "offset_features",
-        radius_and_angle(turns, found.key_radius[moving], found.angle[moving], RADII),
-        "Every rotary pair of every query head by its turns within C = "
-        f"{found.context_length:,} tokens, slow pairs to the right: the radius of its mean key, "
-        "and the angle from its mean query to its mean key (rad), larger and darker with the "
-        "radius. Dashed: the upper bound; orange: the lower bound; dotted: the radii of the table. "
-        "Large pairs should lie right of the one and above the other.",
-        COLUMNS,
-        list(zip(*(getattr(found, name).tolist() for name in COLUMNS), strict=True)),
-    )
-
-
-def _curves(found: OffsetFeatures, shown: list[Feature]) -> Picture:
-    C = found.context_length
-    distances = np.unique(np.geomspace(1, C + 1, DISTANCES).astype(int)) - 1
-    panels, rows = {}, []
-    for one in shown:
-        at = one.points
-        parts = contributions(found, at.layer, at.head, distances.tolist())
-        total = parts.sum(axis=0)
-        curves = {"all pairs": total, f"all but pair {at.pair}": total - parts[at.pair]}
-        for pair in np.argsort(-np.abs(parts).max(axis=1))[:CURVES]:
-            curves[f"pair {pair}"] = parts[pair]
-        panels[one.name] = (distances, curves)
-        rows += [
-            (at.layer, at.head, name, int(distance), float(value))
-            for name, values in curves.items()
-            for distance, value in zip(distances, values, strict=True)
-        ]
-    return Picture(
-        "offset_contributions",
-        by_distance(panels, C),
-        "What the means of rotary pairs add to the logit by distance, in the heads of these "
-        "features: all pairs together, all but the feature, and the strongest pairs. What the "
-        "first two lines differ by is what the feature does to far tokens.",
-        ("layer", "head", "curve", "distance", "part_of_logit"),
-        rows,
-    )
-
-
-def _table(found: OffsetFeatures) -> Grid:
+def table(found: OffsetFeatures) -> Grid:
+    """How many large pairs the bounds predict (Table 2)."""
     return Grid(
         f"Of {len(found.angle):,} pairs, {percent(found.share)} are under the upper bound (UB), "
         f"with a mean lower bound (LB) of {number(found.mean_lower_bound)} rad. Recall: the share "
@@ -232,7 +190,7 @@ def _table(found: OffsetFeatures) -> Grid:
     )
 
 
-def _findings(found: OffsetFeatures, shown: list[Feature]) -> list[str]:
+def _findings(found: OffsetFeatures, shown: Sequence[Feature]) -> list[str]:
     C = found.context_length
     text = [
         f"{percent(found.share)} of {len(found.angle):,} pairs turn less than once in {C:,} "
@@ -250,16 +208,16 @@ def _findings(found: OffsetFeatures, shown: list[Feature]) -> list[str]:
             f"No pair has a radius of {found.recall[0].radius:g}; the largest is "
             f"{found.key_radius.max():.2f}."
         )
-    if shown:
+    if shown and shown[0].possible:
         text.append(_strongest(found, shown[0]))
     return text
 
 
 def _strongest(found: OffsetFeatures, one: Feature) -> str:
-    at, C = one.points, found.context_length
-    parts = contributions(found, at.layer, at.head, range(C + 1))[at.pair]
+    at, C = one.view, found.context_length
+    parts = contributions(found, at.layer, at.head, range(C + 1))[one.pair]
     (row,) = np.flatnonzero(
-        (found.layer == at.layer) & (found.head == at.head) & (found.pair == at.pair)
+        (found.layer == at.layer) & (found.head == at.head) & (found.pair == one.pair)
     )
     angle, lower = found.angle[row], found.lower_bound[row]
     text = (

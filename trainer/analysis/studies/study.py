@@ -23,7 +23,8 @@ class Target:
 
     ``ids``: ``[B, T]`` tokens on the model's device, each row behind a beginning-of-text token.
     ``chosen``: (layer, query head) pairs that snapshots and maps show; empty: the study chooses.
-    ``seed``: of subsamples. ``prompt``: needle prompts in the model's words; None: there are none.
+    ``pairs``: rotary pairs that pictures of single ones show; empty: all, or found. ``seed``: of
+    subsamples. ``prompt``: needle prompts in the model's words; None: there are none.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Target:
     chosen: tuple[tuple[int, int], ...] = ()
     seed: int = 0
     prompt: NeedlePrompt | None = None
+    pairs: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:

@@ -51,6 +51,19 @@ class Cloud:
     diagonal: bool = False
 
 
+@dataclass(frozen=True)
+class HeadCloud:
+    """Points ``x``, ``y`` ``[n]`` of heads with their ``layer``; else as :class:`Cloud`."""
+
+    title: str
+    layer: Array
+    x: Array
+    y: Array
+    x_label: str
+    y_label: str
+    diagonal: bool = False
+
+
 def unscaled(axes: Axes) -> None:
     """Axes as they come."""
 
@@ -94,21 +107,33 @@ def lines(panels: Sequence[Panel]) -> Figure:
 
 def points(clouds: Sequence[Cloud]) -> Figure:
     """One panel a column, a point for every head, coloured by its layer."""
+    layers = len(clouds[0].x)
+    layer = np.repeat(np.arange(layers), clouds[0].x.shape[1])
+    return head_points(
+        [
+            HeadCloud(c.title, layer, c.x.ravel(), c.y.ravel(), c.x_label, c.y_label, c.diagonal)
+            for c in clouds
+        ],
+        layers,
+    )
+
+
+def head_points(clouds: Sequence[HeadCloud], layers: int) -> Figure:
+    """As :func:`points`, of some heads of a model of so many ``layers``."""
     with paper_style():
         figure, grid = _columns(len(clouds), narrow=len(clouds) == 1)
         for axes, cloud in zip(grid, clouds, strict=True):
-            layer = np.repeat(np.arange(len(cloud.x)), cloud.x.shape[1])
             if cloud.diagonal:
-                both = np.concatenate([cloud.x.ravel(), cloud.y.ravel()])
+                both = np.concatenate([cloud.x, cloud.y])
                 ends = [both.min(), both.max()]
                 axes.plot(ends, ends, color="#707070", linewidth=0.8, linestyle=":", zorder=1)
             found = axes.scatter(
-                cloud.x.ravel(),
-                cloud.y.ravel(),
-                c=layer,
+                cloud.x,
+                cloud.y,
+                c=cloud.layer,
                 cmap=GRADED,
                 vmin=0,
-                vmax=max(len(cloud.x) - 1, 1),
+                vmax=max(layers - 1, 1),
                 s=16,
                 linewidths=0,
                 alpha=0.85,
