@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy import (
     MEASURES,
+    TAPERS,
     frequency_entropies,
     sequence_fe,
     spectrum_fe,
 )
 from trainer.analysis.pairs import pair_norms
+from trainer.analysis.short_time import WINDOWS, ShortTime
 from trainer.errors import UserError
 
 IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))
@@ -59,7 +61,7 @@ def test_the_paper_s_frames_have_513_bins_and_there_are_7():
 def test_spectrum_entropy_is_scipy_s(seed, frame, hop, more, window):
     hop = min(hop, frame)
     signal = 3 + noise(frame + more, seed=seed)
-    ours = float(spectrum_fe(torch.tensor(signal), frame, hop, window))
+    ours = float(spectrum_fe(torch.tensor(signal), ShortTime(window, frame, hop)))
     assert ours == pytest.approx(spectrum_by_scipy(signal, frame, hop, window)[0], rel=1e-8)
 
 
@@ -120,7 +122,30 @@ def test_too_short_a_text_is_one_clear_error(tiny_decoder):
 
 def test_an_unknown_window_names_the_nearest():
     with pytest.raises(UserError, match="Did you mean 'hann'"):
-        spectrum_fe(torch.ones(2000), window="han")
+        spectrum_fe(torch.ones(2000), ShortTime("han"))
+
+
+def test_every_window_that_can_be_named_can_be_computed():
+    assert tuple(TAPERS) == WINDOWS
+
+
+@pytest.mark.parametrize(
+    ("frames", "said"),
+    [
+        (ShortTime(frame=1), "frame: expected 2 tokens or more, got 1."),
+        (ShortTime(frame=64, hop=65), "hop: expected 1 to 64 tokens, a frame, got 65."),
+        (ShortTime(frame=64, hop=0), "hop: expected 1 to 64 tokens, a frame, got 0."),
+    ],
+)
+def test_impossible_frames_are_said(frames, said):
+    assert frames.problems() == [said]
+
+
+def test_without_a_hop_frames_overlap_by_half():
+    signal = torch.tensor(noise(300, seed=1))
+    assert spectrum_fe(signal, ShortTime(frame=64)) == spectrum_fe(
+        signal, ShortTime("hann", 64, 32)
+    )
 
 
 @given(seeds, st.integers(1, 4))

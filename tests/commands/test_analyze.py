@@ -173,6 +173,15 @@ def test_without_a_length_it_is_eight_times_the_training_length(rope, tmp_path):
         (["+analysis=sinks", "analysis.chosen=[[0,1,2]]"], "expected pairs [layer, head]"),
         (["+analysis=sinks", "analysis.chosen=[[2,0]]"], "expected layers 0 to 1 and heads 0 to 1"),
         (["+analysis=offset_features", "analysis.pairs=[8]"], "no pair 8; expected 0 to 7"),
+        (
+            ["+analysis=frequency_entropy", "analysis.frequency_entropy.window=han"],
+            "analysis.frequency_entropy.window: expected one of hann, hamming, blackman, "
+            "rectangular, got 'han'. Did you mean 'hann'?",
+        ),
+        (
+            ["+analysis=frequency_entropy", "analysis.frequency_entropy={frame: 64, hop: 65}"],
+            "analysis.frequency_entropy.hop: expected 1 to 64 tokens",
+        ),
         (["+analysis=sinks", "analysis.dtype=fp8"], "analysis.dtype: got 'fp8'"),
         (["+analysis=sinks", "threads=0"], "threads: expected 1 or more"),
         (

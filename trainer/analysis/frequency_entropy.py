@@ -17,42 +17,42 @@ from torch import Tensor
 
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.pairs import of_pairs, pair_counts, pair_norms
-from trainer.errors import UserError, did_you_mean
+from trainer.analysis.short_time import USUAL, ShortTime
+from trainer.errors import UserError
 from trainer.model.language_model import LanguageModel
 
-WINDOWS: dict[str, Callable[..., Tensor]] = {
+TAPERS: dict[str, Callable[..., Tensor]] = {
     "hann": torch.hann_window,
     "hamming": torch.hamming_window,
     "blackman": torch.blackman_window,
     "rectangular": torch.ones,
 }
+"""By the names of :data:`~trainer.analysis.short_time.WINDOWS`."""
 
 
-def spectrum_fe(signal: Tensor, frame: int = 1024, hop: int = 512, window: str = "hann") -> Tensor:
+def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
     """SpectrumFE (Eq. 5 to 7): entropy of the power of overlapping frames, averaged over them.
 
     Args:
         signal: ``[..., T]``; tokens after the last whole frame are left out.
-        frame: tokens a frame.
-        hop: tokens from one frame to the next.
-        window: on every frame, one of :data:`WINDOWS`; the paper names none.
+        frames: how long, how far apart and under which window.
 
     Returns:
         ``[...]`` float64, between 0 and 1.
 
     Raises:
-        UserError: the signal is shorter than a frame, or the window is unknown.
+        UserError: the signal is shorter than a frame, or the frames are impossible.
     """
-    if window not in WINDOWS:
-        raise UserError(f"window: unknown window {window!r}.{did_you_mean(window, WINDOWS)}")
-    if signal.shape[-1] < frame:
+    if problems := frames.problems():
+        raise UserError(*problems)
+    if signal.shape[-1] < frames.frame:
         raise UserError(
-            f"SpectrumFE: expected a text of {frame} tokens (one frame) or more, "
+            f"SpectrumFE: expected a text of {frames.frame} tokens (one frame) or more, "
             f"got {signal.shape[-1]}; choose a longer text or a shorter frame."
         )
-    taper = WINDOWS[window](frame, dtype=torch.float64, device=signal.device)
-    frames = signal.double().unfold(-1, frame, hop) * taper
-    return _normalised_entropy(torch.fft.rfft(frames).abs().square().mean(dim=-2))
+    taper = TAPERS[frames.window](frames.frame, dtype=torch.float64, device=signal.device)
+    cut = signal.double().unfold(-1, frames.frame, frames.step) * taper
+    return _normalised_entropy(torch.fft.rfft(cut).abs().square().mean(dim=-2))
 
 
 def sequence_fe(signal: Tensor) -> Tensor:
@@ -80,10 +80,11 @@ def _normalised_entropy(power: Tensor) -> Tensor:
     return (torch.special.entr(share).sum(dim=-1) / math.log(power.shape[-1])).clamp(max=1)
 
 
-MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
+MEASURES: dict[str, Callable[..., Tensor]] = {
     "spectrum": spectrum_fe,
-    "sequence": sequence_fe,
+    "sequence": lambda signal, frames=USUAL: sequence_fe(signal),
 }
+"""Of a signal and the frames, which the first alone has."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,10 @@ class FrequencyEntropy:
 
 
 def frequency_entropies(
-    model: LanguageModel, ids: Tensor, measures: Sequence[str] = tuple(MEASURES)
+    model: LanguageModel,
+    ids: Tensor,
+    measures: Sequence[str] = tuple(MEASURES),
+    frames: ShortTime = USUAL,
 ) -> list[FrequencyEntropy]:
     """The frequency entropies of every layer, from one forward pass.
 
@@ -106,6 +110,7 @@ def frequency_entropies(
         model: a decoder, with the layout to measure.
         ids: ``[B, T]`` texts; entropies are averaged over them.
         measures: names in :data:`MEASURES`.
+        frames: of SpectrumFE.
 
     Raises:
         UserError: the texts are too short for a measure.
@@ -114,24 +119,26 @@ def frequency_entropies(
 
     # Told before any reading.
     for name in measures:
-        MEASURES[name](torch.ones(ids.shape[1]))
-    capture(model, ids, lambda heads: found.append(frequency_entropy_of(heads, measures)))
+        MEASURES[name](torch.ones(ids.shape[1]), frames)
+    capture(model, ids, lambda heads: found.append(frequency_entropy_of(heads, measures, frames)))
     return found
 
 
 def frequency_entropy_of(
-    heads: Heads, measures: Sequence[str] = tuple(MEASURES)
+    heads: Heads, measures: Sequence[str] = tuple(MEASURES), frames: ShortTime = USUAL
 ) -> FrequencyEntropy:
     """Of one captured layer; raises what :func:`frequency_entropies` does."""
-    return FrequencyEntropy(_of_side(heads, heads.q, measures), _of_side(heads, heads.k, measures))
+    return FrequencyEntropy(*(_of_side(heads, x, measures, frames) for x in (heads.q, heads.k)))
 
 
-def _of_side(heads: Heads, x: Tensor, measures: Sequence[str]) -> dict[str, Tensor]:
+def _of_side(
+    heads: Heads, x: Tensor, measures: Sequence[str], frames: ShortTime
+) -> dict[str, Tensor]:
     """A head at a time, since the frames of all heads take several times their memory."""
     counts = pair_counts(heads.encoding, x.shape[1], x.shape[-1])
     rows: dict[str, list[Tensor]] = {name: [] for name in measures}
     for head, pairs in zip(x.unbind(1), counts, strict=True):
         signal = pair_norms(head, pairs)
         for name in measures:
-            rows[name].append(MEASURES[name](signal).mean(dim=0))
+            rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
     return {name: of_pairs(values).cpu() for name, values in rows.items()}

@@ -35,7 +35,7 @@ def execute(named: Named[AnalysisRequest]) -> None:
     set_up_console()
     with stopping_at_once("Stopped", signal.SIGTERM, kept=False):
         report, page = analyze(named.request, named.name)
-    print("\n".join(summary(report) if len(report.sections) > 1 else findings(report)))
+    print("\n".join(summary(report) if len(report.sections) > 2 else findings(report)))
     for note in report.notes:
         print(f"Note: {note}")
     print(f"Report: {page}")

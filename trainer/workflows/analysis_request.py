@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.analysis.names import ALL, kinds
+from trainer.analysis.short_time import ShortTime
 from trainer.data.config import DataConfig
 from trainer.errors import did_you_mean
 from trainer.workflows.request import request_problems
@@ -19,7 +20,7 @@ class AnalysisConfig:
     (null: as many as make 4,096 tokens, at most 16). ``chosen``: [layer, query head] pairs that
     pictures of single heads show (empty: found by their measures). ``pairs``: rotary pairs that
     pictures of ``offset_features`` show one by one (empty: all of a head, or found). ``dtype``: of
-    the weights. ``seed``: of subsamples."""
+    the weights. ``seed``: of subsamples. ``frequency_entropy``: the frames of its SpectrumFE."""
 
     kind: str = ALL
     length: int | None = None
@@ -28,6 +29,7 @@ class AnalysisConfig:
     pairs: list[int] = field(default_factory=list)
     dtype: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
+    frequency_entropy: ShortTime = field(default_factory=ShortTime)
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
@@ -44,7 +46,8 @@ class AnalysisConfig:
             for pair in self.chosen
             if len(pair) != 2
         ]
-        return found
+        of_frames = self.frequency_entropy.problems()
+        return found + [f"analysis.frequency_entropy.{problem}" for problem in of_frames]
 
 
 @dataclass(frozen=True)

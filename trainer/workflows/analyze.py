@@ -77,8 +77,10 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         read, chosen = ids.to(device), tuple((a, b) for a, b in config.chosen)
         length = min(read.shape[1], model.layout.training_length)
         prompt = needle_prompt(of.tokenizer, read, length, config.seed)
-        pairs = tuple(config.pairs)
-        return Target(of.name, model, read, chosen, config.seed, prompt, pairs)
+        return Target(
+            *(of.name, model, read, chosen, config.seed, prompt),
+            *(tuple(config.pairs), config.frequency_entropy),
+        )
 
     first = target(candidate)
     studies, notes = _studies(first, kind)

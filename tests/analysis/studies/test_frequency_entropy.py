@@ -12,6 +12,7 @@ import scipy.stats
 import torch
 
 from trainer.analysis.capture import capture
+from trainer.analysis.short_time import ShortTime
 from trainer.analysis.studies.frequency_entropy import FrequencyEntropyStudy
 from trainer.analysis.studies.study import Target, run
 
@@ -61,7 +62,7 @@ def test_the_numbers_are_those_of_every_pair(tiny_decoder):
         for side in ("query", "key"):
             ours = section.numbers["entropy"][f"{name} {side}"]
             np.testing.assert_allclose(ours, expected(target, measure, side), atol=1e-4)
-    queries, keys, norms, means = section.pictures
+    queries, keys, norms, of_keys, means = section.pictures
     assert queries.header == ("layer", "head", "pair", "SpectrumFE", "SequenceFE")
     assert len(queries.rows) == 2 * 4 * 4
     assert len(keys.rows) == 2 * 2 * 4
@@ -75,7 +76,7 @@ def test_the_numbers_are_those_of_every_pair(tiny_decoder):
     assert by_row["SequenceFE", "key", 1, 2] == pytest.approx(
         expected(target, sequence_fe, "key")[1, :, 2].mean(), rel=1e-4
     )
-    assert {row[0] for row in norms.rows} == {0, 1}
+    assert {row[0] for row in norms.rows} == {row[0] for row in of_keys.rows} == {0, 1}
 
 
 def periodic(tiny_decoder, length=600):
@@ -142,7 +143,7 @@ def test_layers_without_rotation_are_compared_with_the_others(tiny_decoder):
 def test_a_model_without_rotation_has_entropies_but_no_sweep(tiny_decoder):
     section = section_of(Target("tiny", tiny_decoder(layers=["nope"]), text(300)), alphas=(0.0,))
     assert section.numbers["sweep"] == []
-    assert len(section.pictures) == 4
+    assert len(section.pictures) == 5
 
 
 def test_layers_with_fewer_pairs_leave_the_rest_open(tiny_decoder):
@@ -183,7 +184,7 @@ def test_the_sweep_reads_the_text_and_tells_what_it_costs(tiny_decoder):
 def test_chosen_heads_are_those_of_the_norm_maps(tiny_decoder):
     model, ids = tiny_decoder(), text(300)
     section = section_of(Target("tiny", model, ids, chosen=((1, 3),)))
-    norms = section.pictures[2]
+    norms = named(section, "frequency_entropy_heads_keys")
     assert {row[:2] for row in norms.rows} == {(1, 3)}
     layers = []
     capture(model, ids, layers.append)
@@ -191,3 +192,62 @@ def test_chosen_heads_are_those_of_the_norm_maps(tiny_decoder):
     by_row = {row[2:5]: row[5] for row in norms.rows}
     expected_norm = np.hypot(key[4:6, 2], key[4:6, 6]).mean()
     assert by_row["key", 2, 4] == pytest.approx(expected_norm, rel=1e-5)
+
+
+def named(section, name):
+    (found,) = (one for one in section.pictures if one.name == name)
+    return found
+
+
+def test_heads_of_one_layer_stand_beside_each_other_in_the_order_asked_for(tiny_decoder):
+    """As Fig. 18 has two heads of a layer, and Fig. 2 layers in an order of its own."""
+    chosen = ((1, 0), (1, 3), (0, 2), (0, 1), (0, 0))
+    section = section_of(Target("tiny", tiny_decoder(), text(1100), chosen=chosen))
+    first = named(section, "frequency_entropy_heads_queries").figure
+    titles = [axes.get_title() for axes in first.axes if axes.get_title()]
+    assert titles == [f"layer {layer}, head {head}" for layer, head in chosen[:4]]
+    entropy = np.array(section.numbers["entropy"]["SequenceFE query"])[1, 3]
+    column = first.axes[4 + 1]  # of SequenceFE, the second row
+    np.testing.assert_allclose(column.lines[0].get_ydata(), entropy, atol=1e-5)
+    rest = named(section, "frequency_entropy_heads_queries_2")
+    assert {row[:2] for row in rest.rows} == {(0, 0)}
+
+
+def test_all_layers_are_panels_of_one_figure(tiny_decoder):
+    model = tiny_decoder(model={"num_hidden_layers": 6}, layers=["rope", "rope", "nope"])
+    section = section_of(Target("tiny", model, text(1100)))
+    for measure, name in (("spectrum", "SpectrumFE"), ("sequence", "SequenceFE")):
+        grid = named(section, f"frequency_entropy_all_layers_{measure}")
+        titles = [axes.get_title() for axes in grid.figure.axes if axes.get_title()]
+        assert titles[:3] == ["layer 0", "layer 1", "layer 2, no rotation"]
+        assert len(titles) == 6
+        assert len(grid.rows) == 6 * (4 + 2) * 4
+        for side in ("query", "key"):
+            values = [row[4] for row in grid.rows if row[0] == side]
+            expected = np.array(section.numbers["entropy"][f"{name} {side}"]).ravel()
+            np.testing.assert_allclose(values, expected, atol=1e-5)
+        drawn = grid.figure.axes[2].collections[0].get_offsets()
+        expected = np.array(section.numbers["entropy"][f"{name} query"])[2]
+        np.testing.assert_allclose(np.asarray(drawn)[:, 1], expected.ravel(), atol=1e-5)
+
+
+def test_frames_are_those_asked_for(tiny_decoder):
+    frames = ShortTime("hamming", 256, 100)
+    target = Target("tiny", tiny_decoder(), text(600), frames=frames)
+    section = section_of(target)
+
+    def measure(signal):
+        _, _, stft = scipy.signal.spectrogram(
+            signal, window="hamming", nperseg=256, noverlap=156, detrend=False, mode="complex"
+        )
+        return scipy.stats.entropy((np.abs(stft) ** 2).mean(axis=-1)) / math.log(129)
+
+    ours = section.numbers["entropy"]["SpectrumFE query"]
+    np.testing.assert_allclose(ours, expected(target, measure, "query"), atol=1e-4)
+    assert section.numbers["frames"] == {"window": "hamming", "frame": 256, "hop": 100}
+    assert "[100 t + n]" in section.formula[1]
+    assert "log 129" in section.formula[2]
+    long = Target("tiny", target.model, text(255), frames=frames)
+    assert section_of(long).findings[0] == (
+        "SpectrumFE is left out: its frames take 256 tokens, the text has 255."
+    )

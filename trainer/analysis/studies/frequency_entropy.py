@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -13,22 +13,25 @@ from trainer.analysis.attenuation import GATES, Gate, Sweep, sweep
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
 from trainer.analysis.frequency_entropy import MEASURES, FrequencyEntropy, frequency_entropy_of
+from trainer.analysis.grids import cell_means
 from trainer.analysis.pairs import Side, pair_counts, pair_norms
-from trainer.analysis.studies.arrays import known, mean_over_heads, plain, stacked
+from trainer.analysis.studies.arrays import known, plain, stacked
+from trainer.analysis.studies.entropy_pictures import (
+    COLUMNS,
+    NAMES,
+    SIDES,
+    EntropyPictures,
+    HeadNorms,
+    Values,
+)
 from trainer.analysis.studies.study import Study, Target
 from trainer.positional.layout import LayerEncoding
-from trainer.report.geometry.entropy_figures import Scale, curves, heat_maps, pair_scatter
+from trainer.report.geometry.entropy_figures import curves
 from trainer.report.geometry.section import Picture, Section
 
-FRAME = 1024
-NAMES = {"spectrum": "SpectrumFE", "sequence": "SequenceFE"}
-SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
-NORMS: dict[Side, str] = {"query": "its queries", "key": "the keys it reads"}
-THRESHOLDS = {NAMES[m]: [g.tau for g in GATES if g.measure == m] for m in MEASURES}
 ALPHAS, SWEEP_TOKENS = (0.0, 0.5, 0.9), 1024
-LAYERS_SHOWN, CELLS = 4, 256
+CELLS = 256
 NEAR = 2  # pairs to either side that count as the same band
-Values = Mapping[tuple[str, Side], Array]
 
 
 class FrequencyEntropyStudy(Study):
@@ -48,24 +51,30 @@ class FrequencyEntropyStudy(Study):
     ) -> None:
         super().__init__(target)
         self.alphas, self.sweep_tokens = tuple(alphas), sweep_tokens
-        self.measures = [m for m in MEASURES if m != "spectrum" or target.length >= FRAME]
+        self.frames = target.frames
+        long = target.length >= self.frames.frame
+        self.measures = [m for m in MEASURES if m != "spectrum" or long]
         self._layers: list[FrequencyEntropy] = []
-        self._norms: dict[tuple[int, int], dict[Side, Array]] = {}
+        self._norms: dict[tuple[int, int], HeadNorms] = {}
         self._shown = _layers_to_show(target)
 
     def on_layer(self, heads: Heads) -> None:
         """Entropies of all its pairs; the norms of one head of a layer that is shown."""
-        found = frequency_entropy_of(heads, self.measures)
+        found = frequency_entropy_of(heads, self.measures, self.frames)
         self._layers.append(found)
-        if heads.layer not in self._shown:
-            return
-        head = self._shown[heads.layer]
-        if head is None:  # the one with the most concentrated pair
-            head = int(found.query[self.measures[0]].nan_to_num(nan=1.0).amin(dim=-1).argmin())
-        self._norms[heads.layer, head] = {
-            "query": _norm_map(heads, heads.q, head),
-            "key": _norm_map(heads, heads.k, head // heads.queries_per_key),
-        }
+        chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
+        if not self.target.chosen and heads.layer in self._shown:
+            # The one with the most concentrated pair.
+            entropy = found.query[self.measures[0]].nan_to_num(nan=1.0)
+            chosen = [int(entropy.amin(dim=-1).argmin())]
+        cell = -(-self.target.length // CELLS)
+        for head in chosen:
+            key = head // heads.queries_per_key
+            norms: dict[Side, Array] = {
+                "query": _norm_map(heads, heads.q, head, cell),
+                "key": _norm_map(heads, heads.k, key, cell),
+            }
+            self._norms[heads.layer, head] = HeadNorms(heads.layer, head, key, cell, norms)
 
     def section(self) -> Section:
         """Scatter plots, maps, and the sweep."""
@@ -77,10 +86,10 @@ class FrequencyEntropyStudy(Study):
             for side in SIDES
         }
         sweeps = self._sweeps()
-        pictures = [self._scatter(values, side) for side in SIDES]
-        pictures += [self._norm_maps(), _mean_maps(values, self.target.pair_axis)]
+        pictures = self._pictures(values)
         if sweeps:
             pictures.append(_sweep_picture(sweeps))
+        frame, hop = self.frames.frame, self.frames.step
         return Section(
             self.key,
             self.title,
@@ -92,8 +101,9 @@ class FrequencyEntropyStudy(Study):
             "that RoPE would turn together.",
             (
                 "sⱼ[n] = ‖qₙ⁽ʲ⁾‖₂",
-                "S[k, t] = |Σₙ sⱼ[512 t + n] w[n] exp(−2πi k n / 1024)|²,  w: Hann",
-                "SpectrumFE = −Σₖ pₖ log pₖ / log 513,  pₖ ∝ meanₜ S[k, t]",
+                f"S[k, t] = |Σₙ sⱼ[{hop} t + n] w[n] exp(−2πi k n / {frame})|²,  "
+                f"w: {self.frames.window.capitalize()}",
+                f"SpectrumFE = −Σₖ pₖ log pₖ / log {frame // 2 + 1},  pₖ ∝ meanₜ S[k, t]",
                 "SequenceFE = −Σₖ pₖ log pₖ / log(⌊L/2⌋ − 1),  pₖ ∝ |DFT(sⱼ)[k]|²,  1 ≤ k < ⌊L/2⌋",
             ),
             "Probing Rotary Position Embeddings through Frequency Entropy, Eq. 4–12, Fig. 1–10.",
@@ -101,6 +111,7 @@ class FrequencyEntropyStudy(Study):
             tuple(pictures),
             numbers={
                 "tokens": self.target.length,
+                "frames": {"window": self.frames.window, "frame": frame, "hop": hop},
                 "entropy": {f"{NAMES[m]} {side}": plain(of) for (m, side), of in values.items()},
                 "sweep": [
                     {"gate": _label(s.gate), "pairs": s.pairs}
@@ -110,6 +121,24 @@ class FrequencyEntropyStudy(Study):
             },
         )
 
+    def _pictures(self, values: Values) -> list[Picture]:
+        layers = self.target.model.layout.layers
+        still = frozenset(i for i, encoding in enumerate(layers) if not _rotates(encoding))
+        pictures = EntropyPictures(values, still, self.target.pair_axis)
+        some = self._shown[:COLUMNS]
+        heads = [self._norms[at] for at in dict.fromkeys(self.target.chosen or self._norms)]
+        rows = [heads[start : start + COLUMNS] for start in range(0, len(heads), COLUMNS)]
+        found = [pictures.scatter(some, side) for side in SIDES]
+        found += [
+            pictures.heads(row, side, number)
+            for side in SIDES
+            for number, row in enumerate(rows, start=1)
+        ]
+        found.append(pictures.means())
+        if len(some) < len(layers):
+            found += [pictures.layers(measure) for measure in self.measures]
+        return found
+
     def _sweeps(self) -> list[Sweep]:
         layers = self.target.model.layout.layers
         if not self.alphas or not any(map(_rotates, layers)) or any(e.intervention for e in layers):
@@ -118,65 +147,12 @@ class FrequencyEntropyStudy(Study):
         gates = [gate for gate in GATES if gate.measure in self.measures]
         return sweep(self.target.model, ids, self._layers, gates, self.alphas)
 
-    def _titles(self) -> dict[int, str]:
-        encodings = self.target.model.layout.layers
-        return {
-            layer: f"layer {layer}" + ("" if _rotates(encodings[layer]) else ", no rotation")
-            for layer, _ in self._norms
-        }
-
-    def _scatter(self, values: Values, side: Side) -> Picture:
-        panels = {
-            NAMES[m]: {title: values[m, side][layer] for layer, title in self._titles().items()}
-            for m in self.measures
-        }
-        rows = [
-            (layer, head, pair, *(float(values[m, side][layer, head, pair]) for m in self.measures))
-            for layer, head, pair in np.argwhere(np.isfinite(values[self.measures[0], side]))
-        ]
-        return Picture(
-            f"frequency_entropy_{SIDES[side]}",
-            pair_scatter(panels, THRESHOLDS, self.target.pair_axis),
-            f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]} of some layers "
-            "by the pair's index, a colour for each head. Dashed: the thresholds 0.2 and 0.4 of "
-            "SpectrumFE and 0.6 of SequenceFE. Low SpectrumFE: bands; low SequenceFE: periods. "
-            "The file has all layers.",
-            ("layer", "head", "pair", *(NAMES[m] for m in self.measures)),
-            rows,
-        )
-
-    def _norm_maps(self) -> Picture:
-        panels, rows, step = {}, [], -(-self.target.length // CELLS)
-        for side in SIDES:
-            for (layer, head), maps in self._norms.items():
-                panels[f"L{layer}H{head}, {NORMS[side]}"] = maps[side]
-                rows += [
-                    (layer, head, side, pair, cell * step, float(norm))
-                    for (pair, cell), norm in np.ndenumerate(maps[side])
-                ]
-        return Picture(
-            "pair_norms",
-            heat_maps(
-                panels,
-                Scale("l2 norm of the pair", log=True),
-                x="token",
-                y=self.target.pair_axis,
-                columns=len(self._norms),
-                cell=(step, 1),
-            ),
-            "Norms of the pairs of one query head a layer, and of the keys it reads, along "
-            f"the first text (means over {step} tokens, logarithmic colour). A bright row is a "
-            "frequency band, stripes across it are periods.",
-            ("layer", "query_head", "side", "pair", "from_token", "norm"),
-            rows,
-        )
-
     def _findings(self, values: Values, sweeps: list[Sweep]) -> list[str]:
         found = []
         if "spectrum" not in self.measures:
             found.append(
-                f"SpectrumFE is left out: its frames take {FRAME:,} tokens, the text has "
-                f"{self.target.length:,}."
+                f"SpectrumFE is left out: its frames take {self.frames.frame:,} tokens, the text "
+                f"has {self.target.length:,}."
             )
         for m in self.measures:
             low, middle, high = np.quantile(known(values[m, "query"]), [0.05, 0.5, 0.95])
@@ -206,16 +182,15 @@ class FrequencyEntropyStudy(Study):
         return found
 
 
-def _layers_to_show(target: Target) -> dict[int, int | None]:
-    """Layers with the head whose norms are shown, None for the study to choose: those that were
-    asked for, else the first, the middle and the last, and one without rotation."""
-    asked = dict(reversed(target.chosen))
-    if asked:
-        return dict(sorted(asked.items())[:LAYERS_SHOWN])
+def _layers_to_show(target: Target) -> list[int]:
+    """Layers whose norms are shown of a head: those that were asked for, else the first, the middle
+    and the last, and one without rotation."""
+    if target.chosen:
+        return list(dict.fromkeys(layer for layer, _ in target.chosen))
     encodings = target.model.layout.layers
     still = [layer for layer, encoding in enumerate(encodings) if not _rotates(encoding)]
     last = len(encodings) - 1
-    return dict.fromkeys(sorted({0, last // 2, last, *still[:1]}))
+    return sorted({0, last // 2, last, *still[:1]})
 
 
 def _rotates(encoding: LayerEncoding) -> bool:
@@ -226,29 +201,10 @@ def _label(gate: Gate) -> str:
     return f"{NAMES[gate.measure]} {'<' if gate.side == 'below' else '>'} {gate.tau}"
 
 
-def _norm_map(heads: Heads, x: Tensor, head: int) -> Array:
+def _norm_map(heads: Heads, x: Tensor, head: int, cell: int) -> Array:
     """``[pairs, cells]``, means over neighbouring tokens of the first text."""
     norms = pair_norms(x[0, head], pair_counts(heads.encoding, x.shape[1], x.shape[-1])[head])
-    cells = norms.split(-(-norms.shape[-1] // CELLS), dim=-1)
-    return np.stack([cell.mean(dim=-1).cpu().numpy() for cell in cells], axis=-1)
-
-
-def _mean_maps(values: Values, x_label: str) -> Picture:
-    panels, scales, rows = {}, [], []
-    for (m, side), entropy in values.items():
-        means = mean_over_heads(entropy)
-        panels[f"{NAMES[m]} of {SIDES[side]}"] = means
-        scales.append(Scale("entropy"))
-        rows += [(NAMES[m], side, *at, float(mean)) for at, mean in np.ndenumerate(means)]
-    return Picture(
-        "frequency_entropy_layers",
-        heat_maps(panels, scales, x=x_label, y="layer"),
-        "Mean frequency entropy over the heads of a layer (0 to 1, each panel with its own "
-        "colours), by pair. Dark columns are bands (SpectrumFE) or periods (SequenceFE) at the "
-        "same pair in many layers.",
-        ("measure", "side", "layer", "pair", "mean_over_heads"),
-        rows,
-    )
+    return cell_means(norms, cell).cpu().numpy()
 
 
 def _sweep_picture(sweeps: list[Sweep]) -> Picture:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.needle_prompt import NeedlePrompt
+from trainer.analysis.short_time import USUAL, ShortTime
 from trainer.model.language_model import LanguageModel
 from trainer.report.geometry.section import Section
 
@@ -24,7 +25,8 @@ class Target:
     ``ids``: ``[B, T]`` tokens on the model's device, each row behind a beginning-of-text token.
     ``chosen``: (layer, query head) pairs that snapshots and maps show; empty: the study chooses.
     ``pairs``: rotary pairs that pictures of single ones show; empty: all, or found. ``seed``: of
-    subsamples. ``prompt``: needle prompts in the model's words; None: there are none.
+    subsamples. ``prompt``: needle prompts in the model's words; None: there are none. ``frames``:
+    of the short-time transform of frequency entropies.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Target:
     seed: int = 0
     prompt: NeedlePrompt | None = None
     pairs: tuple[int, ...] = ()
+    frames: ShortTime = USUAL
 
     @property
     def length(self) -> int:

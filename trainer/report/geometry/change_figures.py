@@ -58,7 +58,9 @@ def changes_by_pair(found: Changes, first: Mapping[str, Sequence[int]]) -> Figur
         grid[1].set_ylabel("change of the angle φ (rad)")
         grid[1].set_xlabel("pair index, from the fastest on")
         grid[1].locator_params(axis="x", integer=True)
-        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+        figure.legend(
+            *grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
+        )
         bar = figure.colorbar(points, ax=list(grid), label="layer", aspect=30)
         bar.solids.set_alpha(1)
         bar.locator.set_params(integer=True)
@@ -101,5 +103,5 @@ def pairs_in_both(panels: Sequence[OnePair], names: Sequence[str]) -> Figure:
         grid[0].set_ylim(0, 2 * math.pi)
         grid[0].set_ylabel("angle φ, query to key (rad)")
         handles = grid[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper center", ncols=2)
+        figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False)
     return figure

@@ -80,7 +80,7 @@ def radius_and_angle(
         for axes in (above_turns, below_turns):
             axes.axvline(1, **edge, label="upper bound 2π/C")
         handles = below_turns.get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper right", ncols=2)
+        figure.legend(*handles, loc="outside upper right", ncols=2, frameon=False)
         figure.colorbar(points, ax=figure.axes, label="radius of the mean key", aspect=30)
     return figure
 

@@ -159,7 +159,7 @@ def by_distance(heads: Sequence[Contributions], context_length: int) -> Figure:
             [entry for axes in grid[0] for entry in axes.get_legend_handles_labels()[which]]
             for which in (0, 1)
         )
-        figure.legend(handles, labels, loc="outside upper center", ncols=3)
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
         bar = figure.colorbar(colours, ax=list(grid.flat), label="pair index", aspect=30)
         bar.locator.set_params(integer=True)
     return figure
