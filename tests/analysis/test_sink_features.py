@@ -59,8 +59,9 @@ def looped(heads, head, pair, queries):
 )
 def test_weights_and_margins_against_loops(name, changes, queries):
     heads = replace(layer_of_heads(name, kv_heads=1), **changes)
-    found = sink_part(heads, 3, 1)
+    found = sink_part(heads, 3, 1, control=0)
     weight, without, margin, parts = looped(heads, 3, 1, queries)
+    assert found.control == pytest.approx(looped(heads, 3, 0, queries)[1], rel=1e-4)
     assert (found.weight, found.without) == pytest.approx((weight, without), rel=1e-4)
     assert found.explained == pytest.approx(1 - without / weight, abs=1e-4)
     assert found.margin == pytest.approx(margin, rel=1e-3, abs=1e-4)
@@ -98,10 +99,13 @@ def test_a_sink_by_one_feature_is_explained_by_it():
     k[..., 3] -= 6
     k[:, :, 0, 3] += 12
     made = replace(heads, q=q, k=k, rotated_q=turned(q, spectrum), rotated_k=turned(k, spectrum))
-    found = sink_part(made, 1, 3)
+    found = sink_part(made, 1, 3, control=0)
+    assert found.control > 0.99
     assert found.weight > 0.99
     assert found.without == pytest.approx(np.mean([1 / (i + 1) for i in range(10, 40)]), rel=0.2)
     assert found.explained > 0.9
     assert found.parts.argmax() == 3
+    first, mean = k[:, 0, 0, [3, 7]].norm(dim=-1).mean(), k[:, 0][..., [3, 7]].mean((0, 1)).norm()
+    assert found.first_key == pytest.approx(float(first / mean), rel=1e-4)
     assert found.parts[3] == pytest.approx(found.margin, rel=0.05)
     assert torch.isfinite(torch.tensor(found.parts)).all()

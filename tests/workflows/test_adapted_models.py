@@ -76,6 +76,21 @@ def test_one_directory_by_both_programs_makes_the_same_predictions(llama, tmp_pa
     assert report.made["Of"].count("computed by transformers 5.") == 1
 
 
+def test_one_directory_by_both_programs_has_the_same_offset_features(llama, tmp_path, monkeypatch):
+    directory, text = llama
+    monkeypatch.setattr(analysis, "write_geometry_report", lambda report, output: output)
+    config = AnalysisConfig("offset_features", length=64, texts=1)
+    request = AnalysisRequest(f"hf:{directory}", str(directory), str(tmp_path), 1, text)
+    report, _ = analyze(replace(request, analysis=config))
+    _, changes = report.sections
+    numbers = changes.numbers
+    assert numbers["names"] == ["llama", "llama-hf"]
+    for name in ("radius", "angle"):
+        before, after = numbers[f"{name}_before"], numbers[f"{name}_after"]
+        assert before == pytest.approx(after, abs=1e-3)
+    assert len(numbers["pair"]) > 0
+
+
 def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
     directory, text = llama
     monkeypatch.setattr(evaluation, "write_renderings", lambda report, place: None)

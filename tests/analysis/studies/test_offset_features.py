@@ -198,6 +198,29 @@ def test_points_are_those_of_chosen_heads(tiny_decoder):
     assert values == pytest.approx([*q[[pair, pair + 4]].tolist(), *k[[pair, pair + 4]].tolist()])
 
 
+@pytest.mark.parametrize(
+    "positional",
+    [
+        pytest.param({"layers": ["p_rope", "nope"]}, id="pairs that stand still"),
+        pytest.param({"layers": ["half_rope", "alibi"]}, id="half, and ALiBi"),
+        pytest.param(
+            {"layers": ["rope_id", "rope"], "encodings": {"rope_id": {"fastest_wavelength": 4.0}}},
+            id="fast pairs, and all",
+        ),
+    ],
+)
+def test_layouts_of_several_kinds_have_all_pictures(tiny_decoder, positional):
+    target = Target("tiny", loud(tiny_decoder, **positional), IDS, chosen=((0, 0), (1, 1)))
+    section = section_of(target)
+    rotating = {row[0] for row in picture(section, "offset_features").rows}
+    shown = {row[0] for row in picture(section, "offset_channels").rows}
+    assert shown == rotating
+    assert {row[0] for row in picture(section, "offset_sinks").rows} <= rotating
+    moving = sum(theta > 0 for *_, theta, _, _ in pairs_of(target.model))
+    drawn = picture(section, "offset_features").figure.axes[0].collections[0].get_offsets()
+    assert len(drawn) == moving
+
+
 def test_layers_without_rotation_have_no_pairs(tiny_decoder):
     model = loud(tiny_decoder, layers=["rope", "nope"])
     section = section_of(Target("tiny", model, IDS))
@@ -269,6 +292,8 @@ def test_sinks_by_one_feature(tiny_decoder):
     np.testing.assert_allclose(
         section.numbers["sinks"]["explained"], [1 - row[4] / row[3] for row in rows], atol=1e-5
     )
+    fast = np.mean([row[6] for row in sinks])
+    assert f"(without its strongest faster pair {fast:.0%})" in sentence
 
 
 def test_a_model_without_rotation_is_a_problem(tiny_decoder):

@@ -112,7 +112,7 @@ class EntropyPictures:
                 NAMES[m]: self.values[m, side][one.layer, head, : len(norms)] for m in self.measures
             }
             title = f"layer {one.layer}, head {one.head}"
-            title += " (no rotation)" if one.layer in self.still else ""
+            title += "\nno rotation" if one.layer in self.still else ""
             columns.append(HeadColumn(title, entropies, norms, one.cell))
         whose = "" if side == "query" else " that these heads read"
         return Picture(

@@ -68,15 +68,15 @@ class OffsetFeaturesStudy(Study):
         strongest = [
             one for head in range(heads.q.shape[1]) if (one := self._strongest(means, head))
         ]
-        for possible, _, head, pair in strongest:
+        for possible, _, head, pair, fast in strongest:
             if possible:
-                self._sinks.update(heads, head, pair)
+                self._sinks.update(heads, head, pair, fast)
         if self.target.chosen:
             chosen = {head for layer, head in self.target.chosen if layer == heads.layer}
             strongest = [one for one in strongest if one[2] in chosen]
         else:
             strongest = sorted(strongest, reverse=True)[:1]
-        for possible, strength, head, pair in strongest:
+        for possible, strength, head, pair, _ in strongest:
             turns = self._spectrum(means, head)
             view = head_view(heads, head)
             self._features.append(Feature(possible, strength, pair, turns, view))
@@ -88,9 +88,12 @@ class OffsetFeaturesStudy(Study):
         C, spectra = self.target.training_length, means.encoding.spectra
         return np.array(spectra[head // means.queries_per_key].at(C, C).inv_freq)
 
-    def _strongest(self, means: Heads, head: int) -> tuple[bool, float, int, int] | None:
+    def _strongest(
+        self, means: Heads, head: int
+    ) -> tuple[bool, float, int, int, int | None] | None:
         """The pair of longest means, of those under the upper bound where there are any: whether
-        it is, the product of the lengths, head and index. None where nothing rotates."""
+        it is, the product of the lengths, head and index; and the strongest of the faster pairs.
+        None where nothing rotates."""
         C, kv = self.target.training_length, head // means.queries_per_key
         known = bounds(means.encoding.spectra[kv].at(C, C), C)
         moving = known.inv_freq > 0
@@ -100,7 +103,9 @@ class OffsetFeaturesStudy(Study):
         pairs = len(among)
         size = _radii(means.q[:, head], pairs) * _radii(means.k[:, kv], pairs)
         pair = int(np.where(among, size, -1).argmax())
-        return bool(known.possible[pair]), float(size[pair]), head, pair
+        faster = moving & ~known.possible
+        fast = int(np.where(faster, size, -1).argmax()) if faster.any() else None
+        return bool(known.possible[pair]), float(size[pair]), head, pair, fast
 
     def section(self) -> Section:
         """Scatter plots, heads with their pairs, curves by distance, sinks, and the tables."""
@@ -115,9 +120,9 @@ class OffsetFeaturesStudy(Study):
             "at distance 0 up to the context length C: then it turns less than once in C (the "
             "upper bound on its frequency), and the angle from query to key is large enough (the "
             "lower bound). The radius is the length of the mean key; means are over all positions, "
-            "before the rotation. Keys of attention sinks leave the mean: they lie towards the "
-            "queries, and what that does to attention is measured by taking the pair's part out of "
-            "all scores.",
+            "before the rotation. Keys of attention sinks leave the mean: they lie near the origin "
+            "or towards the queries, and what that does to attention is measured by taking the "
+            "pair's part out of all scores.",
             (
                 "part(δ) = |q̄| |k̄| cos(φ − θ δ) / √D",
                 "upper bound: θ < 2π / C",

@@ -135,8 +135,8 @@ def feature_points(shown: Sequence[Feature], trained: int) -> Picture:
         clouds(panels),
         f"Queries and keys of the strongest pairs {kind}, before the rotation, a "
         f"{_each(shown[0].view.step)}; arrows: the mean query and key, green: how far the query "
-        "turns within the training length. The first key, or another one, far from the others and "
-        "towards the queries is an attention sink.",
+        "turns within the training length. A key far from the others, near the origin or towards "
+        "the queries, such as often the first one, is an attention sink.",
         POINTS_HEADER,
         [row for one in shown for row in _point_rows(one.view, one.pair)],
     )

@@ -19,6 +19,7 @@ SINK = 0.1
 SHOWN = 10
 HEADER = (
     *("layer", "head", "pair", "attention", "attention_without", "explained"),
+    *("attention_without_fast_pair", "first_key"),
     *("margin", "margin_of_pair", "strongest_pair", "margin_of_strongest"),
 )
 
@@ -29,9 +30,9 @@ class OffsetSinks:
     def __init__(self) -> None:
         self._found: list[SinkPart] = []
 
-    def update(self, heads: Heads, head: int, pair: int) -> None:
-        """Take in one head of a layer and the pair to take out."""
-        if (found := sink_part(heads, head, pair)) is not None:
+    def update(self, heads: Heads, head: int, pair: int, fast: int | None) -> None:
+        """Take in one head of a layer, the pair to take out, and a faster one to compare with."""
+        if (found := sink_part(heads, head, pair, fast)) is not None:
             self._found.append(found)
 
     def part(self, target: Target) -> Part:
@@ -54,6 +55,7 @@ def _row(one: SinkPart) -> tuple[float, ...]:
     best = int(one.parts.argmax())
     return (
         *(one.layer, one.head, one.pair, one.weight, one.without, one.explained),
+        *(one.control, one.first_key),
         *(one.margin, float(one.parts[one.pair]), best, float(one.parts[best])),
     )
 
@@ -65,20 +67,21 @@ def _findings(sinks: list[SinkPart], heads: int) -> list[str]:
             "of its attention on the first token: there is no sink to explain."
         ]
     explained = np.array([one.explained for one in sinks])
-    before, after = (np.mean([getattr(one, name) for one in sinks]) for name in _WEIGHTS)
+    before, after = np.mean([(one.weight, one.without) for one in sinks], axis=0)
+    controls = [one.control for one in sinks if not np.isnan(one.control)]
+    control = f" (without its strongest faster pair {np.mean(controls):.0%})" if controls else ""
     most = sum(int(one.parts.argmax()) == one.pair for one in sinks)
     return [
         f"Of {counted(heads, 'head')} with a pair under the upper bound, {len(sinks)} put "
         f"{SINK:.0%} or more of their attention on the first token, {before:.0%} on average. "
-        f"Without the strongest such pair of each it is {after:.0%}: that one pair explains "
-        f"{np.median(explained):.0%} of it in the median head, and more than half in "
+        f"Without the strongest such pair of each it is {after:.0%}{control}: that one pair "
+        f"explains {np.median(explained):.0%} of it in the median head, and more than half in "
         f"{(explained > 0.5).sum()}.",
         f"In {most} of these {len(sinks)} heads no other pair does more to raise the score of the "
-        "first key above those of others.",
+        "first key above those of others. In the pair taken out the first key is "
+        f"{np.median([one.first_key for one in sinks]):.2f} times as long as the mean key in the "
+        "median head.",
     ]
-
-
-_WEIGHTS = ("weight", "without")
 
 
 def _picture(found: list[SinkPart], rows: list[tuple[float, ...]], layers: int) -> Picture:
