@@ -134,6 +134,16 @@ def test_offset_features_of_two_models_are_on_one_page(rope, drope, tmp_path, ca
     assert "no rotation in any head" in refusal
 
 
+def test_frames_of_frequency_entropy_are_given_on_the_command_line(rope, tmp_path):
+    frames = "analysis.frequency_entropy={window: blackman, frame: 16, hop: 4}"
+    words = [f"checkpoint={rope}", "+analysis=frequency_entropy", f"output={tmp_path}", *SHORT]
+    main(["analyze", *words, frames, "analysis.chosen=[[1,1],[1,0],[0,0]]"])
+    numbers = json.loads((tmp_path / "frequency_entropy" / "numbers.json").read_text())
+    assert numbers["frames"] == {"window": "blackman", "frame": 16, "hop": 4}
+    assert np.shape(numbers["entropy"]["SpectrumFE query"]) == (2, 2, 8)
+    assert (tmp_path / "frequency_entropy" / "frequency_entropy_heads_keys.svg").is_file()
+
+
 def test_texts_begin_with_a_separator_and_hold_no_other(rope, tmp_path, monkeypatch):
     seen = []
 
@@ -204,6 +214,11 @@ def test_a_mistake_is_one_line(rope, tmp_path, monkeypatch, capsys, words, said)
 def test_a_model_without_the_structure_is_refused_by_name(drope, capsys):
     [said] = refused([f"checkpoint={drope}", "+analysis=offset_features", *SHORT], capsys)
     assert "+analysis=offset_features: expected a model with a rotary encoding" in said
+
+
+def test_a_model_without_rotation_has_no_pair_to_show(drope, capsys):
+    [said] = refused([f"checkpoint={drope}", "+analysis=all", "analysis.pairs=[0]"], capsys)
+    assert "analysis.pairs: there is no pair 0; no head of this model rotates" in said
 
 
 def test_too_little_memory_is_said_before_the_model_is_read(rope, monkeypatch, capsys):

@@ -50,6 +50,18 @@ def test_every_element_of_a_colour_gets_its_counterpart(drawing):
     assert follows_scheme("<svg></svg>") == "<svg></svg>"  # not one of matplotlib's
 
 
+def test_a_large_picture_within_a_drawing_is_a_coarse_one(tmp_path, monkeypatch):
+    sizes = []
+    for limit in (10**6, 100):
+        monkeypatch.setattr(plotting, "LARGEST_SVG", limit)
+        with paper_style():
+            figure = blank(2)
+            points = np.random.default_rng(0).random((2, 500))
+            figure.add_subplot().scatter(*points, rasterized=True)
+            sizes.append(save(figure, tmp_path / "a").stat().st_size)
+    assert sizes[1] < 0.8 * sizes[0]
+
+
 def test_a_cloud_of_many_points_is_one_picture_and_the_rest_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(plotting, "LARGEST_SVG", 10_000)
     with paper_style():

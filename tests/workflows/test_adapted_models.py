@@ -1,6 +1,7 @@
 """Analyses and evaluations of models that transformers computes."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,25 @@ def test_one_directory_by_both_programs_has_the_same_offset_features(llama, tmp_
         before, after = numbers[f"{name}_before"], numbers[f"{name}_after"]
         assert before == pytest.approx(after, abs=1e-3)
     assert len(numbers["pair"]) > 0
+
+
+def test_tokenizers_that_differ_in_added_tokens_are_one_vocabulary(llama, tmp_path, monkeypatch):
+    directory, text = llama
+    monkeypatch.setattr(analysis, "write_geometry_report", lambda report, output: output)
+    other = tmp_path / "extended"
+    shutil.copytree(directory, other)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|eom|>"])
+    tokenizer.save(str(other / "tokenizer.json"))
+    config = AnalysisConfig("offset_features", length=40, texts=1)
+    request = AnalysisRequest(str(other), str(directory), str(tmp_path), 1, text, analysis=config)
+    assert [section.key for section in analyze(request)[0].sections][1:] == ["offset_changes"]
+    words = json.loads(tokenizer.to_str())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(UserError, match=r"^compare: .*another tokenizer"):
+        analyze(request)
 
 
 def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) ->
     others = k[:, 1:].double().cumsum(dim=1)[:, at - 1] / at[:, None]
     by_channel = (q * (k[:, :1] - others) * heads.scale).mean(dim=(0, 1))
     turning = by_channel[: 2 * pairs].unflatten(0, (2, pairs)).sum(dim=0)
-    keys_of_pair = heads.k[:, kv, :, [pair, pair + pairs]]
+    keys_of_pair = heads.k[:, kv][..., [pair, pair + pairs]]
     first, mean = keys_of_pair[:, 0], keys_of_pair.mean(dim=(0, 1))
     return SinkPart(
         *(heads.layer, head, pair, weight(products), without(pair)),

@@ -65,7 +65,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
     other = _other(request, candidate, kind)
     if other is not None:
         candidate, other = distinct([candidate, other])
-    if problems := _chosen_problems(config, candidate.config):
+    if problems := _chosen_problems(config, candidate):
         raise UserError(*problems)
     corpus = held_out_corpus(request.text, candidate)
     ids = _texts(corpus, config, candidate)
@@ -140,7 +140,8 @@ def _before_drop(candidate: Candidate, kind: str) -> Candidate | None:
     )
 
 
-def _chosen_problems(config: AnalysisConfig, model: ModelConfig) -> list[str]:
+def _chosen_problems(config: AnalysisConfig, candidate: Candidate) -> list[str]:
+    model = candidate.config
     layers, heads = model.num_hidden_layers, model.num_attention_heads
     found = [
         f"analysis.chosen: {pair} is not in this model; expected layers 0 to {layers - 1} and "
@@ -148,11 +149,12 @@ def _chosen_problems(config: AnalysisConfig, model: ModelConfig) -> list[str]:
         for pair in config.chosen
         if not (0 <= pair[0] < layers and 0 <= pair[1] < heads)
     ]
-    last = model.head_size // 2 - 1
+    pairs = max(len(spectrum.inv_freq) for spectrum in candidate.layout.spectra)
+    known = f"expected 0 to {pairs - 1}" if pairs else "no head of this model rotates"
     found += [
-        f"analysis.pairs: there is no pair {pair}; expected 0 to {last}."
+        f"analysis.pairs: there is no pair {pair}; {known}."
         for pair in config.pairs
-        if not 0 <= pair <= last
+        if not 0 <= pair < pairs
     ]
     return found
 

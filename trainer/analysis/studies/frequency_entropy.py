@@ -59,7 +59,7 @@ class FrequencyEntropyStudy(Study):
         self._shown = _layers_to_show(target)
 
     def on_layer(self, heads: Heads) -> None:
-        """Entropies of all its pairs; the norms of one head of a layer that is shown."""
+        """Entropies of all its pairs; the norms of heads that are shown."""
         found = frequency_entropy_of(heads, self.measures, self.frames)
         self._layers.append(found)
         chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
@@ -106,7 +106,8 @@ class FrequencyEntropyStudy(Study):
                 f"SpectrumFE = −Σₖ pₖ log pₖ / log {frame // 2 + 1},  pₖ ∝ meanₜ S[k, t]",
                 "SequenceFE = −Σₖ pₖ log pₖ / log(⌊L/2⌋ − 1),  pₖ ∝ |DFT(sⱼ)[k]|²,  1 ≤ k < ⌊L/2⌋",
             ),
-            "Probing Rotary Position Embeddings through Frequency Entropy, Eq. 4–12, Fig. 1–10.",
+            "Probing Rotary Position Embeddings through Frequency Entropy, Eq. 4–12, Fig. 1–10 "
+            "and 15–21.",
             tuple(self._findings(values, sweeps)),
             tuple(pictures),
             numbers={

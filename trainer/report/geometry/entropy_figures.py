@@ -209,6 +209,7 @@ def head_columns(
 ) -> Figure:
     """Heads beside each other: their entropies by pair, and below them the norms by token."""
     measures = list(columns[0].entropies)
+    pairs = max(len(column.norms) for column in columns)
     scale = Scale("l2 norm of the pair", log=True)
     norm = scale.norm([column.norms for column in columns])
     with paper_style():
@@ -236,6 +237,7 @@ def head_columns(
                 extent=(-0.5 * column.cell, (wide - 0.5) * column.cell, tall - 0.5, -0.5),
                 rasterized=True,
             )
+            line[-1].set_ylim(pairs - 0.5, -0.5)
             line[-1].grid(visible=False)
             line[-1].locator_params(integer=True, nbins=5)
             line[-1].set_xlabel("token")
