@@ -78,6 +78,7 @@ def without_benchmarks(rows):
     [{}, {"trainer": {"precision": "bf16", "micro_batch_size": 2, "compile": True}}],
     ids=["fp32", "bf16 accumulation compiled"],
 )
+@pytest.mark.usefixtures("graphs_as_they_are")
 def test_a_run_with_benchmarks_is_bitwise_the_run_without(run, asked, changes):
     plain, _ = run("plain", **changes)
     watched, _ = run("watched", **merged(changes, asked))
