@@ -36,6 +36,10 @@ def test_the_defaults_are_possible():
             "evaluation.temperature.rope_id_exponent: expected",
         ),
         ({"longrope": LongRopeSettings(evaluations=0)}, "evaluation.longrope.evaluations"),
+        (
+            {"longrope": LongRopeSettings(factors="none.json")},
+            "evaluation.longrope.factors: cannot read 'none.json'",
+        ),
     ],
 )
 def test_impossible_values_are_named(changes, said):

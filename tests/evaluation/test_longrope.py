@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.positional.examples import one_layer, slowed
 from trainer.errors import UserError
-from trainer.evaluation import longrope
+from trainer.evaluation.factor_spaces import EveryPair
+from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.layouts import with_factors
-from trainer.evaluation.longrope import search_longrope, starting_points
+from trainer.evaluation.longrope import fitted_factors, search_longrope
 from trainer.evaluation.loss import losses_by_position
-from trainer.positional.encodings import make_spectrum
-from trainer.positional.rescaling import RESCALINGS
+from trainer.evaluation.needle_loss import AnsweredTexts, answer_loss
+from trainer.evaluation.settings import LongRopeSettings
+from trainer.evaluation.store import Store
 
 C, S = 8, 4.0
 WINDOWS = np.random.default_rng(0).integers(0, 50, (3, 32))
+ASKED = AnsweredTexts(WINDOWS[:2], np.array([3, 5]))
 
 
-def loss(model, factors):
-    layout = model.layout
-    model.layout = with_factors(layout, factors)
-    found = losses_by_position(model, WINDOWS, 0, 64).mean().item()
-    model.layout = layout
-    return found
+def text_loss(model):
+    return losses_by_position(model, WINDOWS, 0, 64).mean().item()
+
+
+def loss_with(model, factors, loss):
+    with model.using(with_factors(model.layout, factors)):
+        return loss(model)
 
 
 @pytest.fixture
@@ -35,85 +37,81 @@ def model(tiny_decoder):
     return tiny_decoder(training_length=C, layers=["rope", "half_rope"], heads={"nope": 0.5})
 
 
+@pytest.fixture
+def fitting(tmp_path):
+    def make(model):
+        text = FitText({32: WINDOWS}, 0, "text", {32: ASKED})
+        return Fitting(model, "weights", text, Store(tmp_path), 64)
+
+    return make
+
+
 def test_what_is_found_is_no_worse_than_any_start_and_better_than_the_best(model):
     layout = model.layout
-    found = search_longrope(model, WINDOWS, 0, S, budget=30, seed=0, batch_tokens=64)
+    found = search_longrope(model, lambda: text_loss(model), S, budget=30)
     assert model.layout is layout
-    start = min(loss(model, factors) for factors in starting_points(layout, S))
-    assert loss(model, found) < start
+    start = min(loss_with(model, f, text_loss) for f in EveryPair(layout, S).starts())
+    assert loss_with(model, found, text_loss) < start
 
 
-def test_factors_rise_from_1_to_no_more_than_a_quarter_above_the_extension(model):
-    for seed in range(3):
-        found = search_longrope(model, WINDOWS, 0, S, budget=12, seed=seed)
-        for spectrum, factors in zip(model.layout.spectra, found, strict=True):
-            assert len(factors) == len(spectrum.inv_freq)
-            assert list(factors) == sorted(factors)
-            assert all(1 <= f <= 1.25 * S for f in factors)
-
-
-def test_a_seed_gives_the_same_factors_again_and_another_others(model):
-    a, b, c = (search_longrope(model, WINDOWS, 0, S, budget=16, seed=s) for s in (1, 1, 2))
+@pytest.mark.parametrize("search", ["perplexity", "needles"])
+def test_a_seed_gives_the_same_factors_again_and_another_others(model, search):
+    a, b, c = (
+        search_longrope(model, lambda: text_loss(model), S, search, budget=16, seed=s)
+        for s in (1, 1, 2)
+    )
     assert a == b
     assert a != c
 
 
 @pytest.mark.parametrize("budget", [1, 3, 20])
-def test_no_more_is_read_than_the_budget_allows(model, budget):
-    told = []
-    search_longrope(model, WINDOWS, 0, S, budget=budget, read=lambda *shape: told.append(shape))
-    assert told == [WINDOWS.shape] * budget
-
-
-@given(st.sampled_from([16, 64, 128]), st.floats(1e3, 1e6), st.floats(1.5, 64))
-def test_the_start_has_the_frequencies_of_known_methods(head_dim, base, factor):
-    spectrum = make_spectrum("rope", head_dim, 512, {"base": base})
-    layout = one_layer(512, spectrum)
-    start = [with_factors(layout, f).spectra[0] for f in starting_points(layout, factor)]
-    for name in ("pi", "ntk", "ntk_by_parts"):
-        known = slowed(RESCALINGS[name], spectrum, factor, 512).inv_freq
-        assert any(s.at(513, 512).inv_freq == pytest.approx(known, rel=1e-9) for s in start)
-    assert any(s.at(513, 512).inv_freq == spectrum.inv_freq for s in start)
-
-
-def test_from_the_critical_pair_on_the_factor_is_the_whole_extension():
-    """The first pair that does not turn once within C (LongRoPE2)."""
-    spectrum = make_spectrum("rope", 64, 512, {"base": 1e4})
-    layout = one_layer(512, spectrum)
-    critical = math.ceil(32 * math.log(512 / (2 * math.pi)) / math.log(1e4))
-    (factors,) = starting_points(layout, S)[4]
-    assert factors[critical:] == pytest.approx([S] * (32 - critical))
-    assert factors[critical - 1] < S
-    assert factors[0] == 1
-
-
-def test_the_best_are_kept_as_parents(monkeypatch, model):
-    """With a loss that is least where the slowest pair is divided by 2.7, the search goes there."""
-
-    def slowest(layout):
-        return next(s for s in layout.at(C + 1).spectra if s.rotates).inv_freq[-1]
-
-    wanted = slowest(model.layout) / 2.7
-    monkeypatch.setattr(
-        longrope,
-        "losses_by_position",
-        lambda model, *_: np.array([abs(math.log(slowest(model.layout) / wanted))]),
+@pytest.mark.parametrize("search", ["perplexity", "needles"])
+def test_no_more_is_tried_than_the_budget_allows(model, budget, search):
+    tried = []
+    search_longrope(
+        model, lambda: tried.append(model.layout) or float(len(tried)), S, search, budget
     )
-    found = search_longrope(model, WINDOWS, 0, S, budget=100)
-    assert next(f for f in found if f)[-1] == pytest.approx(2.7, rel=0.05)
+    assert len(tried) == len(set(tried)) == budget
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"layers": ["nope"]}, "needs heads that rotate"),
-        ({"factor": 1.0}, "beyond the training length of 8"),
-        ({"windows": WINDOWS[:, :8]}, "got windows of 8"),
-        ({"budget": 0}, "expected 1 or more, got 0"),
-    ],
-)
-def test_what_cannot_be_searched_is_said(tiny_decoder, change, said):
-    model = tiny_decoder(training_length=C, layers=change.get("layers", ["rope"]))
-    windows = change.get("windows", WINDOWS)
-    with pytest.raises(UserError, match=said):
-        search_longrope(model, windows, 0, change.get("factor", S), change.get("budget", 9))
+def slowest(layout):
+    return next(s for s in layout.at(C + 1).spectra if s.rotates).inv_freq[-1]
+
+
+@pytest.mark.parametrize(("search", "ideal"), [("perplexity", 2.7), ("needles", 4.4)])
+def test_the_best_are_kept_as_parents(model, search, ideal):
+    """With a loss that is least where the slowest pair is divided by so much, the search goes
+    there."""
+    wanted = slowest(model.layout) / ideal
+
+    def loss():
+        return abs(math.log(slowest(model.layout) / wanted))
+
+    found = search_longrope(model, loss, S, search, budget=100)
+    assert next(f for f in found if f)[-1] == pytest.approx(ideal, rel=0.05)
+
+
+def test_each_search_takes_its_own_loss_of_its_own_texts(model, fitting):
+    """Of the last tokens that are answers alone, where it searches by needles (LongRoPE2)."""
+    for search, loss, shape in (
+        ("perplexity", text_loss, (3, 32)),
+        ("needles", lambda model: answer_loss(model, ASKED, 64), (2, 32)),
+    ):
+        have, read = fitting(model), []
+        have.read = lambda *shape, read=read: read.append(shape)
+        settings = LongRopeSettings(search=search, evaluations=12)
+        found = fitted_factors(have, settings, S, model.layout)
+        assert found == search_longrope(model, lambda f=loss: f(model), S, search, budget=12)
+        assert read == [shape] * 12
+
+
+def test_a_model_that_does_not_rotate_has_nothing_to_search(tiny_decoder, fitting):
+    model = tiny_decoder(training_length=C, layers=["nope"])
+    with pytest.raises(UserError, match="longrope needs heads that rotate"):
+        fitted_factors(fitting(model), LongRopeSettings(), S, model.layout)
+
+
+def test_a_choice_depends_on_what_decides_it_and_on_nothing_else():
+    usual = LongRopeSettings()
+    assert usual.of_choice == {"evaluations": 64, "windows": 4, "seed": 0}
+    assert replace(usual, search="needles").of_choice != usual.of_choice

@@ -3,12 +3,14 @@ rotation."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from trainer.errors import UserError
 from trainer.evaluation import dope
 from trainer.evaluation.benchmarks import NEED_A_FACTOR
 from trainer.evaluation.config import EvaluationConfig
@@ -216,6 +218,26 @@ def test_what_a_fit_reads_is_known_before(fitting, name):
     made.make(have).layout_at(2.0)
     assert sum(n for n, _ in read) == made.fits(2.0)
     assert {length for _, length in read} <= {64}
+
+
+def test_published_factors_are_taken_as_they_are(fitting, tmp_path):
+    """In short sequences too; nothing is read, and the choice is the file's content."""
+    path = tmp_path / "factors.json"
+    path.write_text(json.dumps({"short_factor": [1, 1, 2, 2], "long_factor": [1, 2, 3, 4]}))
+    have, config = fitting(), replace(CONFIG, longrope=LongRopeSettings(factors=str(path)))
+    have.read = lambda *_: pytest.fail("read something")
+    (before,) = have.model.layout.spectra
+    for factor, length, divisors in ((1.0, 32, [1, 1, 2, 2]), (2.0, 64, [1, 2, 3, 4])):
+        (spectrum,) = layout_of("longrope", have, factor, config).at(length).spectra
+        expected = np.array(before.inv_freq) / divisors
+        np.testing.assert_allclose(spectrum.inv_freq, expected)
+    made = recipe("longrope", have.model.layout, config)
+    assert made.fits(2.0) == 0
+    path.write_text(json.dumps({"short_factor": [1] * 4, "long_factor": [1] * 4}))
+    assert recipe("longrope", have.model.layout, config).settings != made.settings
+    path.write_text(json.dumps({"short_factor": [1] * 3, "long_factor": [1] * 3}))
+    with pytest.raises(UserError, match="expected 4 factors"):
+        recipe("longrope", have.model.layout, config)
 
 
 def test_a_choice_is_made_once_for_all_tasks(fitting, monkeypatch):

@@ -46,7 +46,10 @@ def test_prompt_and_answer_have_exactly_the_length(haystack, name, length):
         assert len(answer) <= prompt.new_tokens
 
 
-@pytest.mark.parametrize("name", [name for name in NEEDLE_TASKS if name != "passkey"])
+NUMBERS = [name for name in NEEDLE_TASKS if name not in ("passkey", "sentence")]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
 def test_needles_and_answers_are_in_the_text_once(haystack, name):
     needles = 4 if name in SEVERAL else 1
     for prompt in NEEDLE_TASKS[name](haystack, SETTINGS).prompts(900):
@@ -106,6 +109,32 @@ def test_a_pass_key_is_in_one_sentence_of_a_text_that_repeats(haystack):
         assert around.rstrip("\u2047 ") in endless or endless.startswith(around[:-8])
 
 
+def test_a_sentence_stands_in_a_book_and_is_asked_for_behind_it(haystack):
+    """The needle, question and prompt of Kamradt (2023) and Fu et al. (2024)."""
+    needle = (
+        "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a "
+        "sunny day."
+    )
+    task = NEEDLE_TASKS["sentence"](haystack, SETTINGS)
+    prompts = task.prompts(900)
+    for prompt in prompts:
+        text = text_of(haystack, prompt)
+        assert text.count(needle) == 1
+        begin, _, rest = text.partition("This is a very long story book: <book>")
+        assert len(begin.strip()) <= len(END_OF_TEXT)
+        book, _, question = rest.partition(" </book>.")
+        assert question == (
+            "\nBased on the content of the book, Question: What is the best thing to do in San "
+            "Francisco?\nAnswer:"
+        )
+        place = book.index(needle) / (len(book) - len(needle))
+        assert place == pytest.approx(prompt.depth, abs=0.1)
+    (answer,) = prompts[0].answers
+    assert needle.endswith(f" {answer}")
+    assert task.score(f" You should {answer}", (answer,)) == 1
+    assert 0 < task.score(" Sit in a park on sunny days.", (answer,)) < 1
+
+
 def test_needles_are_where_their_depth_says(haystack):
     for prompt in NEEDLE_TASKS["standard"](haystack, SETTINGS).prompts(1200):
         text = text_of(haystack, prompt)
@@ -161,7 +190,9 @@ def test_trials_depend_on_seed_number_and_length_alone(haystack, name):
     fewer = task(haystack, replace(SETTINGS, trials=2)).prompts(900)
     assert fewer == found[: len(fewer)]
     other = task(haystack, replace(SETTINGS, seed=2)).prompts(900)
-    assert not {p.answers for p in other} & {p.answers for p in found}
+    assert not {p.tokens for p in other} & {p.tokens for p in found}
+    if name != "sentence":
+        assert not {p.answers for p in other} & {p.answers for p in found}
     longer = task(haystack, SETTINGS).prompts(1000)
     assert [p.answers for p in longer] == [p.answers for p in found]
 

@@ -8,10 +8,14 @@ from trainer.evaluation.scoring import (
     after_all,
     after_any,
     after_number,
+    after_sentence,
     exact_number,
+    rouge_1_recall,
     string_match_all,
     string_match_part,
 )
+
+RIGHT = "eat a sandwich and sit in Dolores Park on a sunny day."
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,23 @@ def test_all_answers_count_equally(text, answers, share):
     assert string_match_part(text, answers) == float(share > 0)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f" {RIGHT}", 12),
+        (" SIT in dolores-park, eat A sandwich on a Sunny day and", 12),
+        (" eat a sandwich.", 3),
+        (" a a a a", 2),
+        (" sunny days", 1),
+        ("", 0),
+    ],
+)
+def test_a_sentence_is_found_in_part(text, words):
+    """Of its twelve words, "a" twice."""
+    assert rouge_1_recall(text, (RIGHT,)) == pytest.approx(words / 12)
+    assert rouge_1_recall(text, ("nothing of it", RIGHT)) == pytest.approx(words / 12)
+
+
 @given(
     st.text("1234 .", max_size=12),
     st.text("1234 .", max_size=6),
@@ -56,6 +77,7 @@ def test_nothing_after_a_stop_changes_the_score(text, more, answers):
         (after_number, exact_number),
         (after_all, string_match_all),
         (after_any, string_match_part),
+        (after_sentence, rouge_1_recall),
     )
     for stop, score in pairs:
         if stop(text, answers):

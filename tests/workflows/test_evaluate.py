@@ -16,7 +16,7 @@ from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings
-from trainer.evaluation.settings import TemperatureSettings
+from trainer.evaluation.settings import LongRopeSettings, TemperatureSettings
 from trainer.model.backends import BACKENDS
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
@@ -81,6 +81,24 @@ def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
     }  # fmt: skip
     written = json.loads((output / "report.json").read_text())
     assert len(written["cells"]) == len(report.cells) == 20
+
+
+def test_factors_are_searched_by_needles_and_a_sentence_is_found_in_part(runs, tmp_path):
+    asked = request(
+        runs,
+        tmp_path,
+        lengths=[12],
+        methods=["longrope"],
+        tasks=["sentence"],
+        longrope=LongRopeSettings(search="needles", evaluations=3, windows=2),
+        needles=NeedleTaskSettings(trials=2, depths=(0.0, 1.0)),
+    )
+    report, output = evaluate_lengths(asked)
+    (cell,) = report.cells
+    assert (cell.task, cell.depths) == ("sentence", (0.0, 1.0, 0.0, 1.0))
+    assert all(0 <= score <= 1 for score in cell.scores)
+    (chosen,) = (output / "cells").glob("longrope-*")
+    assert "needles" in json.loads(chosen.read_text())["key"]["settings"][1].values()
 
 
 def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.order import Integers
+from trainer.evaluation.needle_loss import AnsweredTexts
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
 
@@ -23,12 +24,14 @@ class FitText:
 
     ``windows``: ``[N, length]`` tokens for every length at which something is chosen; they end at
     the same places.
-    ``fingerprint``: of the text and its tokens.
+    ``fingerprint``: of the text and its tokens. ``needles``: for every length at which factors are
+    searched by needles, texts from it with questions and answers.
     """
 
     windows: dict[int, Integers]
     end_of_text: int
     fingerprint: str
+    needles: Mapping[int, AnsweredTexts] = field(default_factory=dict)
 
     @property
     def key(self) -> dict[str, Any]:

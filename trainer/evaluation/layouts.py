@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from trainer.errors import UserError
+from trainer.evaluation.published_factors import KEY, PublishedFactors
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import longrope
+from trainer.positional.spectrum import Spectrum
 
 Per = Literal["sequence", "query"]
 LongRopeFactors = tuple[tuple[float, ...], ...]
@@ -41,6 +44,40 @@ def with_factors(layout: Layout, factors: LongRopeFactors) -> Layout:
     of = dict(zip(layout.spectra, factors, strict=True))
     C = layout.training_length
     return layout.map(lambda s: longrope(s, (1.0,) * len(s.inv_freq), of[s], C))
+
+
+def with_published(layout: Layout, published: PublishedFactors, factor: float) -> Layout:
+    """The layout with published factors at an extension factor, in every spectrum that rotates."""
+    C = layout.training_length
+    attention = published.attention_at(factor, C)
+
+    def changed(spectrum: Spectrum) -> Spectrum:
+        if not spectrum.rotates:
+            return spectrum
+        slowed = longrope(spectrum, published.short, published.long, C)
+        return replace(slowed, rotary_scale=spectrum.rotary_scale * attention)
+
+    return layout.map(changed)
+
+
+def check_published(layout: Layout, published: PublishedFactors) -> None:
+    """Refuse factors for another model.
+
+    Raises:
+        UserError: they are for another training length, or another number of pairs.
+    """
+    C, original = layout.training_length, published.original_length
+    if original not in (None, C):
+        raise UserError(
+            f"{KEY}: expected original_max_position_embeddings of {C}, the tokens that the model "
+            f"was trained at, got {original}."
+        )
+    pairs = {len(spectrum.inv_freq) for spectrum in layout.spectra if spectrum.rotates}
+    if other := sorted(pairs - {len(published.long)}):
+        raise UserError(
+            f"{KEY}: expected {other[0]} factors, one for each pair that rotates, got "
+            f"{len(published.long)}."
+        )
 
 
 def tempered(

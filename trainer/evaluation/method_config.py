@@ -74,12 +74,10 @@ class MethodsConfig:
             found.append("evaluation.methods: expected one or more, got none.")
         if self.fit_windows < 1:
             found.append(f"evaluation.fit_windows: expected 1 or more, got {self.fit_windows}.")
-        for key in ("evaluations", "windows"):
-            if getattr(self.longrope, key) < 1:
-                found.append(f"evaluation.longrope.{key}: expected 1 or more.")
         for name in self.names:
             found += part_problems(name)
-        for group in (self.temperature, self.dynamic_ntk, self.dope, *self.weighted_rope):
+        groups = (self.temperature, self.dynamic_ntk, self.longrope, self.dope)
+        for group in (*groups, *self.weighted_rope):
             found += group.problems()
         return found
 

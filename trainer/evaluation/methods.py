@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import TEXTS, Fitting
 from trainer.evaluation.layouts import (
     TITLES,
+    check_published,
     is_free_of_positions,
     tempered,
     windowed,
     with_factors,
+    with_published,
 )
-from trainer.evaluation.longrope import search_longrope
+from trainer.evaluation.longrope import fitted_factors
 from trainer.evaluation.method_config import MethodsConfig
+from trainer.evaluation.published_factors import read_factors
+from trainer.evaluation.settings import LongRopeSettings
 from trainer.evaluation.temperature import fit_coefficient
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
@@ -78,6 +82,8 @@ def recipe(
         return why, " + ".join(beyond)
     if (idle := [part.title for part in parts if part.rotation]) and not layout.rotates:
         return "has no rotation, so there is nothing to do for {}", " + ".join(idle)
+    if "longrope" in keys and config.longrope.factors is not None:
+        check_published(layout, read_factors(config.longrope.factors))
     only_free = config.temperature.models == "free"
     if "temperature" in keys and only_free and not is_free_of_positions(layout):
         why = "has positions, and a {} is for models without (evaluation.temperature.models)"
@@ -97,6 +103,8 @@ def recipe(
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, LongRopeSettings):
+        return value.of_choice
     # Which models have a temperature changes nothing of those that do.
     return {key: of_key for key, of_key in asdict(value).items() if key != "models"}
 
@@ -145,29 +153,17 @@ def _dropped(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layou
 
 def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     settings = config.longrope
-    C = fitting.model.layout.training_length
-
-    def search(factor: float, layout: Layout) -> list[list[float]]:
-        windows = fitting.text.windows[round(factor * C)][: settings.windows]
-        with fitting.model.using(layout):
-            found = search_longrope(
-                fitting.model,
-                windows,
-                fitting.text.end_of_text,
-                factor,
-                budget=settings.evaluations,
-                seed=settings.seed,
-                batch_tokens=fitting.batch_tokens,
-                read=fitting.read,
-            )
-        return [list(factors) for factors in found]
+    if settings.factors is not None:
+        published = read_factors(settings.factors)
+        return lambda factor: with_published(before(factor), published, factor)
 
     def at(factor: float) -> Layout:
         layout = before(factor)
         if factor <= 1:
             return layout
-        asked = [factor, asdict(settings), layout.to_dict()]
-        factors = fitting.kept("longrope", asked, lambda: search(factor, layout))
+        asked = [factor, settings.of_choice, layout.to_dict()]
+        search = partial(fitted_factors, fitting, settings, factor, layout)
+        factors = fitting.kept("longrope", asked, search)
         return with_factors(layout, tuple(tuple(row) for row in factors))
 
     return at
@@ -244,7 +240,10 @@ def _weighted_rope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) ->
 
 def _longrope_fits(config: MethodsConfig, factor: float) -> int:
     settings = config.longrope
-    return settings.evaluations * min(settings.windows, config.fit_windows) if factor > 1 else 0
+    if factor <= 1 or settings.factors is not None:
+        return 0
+    most = settings.windows if settings.search == "needles" else config.fit_windows
+    return settings.evaluations * min(settings.windows, most)
 
 
 def _temperature_fits(config: MethodsConfig, factor: float) -> int:

@@ -3,8 +3,11 @@ configuration is reported at once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from trainer.errors import UserError
+from trainer.evaluation.published_factors import read_factors
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,38 @@ class DynamicNtkSettings:
 
 @dataclass(frozen=True)
 class LongRopeSettings:
-    """``evaluations``: sets of factors that the search tries at each length. ``windows``: held-out
-    windows it tries them on."""
+    """``search``: for the least loss of text (``perplexity``, LongRoPE) or of needles' answers
+    (``needles``, LongRoPE2). ``evaluations``: sets of factors that the search tries at each length.
+    ``windows``: held-out texts it tries them on. ``factors``: a file of published ones, which are
+    then taken as they are; see :func:`~trainer.evaluation.published_factors.read_factors`."""
 
+    search: Literal["perplexity", "needles"] = "perplexity"
     evaluations: int = 64
     windows: int = 4
     seed: int = 0
+    factors: str | None = None
+
+    @property
+    def of_choice(self) -> dict[str, Any]:
+        """All that the factors depend on beside model and text."""
+        if self.factors is not None:
+            return asdict(read_factors(self.factors))
+        found = {"evaluations": self.evaluations, "windows": self.windows, "seed": self.seed}
+        return found if self.search == "perplexity" else {"search": self.search, **found}
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [
+            f"evaluation.longrope.{key}: expected 1 or more, got {value}."
+            for key in ("evaluations", "windows")
+            if (value := getattr(self, key)) < 1
+        ]
+        if self.factors is not None:
+            try:
+                read_factors(self.factors)
+            except UserError as error:
+                found += error.problems
+        return found
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from trainer.runs.directory import free_place, writable_problem
 from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.workflows.evaluation_request import BenchmarkRequest
 from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.needle_prompts import searched_needles
 from trainer.workflows.subjects import applicable, subject_of
 
 log = logging.getLogger(__name__)
@@ -123,13 +124,16 @@ def _fit_text(
     if not any(recipe.fits(config.factor) for recipe in recipes):
         return FitText({}, 0, "")
     corpus = held_out_corpus(source, candidate)
-    length = round(config.factor * candidate.layout.training_length)
+    C = candidate.layout.training_length
+    length = round(config.factor * C)
     try:
         windows = windows_with_common_ends(corpus.validation, config.fit_windows, [length])
+        bos = candidate.bos_token
+        needles = searched_needles(config.longrope, recipes, corpus, bos, [length], C)
     except UserError as error:
         problems = (p.replace("evaluation.lengths", "evaluation.factor") for p in error.problems)
         raise UserError(*problems) from error
-    return FitText(windows, corpus.end_of_text, corpus.fingerprint)
+    return FitText(windows, corpus.end_of_text, corpus.fingerprint, needles)
 
 
 def _notes(

@@ -27,6 +27,7 @@ from trainer.report.results import STATEMENTS, Arm, Drop, Report
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct
+from trainer.workflows.needle_prompts import HAYSTACK, searched_needles
 from trainer.workflows.subjects import applicable, subject_of
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ def measure_models(
         windows_with_common_ends(text.corpus.validation, config.fit_windows, chosen),
         text.corpus.end_of_text,
         text.corpus.fingerprint,
+        searched_needles(config.longrope, used, text.corpus, text.first.bos_token, lengths, C),
     )
     plans = plan_cells(subjects, recipes, tasks, lengths, fit)
     measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share)

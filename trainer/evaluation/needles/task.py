@@ -6,6 +6,7 @@ A trial depends on the seed, its number and the length alone, its quiz not even 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -61,7 +62,8 @@ class NeedleTask:
     """A :class:`~trainer.evaluation.prompts.Task`.
 
     ``draw``: makes quizzes of ``needles`` needles. ``depths``: where the needle is, a prompt each;
-    None: all needles at random places. ``behind``: tokens right after every needle.
+    None: all needles at random places. ``behind``: tokens right after every needle. ``opening``:
+    before the text; ``closing``: before every question.
     """
 
     name: str
@@ -74,6 +76,8 @@ class NeedleTask:
     new_tokens: int = TOKENS_PER_VALUE
     depths: tuple[float, ...] | None = None
     behind: tuple[int, ...] = ()
+    opening: str = ""
+    closing: str = "\n\n"
 
     def prompts(self, length: int) -> list[Prompt]:
         """The trials; with ``depths`` those of one text follow each other and are a group.
@@ -83,7 +87,7 @@ class NeedleTask:
                 ``length``.
         """
         trials = [self._trial(number) for number in range(self.settings.trials)]
-        around = len(self.haystack.bos) + self.new_tokens
+        around = len(self._before) + self.new_tokens
         least = max(trial.tokens for trial in trials) + around + 1
         if length < least:
             raise UserError(
@@ -101,7 +105,15 @@ class NeedleTask:
         random = np.random.default_rng((self.settings.seed, number, 0))
         quiz = self.draw(self.needles, haystack.numbers, random)
         needles = [[*haystack.encode(f" {text}"), *self.behind] for text in quiz.needles]
-        return _Trial(quiz, needles, haystack.encode(f"\n\n{quiz.question}"))
+        return _Trial(quiz, needles, haystack.encode(f"{self.closing}{quiz.question}"))
+
+    @cached_property
+    def _before(self) -> tuple[int, ...]:
+        """Tokens before the text."""
+        if not self.opening:
+            return self.haystack.bos
+        encoding = self.haystack.tokenizer.encode(self.opening, add_special_tokens=False)
+        return (*self.haystack.bos, *encoding.ids)
 
     def _prompts(self, trial: _Trial, number: int, room: int) -> list[Prompt]:
         """The trial's prompts, ``room`` tokens of text in each."""
@@ -115,7 +127,7 @@ class NeedleTask:
             first = min(places[asked] for asked in trial.quiz.asked)
             found.append(
                 Prompt(
-                    (*self.haystack.bos, *text, *trial.question),
+                    (*self._before, *text, *trial.question),
                     trial.quiz.answers,
                     self.new_tokens,
                     round(first / room, 4) if wanted is None else wanted,

@@ -20,7 +20,14 @@ from trainer.evaluation.needles.quiz import (
 )
 from trainer.evaluation.needles.task import NeedleTask, NeedleTaskSettings
 from trainer.evaluation.needles.words import draw_values
-from trainer.evaluation.scoring import after_all, after_number, exact_number, string_match_all
+from trainer.evaluation.scoring import (
+    after_all,
+    after_number,
+    after_sentence,
+    exact_number,
+    rouge_1_recall,
+    string_match_all,
+)
 
 MakeTask = Callable[[Haystack, NeedleTaskSettings], NeedleTask]
 NEEDLE_TASKS: dict[str, MakeTask] = {}
@@ -143,4 +150,37 @@ def passkey(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
         filler,
         _pass_key,
         depths=settings.depths,
+    )
+
+
+PLACE = "The best thing to do in San Francisco is"
+THING = "eat a sandwich and sit in Dolores Park on a sunny day."
+
+
+def _best_thing(count: int, taken: str, random: np.random.Generator) -> Quiz:
+    question = "What is the best thing to do in San Francisco?\nAnswer:"
+    return Quiz((f"{PLACE} {THING}\n",), question, (THING,), (0,))
+
+
+@needle_task
+def sentence(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
+    """One sentence at every depth of a book, and a question for it (Kamradt 2023, in the prompt of
+    Fu et al. 2024 for base models, which Frequency Entropy takes, App. E); scored in part.
+
+    The score is that of Fu et al.'s heat maps, the share of the answer's words in 50 tokens (more
+    where a tokenizer needs more for it). They count different words between white space, so that a
+    whole answer, which says "a" twice, has 11 of 12; here it is ROUGE-1 recall, and has 1. Their
+    prompt begins with ``<|im_start|>``, which is no symbol of a base model's and left out.
+    """
+    return NeedleTask(
+        "sentence",
+        rouge_1_recall,
+        after_sentence,
+        settings,
+        haystack,
+        _best_thing,
+        new_tokens=max(50, len(haystack.encode(f" {THING}"))),
+        depths=settings.depths,
+        opening="This is a very long story book: <book>",
+        closing=" </book>.\nBased on the content of the book, Question: ",
     )

@@ -1,0 +1,185 @@
+"""Sets of LongRoPE's factors that a search goes through: its beginning, and what it tries next.
+
+LongRoPE (Ding et al. 2024) searches one factor a pair. LongRoPE2 (Shang et al. 2025) finds that
+pairs slower than a *critical* one need the whole extension or more, and that it comes earlier than
+in theory, where it is the first pair that does not turn once in C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.evaluation.layouts import LongRopeFactors
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import Rescaling, ntk_aware, ntk_by_parts, position_interpolation
+from trainer.positional.spectrum import Spectrum
+
+Factors = tuple[float, ...]
+Individual = Any
+"""A set of factors as a space writes it; hashable."""
+HIGHEST = 1.25
+"""The largest factor, in units of s (LongRoPE, Table 4)."""
+SHARE = 0.3
+"""Of the pairs, that a mutation changes or a crossing takes from the other parent."""
+CRITICAL = (1.0, 0.9, 0.8, 0.7)
+"""Critical pairs to begin with, in units of the theoretical one."""
+
+
+class Space(Protocol):
+    """What is searched for one layout and one extension factor s."""
+
+    def starts(self) -> list[Individual]:
+        """Where the search begins."""
+        ...
+
+    def child(
+        self, one: Individual, other: Individual, generator: np.random.Generator
+    ) -> Individual:
+        """A mutation of one parent or of a crossing of two."""
+        ...
+
+    def factors(self, individual: Individual) -> LongRopeFactors:
+        """For every distinct spectrum of the layout, in its order."""
+        ...
+
+
+@dataclass(frozen=True)
+class EveryPair:
+    """LongRoPE's: factors from 1 to :data:`HIGHEST` s that never fall from a fast pair to a slower
+    one. It begins with the model as it is, PI, NTK-aware and NTK-by-parts scaling, and NTK-aware
+    scaling up to a critical pair."""
+
+    layout: Layout
+    factor: float
+
+    def starts(self) -> list[LongRopeFactors]:
+        C, spectra = self.layout.training_length, self.layout.spectra
+
+        def by(rescaling: Rescaling) -> Callable[[Spectrum], Factors]:
+            return lambda s: _ratios(
+                s.inv_freq, rescaling(s.inv_freq, C).frequencies(s.inv_freq, self.factor)
+            )
+
+        known = [
+            lambda s: _ratios(s.inv_freq, s.inv_freq),
+            *map(by, (position_interpolation, ntk_aware, ntk_by_parts)),
+            *(lambda s, part=part: self._up_to_critical(s, part) for part in CRITICAL),
+        ]
+        return list(dict.fromkeys(tuple(make(s) for s in spectra) for make in known))
+
+    def _up_to_critical(self, spectrum: Spectrum, part: float) -> Factors:
+        pair = _near(critical_pair(spectrum, self.layout.training_length), part)
+        whole = np.full(len(spectrum.inv_freq), self.factor)
+        return _monotone(_ntk_below(pair, whole, self.factor))
+
+    def child(
+        self, one: LongRopeFactors, other: LongRopeFactors, generator: np.random.Generator
+    ) -> LongRopeFactors:
+        # Small steps refine what is good, large ones leave it; the whole way is ln s.
+        width = math.log(self.factor) * generator.choice([0.02, 0.1, 0.5])
+        highest = HIGHEST * self.factor
+        return tuple(
+            _monotone(np.clip(_varied(mine, theirs, width, generator), 1, highest))
+            for mine, theirs in zip(one, other, strict=True)
+        )
+
+    def factors(self, individual: LongRopeFactors) -> LongRopeFactors:
+        return individual
+
+
+@dataclass(frozen=True)
+class FromCriticalPair:
+    """LongRoPE2's: the critical pair, from 0.7 of the theoretical one on to that one, and the
+    factors from it on, from s to :data:`HIGHEST` s, which never fall. The faster pairs have
+    NTK-aware scaling that reaches the critical pair's factor there.
+
+    An individual has a critical pair and the factors of all pairs for every spectrum.
+    """
+
+    layout: Layout
+    factor: float
+
+    def starts(self) -> list[tuple[tuple[int, Factors], ...]]:
+        heights = (1.0, (1 + HIGHEST) / 2)
+        found = [
+            tuple(
+                self._whole(_near(self._critical(s), part), np.full(len(s.inv_freq), height), s)
+                for s in self.layout.spectra
+            )
+            for height in heights
+            for part in CRITICAL
+        ]
+        return list(dict.fromkeys(found))
+
+    def child(
+        self,
+        one: tuple[tuple[int, Factors], ...],
+        other: tuple[tuple[int, Factors], ...],
+        generator: np.random.Generator,
+    ) -> tuple[tuple[int, Factors], ...]:
+        width = math.log(HIGHEST) * generator.choice([0.1, 0.5])
+        found = []
+        for spectrum, mine, theirs in zip(self.layout.spectra, one, other, strict=True):
+            latest = self._critical(spectrum)
+            pair = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
+            pair = int(np.clip(pair, _near(latest, min(CRITICAL)), latest))
+            varied = _varied(mine[1], theirs[1], width, generator)
+            found.append(self._whole(pair, varied / self.factor, spectrum))
+        return tuple(found)
+
+    def factors(self, individual: tuple[tuple[int, Factors], ...]) -> LongRopeFactors:
+        return tuple(factors for _, factors in individual)
+
+    def _critical(self, spectrum: Spectrum) -> int:
+        return critical_pair(spectrum, self.layout.training_length)
+
+    def _whole(
+        self, pair: int, heights: NDArray[np.float64], spectrum: Spectrum
+    ) -> tuple[int, Factors]:
+        """With ``heights`` (in units of s) from the critical pair on."""
+        slow = np.maximum.accumulate(np.clip(heights[pair:], 1, HIGHEST)) * self.factor
+        factors = np.concatenate([np.ones(min(pair, len(heights))), slow])
+        return pair, tuple(_ntk_below(pair, factors, self.factor).tolist())
+
+
+def critical_pair(spectrum: Spectrum, training_length: int) -> int:
+    """The first pair that does not turn once in the training length, at least 1 (LongRoPE2)."""
+    turns = np.array(spectrum.inv_freq) * training_length / (2 * math.pi)
+    return max(1, int((turns >= 1).sum()))
+
+
+def _near(pair: int, part: float) -> int:
+    return max(1, round(part * pair))
+
+
+def _ntk_below(pair: int, factors: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
+    """The factors with NTK-aware scaling of the pairs before the given one, whose own factor
+    (s where there is none as slow) it reaches."""
+    reached = factors[pair] if pair < len(factors) else factor
+    places = np.arange(len(factors))
+    return np.where(places < pair, reached ** (places / pair), factors)
+
+
+def _ratios(before: Factors, after: Factors) -> Factors:
+    """By what frequencies were divided; a pair that stands still goes with the one before it."""
+    ratios = [f / g if g else 1.0 for f, g in zip(before, after, strict=True)]
+    return _monotone(np.array(ratios))
+
+
+def _monotone(factors: NDArray[np.float64]) -> Factors:
+    return tuple(np.maximum.accumulate(factors).tolist())
+
+
+def _varied(
+    mine: Factors, theirs: Factors, width: float, generator: np.random.Generator
+) -> NDArray[np.float64]:
+    """Some of the factors from the other parent, and some changed by so much on a log scale."""
+    factors = np.where(generator.random(len(mine)) < SHARE, theirs, mine)
+    steps = generator.normal(0, width, len(mine)) * (generator.random(len(mine)) < SHARE)
+    return factors * np.exp(steps)

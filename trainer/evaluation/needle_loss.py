@@ -1,0 +1,71 @@
+"""Needle-driven perplexity (LongRoPE2, Shang et al. 2025): the loss of the answer alone, where a
+long text states it once and asks for it at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainer.data.order import Integers
+from trainer.errors import UserError
+from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.needles.quiz import one_of_many
+from trainer.evaluation.passes import sequences_at_once
+from trainer.model.language_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class AnsweredTexts:
+    """``tokens``: ``[N, T]``, every text with its question and answer at the end. ``answers``:
+    ``[N]``, how many of the last tokens are the answer."""
+
+    tokens: Integers
+    answers: Integers
+
+
+def answered_texts(haystack: Haystack, count: int, length: int, seed: int) -> AnsweredTexts:
+    """Texts of ``length`` tokens with one needle each, in the words of the task ``standard``; the
+    n-th of N has it at a random depth from (n - 1) / N to n / N, so that all depths count.
+
+    Raises:
+        UserError: the needle does not fit the length, or the text is shorter than it.
+    """
+    rows, answers = [], []
+    for number in range(count):
+        random = np.random.default_rng((seed, number))
+        quiz = one_of_many(1, haystack.numbers, random)
+        needle = haystack.encode(f" {quiz.needles[0]}")
+        question = haystack.encode(f"\n\n{quiz.question}")
+        answer = haystack.encode(f" {quiz.answers[0]}")
+        around = len(haystack.bos) + len(needle) + len(question) + len(answer)
+        if length <= around:
+            raise UserError(
+                f"evaluation.longrope.search: expected at least {around + 1} tokens for needles, "
+                f"their questions and answers, got {length}; give longer evaluation.lengths, or "
+                "search=perplexity."
+            )
+        excerpt = haystack.excerpt(length - around, random)
+        place = excerpt.place((number + random.random()) / count)
+        text = excerpt.with_insertions([(place, needle)])
+        rows.append([*haystack.bos, *text, *question, *answer])
+        answers.append(len(answer))
+    return AnsweredTexts(np.array(rows, dtype=np.int64), np.array(answers))
+
+
+@torch.no_grad()
+def answer_loss(model: LanguageModel, texts: AnsweredTexts, batch_tokens: int) -> float:
+    """Mean over the texts of the mean loss of their answers' tokens, in nats; only these go through
+    the head."""
+    length, most = texts.tokens.shape[1], int(texts.answers.max())
+    tokens, answers = torch.from_numpy(texts.tokens), torch.from_numpy(texts.answers)
+    size = sequences_at_once(model, length, batch_tokens)
+    total = 0.0
+    for ids, counts in zip(tokens.split(size), answers.split(size), strict=True):
+        here = ids.to(model.device)
+        states = model.hidden_states(here[:, :-1], length=length, last=most)
+        losses = model.losses(states, here[:, -most:]).double().cpu()
+        answer = torch.arange(most) >= most - counts[:, None]
+        total += ((losses * answer).sum(dim=1) / counts).sum().item()
+    return total / len(tokens)
