@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
+from trainer.errors import UserError
 from trainer.generation.generate import generate
 from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM
 from trainer.interchange.export.directory import write_files
@@ -16,6 +17,7 @@ from trainer.interchange.export.plan import make_plan
 from trainer.interchange.export.weights import write_weights
 from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.tensor_files import read_headers
+from trainer.interchange.waiting import waits
 from trainer.model.config import QKNormConfig
 from trainer.positional.rescaling import dynamic, llama3, longrope, ntk_aware, yarn
 from trainer.recalibration.drop import drop
@@ -293,6 +295,104 @@ def test_import_and_export_again_change_no_bit(tiny_decoder, tmp_path, kind):
         assert torch.equal(reread.get_parameter(name), value)
     assert torch.equal(reread(IDS), imported(IDS))
     assert (again / "config.json").read_text() == (tmp_path / "config.json").read_text()
+
+
+READ_BACK = CUSTOM | {
+    "norms in one layer": ({"model": {"qk_norm": QKNormConfig("after_drop", "full")}}, ""),
+    "a temperature by query": ({"heads": {"nope": 0.5}}, ""),
+    "frequencies that follow the length": ({"heads": {"nope": 0.5}}, ""),
+    "factors for long sequences": ({"heads": {"nope": 0.5}}, ""),
+}
+CHANGES = {
+    "norms in one layer": lambda model: setattr(model, "layout", norms_in_the_first(model.layout)),
+    "a temperature by query": tempered(coefficient=0.4, per="query"),
+    "frequencies that follow the length": layout_changed(lambda s: dynamic(s, yarn, 32)),
+    "factors for long sequences": layout_changed(long_factors),
+}
+
+
+def norms_in_the_first(layout):
+    first, *others = layout.layers
+    return replace(layout, layers=(replace(first, qk_norm=True), *others))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", READ_BACK)
+def test_what_was_written_with_code_is_read_back_without_it(tiny_decoder, tmp_path, kind):
+    """The same layout, weights and logits, to the bit; the code beside them may be anything."""
+    model = tiny_decoder(**READ_BACK[kind][0])
+    CHANGES.get(kind, lambda model: None)(model)
+    assert not saved(model, tmp_path).is_native
+    for code in tmp_path.glob("*.py"):
+        code.write_text("raise SystemExit('it was run')")
+    read = read_pretrained(str(tmp_path))
+    assert read.layout == model.layout
+    again = read.decoder().eval()
+    for length in (20, 32, 33, 50):
+        assert torch.equal(again(IDS[:, :length]), model(IDS[:, :length]))
+    assert make_plan(again.config, again.layout) == make_plan(model.config, model.layout)
+    for name, parameter in again.named_parameters():
+        if not waits(name, model.layout):
+            assert torch.equal(parameter, model.get_parameter(name))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", NATIVE)
+def test_what_was_written_natively_is_read_back(tiny_decoder, tmp_path, kind):
+    """To the bit where no weight carries a part of the encoding; else as near as float32 is."""
+    _, _, options, change = NATIVE[kind]
+    model = tiny_decoder(**options)
+    if change is not None:
+        change(model)
+    plan = saved(model, tmp_path)
+    again = read_pretrained(str(tmp_path)).decoder().eval()
+    for length in (20, 32, 33, 50):
+        ours, read = model(IDS[:, :length]), again(IDS[:, :length])
+        if plan.changes:
+            torch.testing.assert_close(read, ours, rtol=0, atol=1e-5)
+        else:
+            assert torch.equal(read, ours)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layout": None}, "config.json: layout: expected the encodings of all layers"),
+        ({"qk_norm_kind": "each"}, "config.json: qk_norm_kind: expected 'per_head' or 'full', got"),
+        ({"num_hidden_layers": 3}, "config.json: layout: 2 layers for 3 of the model"),
+        ({"alibi_slopes": [0.5]}, "config.json: alibi_slopes: expected those of ALiBi for 4 heads"),
+        ({"vocab_size": "many"}, "config.json: vocab_size: expected a positive whole number"),
+        ({"head_dim": 7}, "config.json: head_dim: 7 is odd"),
+    ],
+)
+def test_a_damaged_description_of_ours_is_named(tiny_decoder, tmp_path, change, said):
+    saved(tiny_decoder(layers=["alibi"]), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError) as error:
+        read_pretrained(str(tmp_path))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda layout: layout.pop("spectra"), "layout.spectra"),
+        (lambda layout: layout["spectra"][0].update(inv_freq=[0.1] * 9), "18 of 8 channels rotate"),
+        (lambda layout: layout["layers"][0].update(groups=[[0, 1]]), "other key-value heads"),
+        (lambda layout: layout["layers"][0].update(groups=[[5, 2]]), "a spectrum that is not"),
+        (lambda layout: layout["layers"][0].update(window=-1), "layout.layers.0.window"),
+    ],
+)
+def test_a_damaged_layout_of_ours_is_named(tiny_decoder, tmp_path, change, said):
+    saved(tiny_decoder(layers=["alibi"]), tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    change(values["layout"])
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError) as error:
+        read_pretrained(str(tmp_path))
+    assert said in str(error.value)
 
 
 def test_large_models_are_written_in_shards(tiny_decoder, tmp_path):

@@ -17,6 +17,7 @@ from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM
 from trainer.interchange.export.directory import export_model, write_files
 from trainer.interchange.export.plan import make_plan
 from trainer.interchange.export.reload import answers
+from trainer.positional.rescaling import dynamic, ntk_aware
 
 
 @pytest.fixture
@@ -41,6 +42,34 @@ def test_the_gate_loads_code_in_a_fresh_process(bilingual, tmp_path):
     assert written.encode("some text").ids == [0, *tokenizer.encode("some text").ids]
     values = json.loads((tmp_path / "a" / "out" / "config.json").read_text())
     assert (values["bos_token_id"], values["eos_token_id"]) == (0, 0)
+
+
+@pytest.mark.parametrize("heads", [{}, {"nope": 0.5}], ids=["native", "custom"])
+def test_frequencies_that_follow_the_length_are_compared_without_a_cache_beyond_it(
+    bilingual, tmp_path, caplog, heads
+):
+    """Where transformers keeps keys as they were rotated when they were read."""
+    model, tokenizer = bilingual(heads=heads)
+    model.layout = model.layout.map(lambda s: dynamic(s, ntk_aware, 32, 2.0))
+    with caplog.at_level("INFO"):
+        exported = export_model(model, tokenizer, 0, tmp_path / "out")
+    assert exported.plan.is_native == (not heads)
+    assert 0 < exported.difference < 1e-5
+    assert "Beyond 32 tokens without a cache alone" in caplog.text
+
+
+def test_a_gate_without_a_cache_still_sees_other_frequencies(bilingual, tmp_path, monkeypatch):
+    model, tokenizer = bilingual()
+    right = model.layout.map(lambda s: dynamic(s, ntk_aware, 32, 2.0))
+    model.layout = model.layout.map(lambda s: dynamic(s, ntk_aware, 32, 4.0))
+
+    def tampered(decoder, _, *rest):
+        with decoder.using(right):
+            write_files(decoder, make_plan(decoder.config, right), *rest)
+
+    monkeypatch.setattr(export_directory, "write_files", tampered)
+    with pytest.raises(UserError, match=r"differ by .*, more than tolerance=0.0001; nothing"):
+        export_model(model, tokenizer, 0, tmp_path / "out")
 
 
 def test_the_gate_compares_what_was_rounded(bilingual, tmp_path):

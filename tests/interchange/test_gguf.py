@@ -1,18 +1,22 @@
 """GGUF files: small ones written by the gguf package, against the model they were written from and
 against what transformers reads from them."""
 
+import importlib
+import inspect
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.interchange.test_pretrained import IDS, published
+from tests.interchange.test_pretrained import IDS, LLAMA3, published
 from trainer.errors import UserError
 from trainer.interchange.gguf import convert_gguf
 from trainer.interchange.pretrained import read_pretrained
@@ -75,7 +79,16 @@ def gguf_name(name):
     return f"blk.{layer}.{NAMES[module]}"
 
 
-def write(path, model, tokenizer, quantised=None, architecture="llama", **metadata):
+def write(
+    path,
+    model,
+    tokenizer,
+    quantised=None,
+    architecture="llama",
+    rope_factors=None,
+    pre="smollm",
+    **metadata,
+):
     """``model`` as llama.cpp's converter writes it."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -96,12 +109,14 @@ def write(path, model, tokenizer, quantised=None, architecture="llama", **metada
     tokens = sorted(vocabulary, key=vocabulary.get)
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
         short = gguf_name(name)
@@ -183,6 +198,67 @@ def test_spaces_before_a_digit_belong_together(tmp_path, tokenizer, small):
     ours = read_pretrained(str(tmp_path / "small.gguf")).tokenizer
     text = "spaced    7"
     assert ours.encode(text).tokens == tokenizer.encode(text).tokens
+
+
+def llama3_factors(config):
+    """What llama.cpp's converter divides frequencies by: 1 for pairs that turn more often than
+    ``high_freq_factor`` times within the original length, the whole factor for those that turn less
+    often than ``low_freq_factor`` times, smoothly between."""
+    rope, pairs = config.rope_parameters, config.head_dim // 2
+    factors = []
+    for m in range(pairs):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (m / pairs)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = min(max((turns - low) / (high - low), 0), 1)
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, dtype=np.float32)
+
+
+@torch.no_grad()
+def test_llama_3_s_factors_rescale_as_transformers_does(tmp_path, tokenizer, small):
+    theirs = small(hidden_size=128, rope_parameters=LLAMA3)
+    factors = llama3_factors(theirs.config)
+    assert len({round(float(f), 3) for f in factors}) > 3
+    write(tmp_path / "small.gguf", theirs, tokenizer, rope_factors=factors)
+    pretrained = read_pretrained(str(tmp_path / "small.gguf"))
+    (spectrum,) = pretrained.layout.spectra
+    inv_freq = theirs.model.rotary_emb.inv_freq.double().tolist()
+    assert spectrum.inv_freq == pytest.approx(inv_freq, rel=1e-6)
+    assert (spectrum.long, spectrum.rotary_scale) == (None, 1.0)
+    torch.testing.assert_close(pretrained.decoder()(IDS), theirs(IDS).logits, rtol=0, atol=1e-5)
+    convert_gguf(tmp_path / "small.gguf", tmp_path / "converted")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted").eval()
+    torch.testing.assert_close(loaded(IDS).logits, theirs(IDS).logits, rtol=0, atol=1e-4)
+
+
+def test_factors_that_do_not_fit_are_refused(tmp_path, tokenizer, small):
+    path, ones = tmp_path / "small.gguf", np.ones(8, dtype=np.float32)
+    for factors in (ones[:5], ones * 0):
+        write(path, small(), tokenizer, rope_factors=factors)
+        with pytest.raises(UserError, match=r"rope_freqs.weight: expected 8 positive numbers"):
+            read_pretrained(str(path))
+    write(path, small(), tokenizer, rope_factors=ones, llama__rope__scaling__type="linear")
+    with pytest.raises(UserError, match=r"'linear' together with rope_freqs\.weight"):
+        read_pretrained(str(path))
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "1234567 x\r\n  \t y  ", "I'LL'd (see) §3"])
+def test_llama_3_cuts_text_as_transformers_says(tmp_path, tokenizer, small, text):
+    """By the pattern of its converter; a word that is a token stays one."""
+    write(tmp_path / "small.gguf", small(), tokenizer, pre="llama-bpe")
+    ours = read_pretrained(str(tmp_path / "small.gguf")).tokenizer
+    module = importlib.import_module("transformers.convert_slow_tokenizer")
+    pattern = inspect.signature(module.TikTokenConverter).parameters["pattern"].default
+    split = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    assert ours.pre_tokenizer.pre_tokenize_str(text) == split.pre_tokenize_str(text)
+    assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == text
+    assert json.loads(ours.to_str())["model"]["ignore_merges"]
 
 
 @torch.no_grad()

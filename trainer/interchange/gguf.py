@@ -1,13 +1,15 @@
 """Llama models in GGUF, llama.cpp's file format: configuration, tokenizer and quantised weights.
 
-A format of its own in three ways: names are shorter, weights are quantised in blocks along their
-rows, and the rows of query and key projections are permuted, since llama.cpp rotates neighbouring
-channels (2 m, 2 m + 1) where Hugging Face rotates (m, m + M).
+A format of its own in four ways: names are shorter, weights are quantised in blocks along their
+rows, the rows of query and key projections are permuted, since llama.cpp rotates neighbouring
+channels (2 m, 2 m + 1) where Hugging Face rotates (m, m + M), and Llama 3's rescaling is a tensor
+of what the frequencies are divided by.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from trainer.errors import UserError
@@ -51,11 +53,25 @@ _REQUIRED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "rms_norm_eps"),
 )
-# What happens to text before it is cut into words, by ``tokenizer.ggml.pre``.
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA_3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How text is cut into words of bytes, by ``tokenizer.ggml.pre``.
 _PRE_TOKENIZERS = {
-    "smollm": [pre_tokenizers.Digits(individual_digits=True)],
-    "gpt-2": [],
+    "smollm": [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ],
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "llama-bpe": [
+        pre_tokenizers.Split(Regex(_LLAMA_3_WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
 }
+_WHOLE_WORDS = ("llama-bpe",)
+"""Where a word in the vocabulary is a token, whatever the merges make of it."""
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens that text is searched for as a whole
 
 
@@ -110,6 +126,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokeni
     heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
     tensors = {}
     for stored in reader.tensors:
+        if stored.name == _ROPE_FACTORS:
+            values["rope_scaling"] = _divided_frequencies(stored, values)
+            continue
         kind = stored.name.removesuffix(".weight").split(".")[-1]
         shape = tuple(int(size) for size in reversed(stored.shape))
         tensors[_hf_name(stored.name)] = GgufTensor(stored.name, shape, stored, heads.get(kind))
@@ -173,6 +192,30 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _divided_frequencies(stored: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Every frequency divided by its entry of a tensor, in sequences of any length: Llama 3's
+    rescaling as llama.cpp has it. The type that holds any numbers is LongRoPE's."""
+    if kind := values.get("rope_scaling", {}).get("rope_type"):
+        raise UserError(
+            f"llama.rope.scaling.type: {kind!r} together with {_ROPE_FACTORS} is not supported."
+        )
+    factors = [float(factor) for factor in stored.data.flatten()]
+    heads = values["num_attention_heads"]
+    pairs = (values["head_dim"] or values["hidden_size"] // heads) // 2
+    if len(factors) != pairs or not all(0 < factor < math.inf for factor in factors):
+        raise UserError(
+            f"{_ROPE_FACTORS}: expected {pairs} positive numbers, one for each pair of channels."
+        )
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": values["max_position_embeddings"],
+    }
+
+
 def _hf_name(name: str) -> str:
     """``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(\w+)", name)
@@ -192,9 +235,9 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         )
     tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [tuple(merge.split(" ")) for merge in merges]))
-    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*_PRE_TOKENIZERS[pre], bytes_of_words])
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre in _WHOLE_WORDS))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre])
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata.get("tokenizer.ggml.token_type", ())
     for add, wanted in (

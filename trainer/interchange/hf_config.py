@@ -99,9 +99,9 @@ def from_hf_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, L
     """
     architecture = _architecture(values, name)
     values = dict(architecture.defaults) | dict(values)
-    malformed = _malformed(values)
-    problems = [*malformed, *_unsupported(values)]
-    if not malformed:
+    found = malformed(values)
+    problems = [*found, *_unsupported(values)]
+    if not found:
         try:
             model = _model(values, architecture)
         except UserError as error:
@@ -133,7 +133,7 @@ def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
     )
 
 
-def _malformed(values: Mapping[str, Any]) -> list[str]:
+def malformed(values: Mapping[str, Any]) -> list[str]:
     """What is missing or of a wrong kind, one sentence each."""
     found = [
         f"{key}: expected a positive whole number, got {values.get(key)!r}."

@@ -1,8 +1,8 @@
 """Published weights: found, checked by their headers, and read into a decoder one at a time.
 
 A model is a directory as Hugging Face publishes them (``config.json``, ``model.safetensors`` or
-shards with an index, ``tokenizer.json``), an id on its hub, or a ``.gguf`` file. Only tensors are
-read: nothing in a file is run.
+shards with an index, ``tokenizer.json``), an export of ours, an id on its hub, or a ``.gguf`` file.
+Only tensors are read: nothing in a file is run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from trainer.errors import UserError, did_you_mean
 from trainer.formats import read_plain
 from trainer.interchange.hf_config import from_hf_config
 from trainer.interchange.hub import no_hub
+from trainer.interchange.own_config import from_own_config, is_own
 from trainer.interchange.tensor_files import INDEX, FileTensor, read_headers, weights_problem
+from trainer.interchange.waiting import waits
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.initialization import initial_value
@@ -136,7 +138,8 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
         values = attempt(read_config, path)
         tensors = attempt(read_headers, path)
         tokenizer = attempt(read_tokenizer, path)
-    model = attempt(from_hf_config, values, source) if values is not None else None
+    shape = from_own_config if values is not None and is_own(values) else from_hf_config
+    model = attempt(shape, values, source) if values is not None else None
     if model is None or tensors is None:
         raise UserError(*problems)
     config, layout = model
@@ -146,7 +149,11 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
             f"{config.num_hidden_layers} layers."
         )
     with torch.device("meta"):
-        shapes = {n: tuple(p.shape) for n, p in Decoder(config, layout).named_parameters()}
+        shapes = {
+            name: tuple(parameter.shape)
+            for name, parameter in Decoder(config, layout).named_parameters()
+            if not waits(name, layout)
+        }
     ours = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     attempt(_check, shapes, ours, config.tie_word_embeddings)
     if problems:

@@ -199,7 +199,7 @@ def longrope(
     spectrum: Spectrum, short: Sequence[float], long: Sequence[float], training_length: int
 ) -> Spectrum:
     """LongRoPE (Ding et al. 2024): every pair divided by a factor of its own, out of ``short`` in
-    sequences of up to C tokens and out of ``long`` in longer ones.
+    sequences of up to C tokens and out of ``long`` in longer ones. Equal ones follow no length.
 
     Raises:
         ValueError: there are not as many factors as pairs.
@@ -210,8 +210,9 @@ def longrope(
     def divided(factors: Sequence[float]) -> Frequencies:
         return tuple(f / factor for f, factor in zip(spectrum.inv_freq, factors, strict=True))
 
-    others = LongFrequencies(training_length, divided(long))
-    return replace(spectrum, inv_freq=divided(short), long=others)
+    short_freq, long_freq = divided(short), divided(long)
+    others = None if short_freq == long_freq else LongFrequencies(training_length, long_freq)
+    return replace(spectrum, inv_freq=short_freq, long=others)
 
 
 RESCALINGS: dict[str, Callable[[Frequencies, int], Stretch]] = {

@@ -6,10 +6,8 @@ The file may be damaged or made up by somebody: everything that is read from it 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +19,7 @@ from trainer.data.tokenizer import end_of_text, vocabulary_size
 from trainer.errors import UserError
 from trainer.formats import Count, adapter, first_problem, read_plain
 from trainer.model.config import ModelConfig
-from trainer.positional.first_format import from_first_format
-from trainer.positional.layout import Layout
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.stored_layout import StoredLayout, in_todays_form, read_layout
 from trainer.report.results import Reach
 from trainer.runs.metrics_file import BUCKETS
 from trainer.runs.numbers import number_problems
@@ -33,28 +29,7 @@ RECALIBRATION = "recalibrate"
 """The phase after the drop of a run that names no phases."""
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-Length = Annotated[int, Field(ge=1, lt=1 << 31)]
-"""Of sequences, in tokens."""
-Index = Annotated[int, Field(ge=0, lt=1 << 20)]
 Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
-
-
-@dataclass(frozen=True)
-class SavedLayer:
-    """Groups are (index of a spectrum, key-value heads)."""
-
-    groups: list[tuple[Index, Annotated[int, Field(ge=1, lt=1 << 20)]]]
-    window: Length | None
-    qk_norm: bool
-
-
-@dataclass(frozen=True)
-class SavedLayout:
-    """As :meth:`Layout.to_dict` writes it."""
-
-    training_length: Length
-    spectra: list[Spectrum]
-    layers: list[SavedLayer]
 
 
 @dataclass(frozen=True)
@@ -72,7 +47,7 @@ class Saved:
 
     step: Count
     model: ModelConfig
-    layout: SavedLayout
+    layout: StoredLayout
     tokenizer: str
     config: dict[str, Any]
     format: int = 1
@@ -142,7 +117,7 @@ class SavedTransitions:
     """What the changes between phases did, and the layout that a drop is shrinking."""
 
     effects: dict[str, SavedDrop]
-    before: SavedLayout | None = None
+    before: StoredLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -233,56 +208,20 @@ def _as(kind: type[Any], state: dict[str, Any]) -> Any:
 
 def _check(state: Any) -> None:
     """Raises ``ValueError`` where a description is none, or describes no model."""
-    if not isinstance(state, dict) or not isinstance(state.get("layout"), dict):
+    if not isinstance(state, dict):
         raise ValueError("layout: expected the encodings of all layers")
-    try:
-        layout = from_first_format(state["layout"])
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        raise ValueError(f"layout: {type(error).__name__}: {error}") from None
+    layout = in_todays_form(state.get("layout"))
     saved: Saved = _as(Saved, {**state, "layout": layout})
-    model, layers = saved.model, saved.layout.layers
+    model = saved.model
     if problems := [*number_problems(model, "model"), *model.problems()]:
         raise ValueError(problems[0].removesuffix("."))
     if model.vocab_size is None:
         raise ValueError("model.vocab_size: expected a number")
-    if len(layers) != model.num_hidden_layers:
-        raise ValueError(f"layout: {len(layers)} layers for {model.num_hidden_layers} of the model")
-    for layer in layers:
-        if sum(heads for _, heads in layer.groups) != model.num_key_value_heads:
-            raise ValueError("layout: a layer has other key-value heads than the model")
-        if any(index >= len(saved.layout.spectra) for index, _ in layer.groups):
-            raise ValueError("layout: a layer names a spectrum that is not there")
+    shape = model.num_hidden_layers, model.num_key_value_heads, model.head_size
+    for layer in read_layout(layout, *shape).layers:
         if layer.qk_norm and model.qk_norm.when == "never":
             raise ValueError("layout: query and key norms are on, and the model has none")
-    for spectrum in saved.layout.spectra:
-        _check_spectrum(spectrum, model.head_size)
     _check_tokenizer(saved.tokenizer, model.vocab_size)
-    try:
-        Layout.from_dict(layout)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"layout: {error}") from None
-
-
-def _check_spectrum(spectrum: Spectrum, head_size: int) -> None:
-    if not all(map(math.isfinite, _numbers(asdict(spectrum)))):
-        raise ValueError("layout: a spectrum holds a number that is not finite")
-    long = spectrum.long
-    if spectrum.rotary_dim > head_size:
-        raise ValueError(f"layout: {spectrum.rotary_dim} of {head_size} channels rotate")
-    if long is not None:
-        stretch = long.stretch
-        counted = (long.inv_freq, *((stretch.kept, stretch.power) if stretch else ()))
-        if any(len(numbers) != len(spectrum.inv_freq) for numbers in counted):
-            raise ValueError("layout: a spectrum has other frequencies for long sequences")
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    """All numbers at any depth."""
-    if isinstance(value, dict | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(item)
-    elif isinstance(value, float):
-        yield value
 
 
 def _check_tokenizer(text: str, vocab_size: int) -> None:

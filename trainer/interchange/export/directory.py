@@ -155,6 +155,9 @@ def _gate(
     text_ids = tokenizer.encode(TEXT).ids
     difference = largest_difference(model.eval(), directory, text_ids, custom=not plan.is_native)
     log.info("Loaded by transformers, logits differ by %.1e of the largest", difference)
+    if model.layout.frequencies_follow_length:
+        C = model.layout.training_length
+        log.info("Beyond %d tokens without a cache alone: transformers rotates no key anew", C)
     if not difference <= tolerance:
         raise UserError(
             f"export: logits of what transformers loads differ by {difference:.1e} of the largest, "

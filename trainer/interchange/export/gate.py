@@ -2,7 +2,9 @@
 
 Random tokens and text, of lengths up to beyond the training length but no more than 4096 tokens,
 read at once and read with a cache, the last tokens one by one; and prompts of different lengths in
-one batch, with padding on the left, as generation has it, and on the right.
+one batch, with padding on the left, as generation has it, and on the right. Where frequencies
+follow the length, transformers goes on with keys as they were rotated when they were read, and ours
+are rotated anew: such a model is read with a cache up to its training length, and beyond at once.
 """
 
 from __future__ import annotations
@@ -55,12 +57,14 @@ def largest_difference(
     cases = [*random, text_ids[: model.layout.training_length]]
     # transformers takes the frequencies of a whole batch from the longest of its rows.
     by_batch = model.layout.frequencies_follow_length
+    cached = [not by_batch or len(case) <= model.layout.training_length for case in cases]
     short = random[0][: max(1, model.layout.training_length - DECODED)]
     prompts = [short] if by_batch else [short, random[-1]]
     request: dict[str, Any] = {
         "custom": custom,
         "text": TEXT,
         "cases": cases,
+        "cached": cached,
         "prompts": prompts,
         "length": len(random[-1]) + 1,
         "before": custom or not by_batch,
@@ -72,12 +76,13 @@ def largest_difference(
         raise UserError("export: transformers reads text as other tokens than the run did.")
     if answer["problems"]:
         raise UserError(f"export: transformers finds the weights wrong: {answer['problems']}.")
-    pairs = [(answer["logits"][i], _logits(model, ids)) for i, ids in enumerate(cases)]
+    ours = [_logits(model, *case) for case in zip(cases, cached, strict=True)]
+    pairs = list(zip(answer["logits"], ours, strict=True))
     for row, (ids, tokens, theirs) in enumerate(zip(prompts, *answer["behind"], strict=True)):
-        ours = _continued(model, ids, tokens.tolist())
-        pairs.append((theirs, ours))
+        continued = _continued(model, ids, tokens.tolist())
+        pairs.append((theirs, continued))
         if answer["before"] is not None:
-            pairs.append((answer["before"][row], ours[0]))
+            pairs.append((answer["before"][row], continued[0]))
     differences = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
     return float(torch.stack(differences).max())  # NaN where any is
 
@@ -95,11 +100,11 @@ def _random_cases(model: Decoder) -> list[list[int]]:
 
 
 @torch.no_grad()
-def _logits(model: Decoder, tokens: list[int]) -> Tensor:
+def _logits(model: Decoder, tokens: list[int], cached: bool) -> Tensor:
     """``[rows, vocab]``: read with a cache, then at once; as ``reload.py`` does it."""
     ids = torch.tensor([tokens])
     T = len(tokens)
-    ends = [max(T - DECODED, 1), *range(max(T - DECODED, 1) + 1, T + 1)]
+    ends = [max(T - DECODED, 1), *range(max(T - DECODED, 1) + 1, T + 1)] if cached else []
     cache = KVCache.empty(model.config, 1, T)
     parts = [model(ids[:, a:b], cache=cache, last=1) for a, b in pairwise([0, *ends])]
     return torch.cat([*parts, model(ids, last=KEPT)], dim=1)[0]

@@ -12,12 +12,11 @@ from typing import Any
 from trainer.interchange.hf_config import ARCHITECTURES, Architecture
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.interchange.hf_rope_inverse import Parameters, rope_parameters
+from trainer.interchange.own_config import OWN
 from trainer.model.config import ModelConfig
 from trainer.positional.alibi import alibi_slopes
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
-
-CUSTOM = "UnropeForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Plan:
     @property
     def is_native(self) -> bool:
         """Whether transformers loads it without code from the directory."""
-        return self.architecture != CUSTOM
+        return self.architecture != OWN
 
 
 def make_plan(config: ModelConfig, layout: Layout) -> Plan:
@@ -63,7 +62,7 @@ def make_plan(config: ModelConfig, layout: Layout) -> Plan:
             values = _native_values(config, layout, architecture, rope)
             return Plan(name, values, _changes(config, layout, rope), refusals)
         refusals[name] = str(reason)
-    return Plan(CUSTOM, _custom_values(config, layout), (), refusals)
+    return Plan(OWN, _custom_values(config, layout), (), refusals)
 
 
 def _refusal(config: ModelConfig, layout: Layout, name: str, rope: Parameters | None) -> str | None:
@@ -184,6 +183,6 @@ def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "auto_map": {
             "AutoConfig": "configuration_unrope.UnropeConfig",
             "AutoModel": "modeling_unrope.UnropeModel",
-            "AutoModelForCausalLM": f"modeling_unrope.{CUSTOM}",
+            "AutoModelForCausalLM": f"modeling_unrope.{OWN}",
         },
     }

@@ -16,11 +16,14 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def logits(model: torch.nn.Module, tokens: list[int], kept: int, decoded: int) -> Tensor:
-    """``[rows, vocab]``: read with a cache, the last tokens one by one, then at once."""
+def logits(
+    model: torch.nn.Module, tokens: list[int], cached: bool, kept: int, decoded: int
+) -> Tensor:
+    """``[rows, vocab]``: read with a cache, the last tokens one by one, then at once; or only at
+    once."""
     ids = torch.tensor([tokens])
     T = len(tokens)
-    ends = [max(T - decoded, 1), *range(max(T - decoded, 1) + 1, T + 1)]
+    ends = [max(T - decoded, 1), *range(max(T - decoded, 1) + 1, T + 1)] if cached else []
     parts, cache = [], None
     for begin, end in pairwise([0, *ends]):
         out = model(ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -63,9 +66,10 @@ def before_padding(model: Any, prompts: list[list[int]], length: int) -> Tensor:
 
 def answers(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """What is asked of the model itself."""
-    padded = asked["prompts"], asked["length"]
+    padded, counts = (asked["prompts"], asked["length"]), (asked["kept"], asked["decoded"])
+    cases = zip(asked["cases"], asked["cached"], strict=True)
     return {
-        "logits": [logits(model, case, asked["kept"], asked["decoded"]) for case in asked["cases"]],
+        "logits": [logits(model, case, cached, *counts) for case, cached in cases],
         "behind": behind_padding(model, *padded, asked["decoded"]),
         "before": before_padding(model, *padded) if asked["before"] else None,
     }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.interchange.export.plan import Plan
 from trainer.interchange.tensor_files import INDEX, SINGLE
+from trainer.interchange.waiting import waits
 from trainer.model.decoder import Decoder
 
 SHARD_BYTES = 5 * 10**9
@@ -20,12 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def exported_names(model: Decoder) -> list[str]:
     """The parameters that take part; query and key norms that are off stay behind."""
-    layers = model.layout.layers
-    return [
-        name
-        for name, _ in model.named_parameters()
-        if not _kind(name).endswith("_norm") or layers[_layer(name)].qk_norm
-    ]
+    return [name for name, _ in model.named_parameters() if not waits(name, model.layout)]
 
 
 def exported(model: Decoder, name: str, plan: Plan) -> Tensor:

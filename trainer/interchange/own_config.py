@@ -1,0 +1,91 @@
+"""Shape and positions out of the ``config.json`` of a model that was exported with code of its own.
+
+The file holds our layout as it is; the code beside it is for transformers, and never run here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.interchange.hf_config import malformed
+from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.positional.alibi import alibi_slopes
+from trainer.positional.layout import Layout
+from trainer.positional.stored_layout import read_layout
+
+OWN = "UnropeForCausalLM"
+"""The architecture that such files name."""
+_KINDS, _TARGETS = ("per_head", "full"), ("both", "q", "k")
+
+
+def is_own(values: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is of a model exported with code of its own."""
+    return values.get("architectures") == [OWN]
+
+
+def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
+    """Shape and positions; the inverse of what an export writes.
+
+    Args:
+        values: what ``config.json`` says.
+        name: how errors call the file.
+
+    Raises:
+        UserError: keys are missing, wrong, or do not fit each other.
+    """
+    problems = malformed(values)
+    problems += [
+        f"{key}: expected {' or '.join(map(repr, allowed))}, got {values.get(key)!r}."
+        for key, allowed in (
+            ("qkv_bias", (True, False)),
+            ("qk_norm_kind", _KINDS),
+            ("qk_norm_targets", _TARGETS),
+        )
+        if values.get(key) not in allowed
+    ]
+    if problems:
+        raise UserError(*(f"{name}: {problem}" for problem in problems))
+    config = ModelConfig(
+        hidden_size=values["hidden_size"],
+        intermediate_size=values["intermediate_size"],
+        num_hidden_layers=values["num_hidden_layers"],
+        num_attention_heads=values["num_attention_heads"],
+        num_key_value_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
+        head_dim=values.get("head_dim"),
+        vocab_size=values["vocab_size"],
+        rms_norm_eps=1e-5 if (eps := values.get("rms_norm_eps")) is None else eps,
+        tie_word_embeddings=values.get("tie_word_embeddings") or False,
+        qkv_bias=values["qkv_bias"],
+        qk_norm=QKNormConfig("never", values["qk_norm_kind"], values["qk_norm_targets"]),
+    )
+    if problems := config.problems():
+        raise UserError(*(f"{name}: {p.removeprefix('model.')}" for p in problems))
+    shape = config.num_hidden_layers, config.num_key_value_heads, config.head_size
+    try:
+        layout = read_layout(values.get("layout"), *shape)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}.") from None
+    _check_slopes(values.get("alibi_slopes"), config, layout, name)
+    norms = {layer.qk_norm for layer in layout.layers}
+    # Of norms in some layers the others wait, as before a drop.
+    when = "never" if norms == {False} else "always" if norms == {True} else "after_drop"
+    return replace(config, qk_norm=replace(config.qk_norm, when=when)), layout
+
+
+def _check_slopes(given: Any, config: ModelConfig, layout: Layout, name: str) -> None:
+    ours = alibi_slopes(config.num_attention_heads)
+    fits = (
+        isinstance(given, list)
+        and len(given) == len(ours)
+        and all(
+            isinstance(x, float) and math.isclose(x, y) for x, y in zip(given, ours, strict=True)
+        )
+    )
+    if any(spectrum.alibi for spectrum in layout.spectra) and not fits:
+        raise UserError(
+            f"{name}: alibi_slopes: expected those of ALiBi for {len(ours)} heads, got {given!r}."
+        )

@@ -1,0 +1,101 @@
+"""Layouts from a file that may be damaged or made up by somebody: checked before they are used."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from trainer.formats import adapter, first_problem
+from trainer.positional.first_format import from_first_format
+from trainer.positional.layout import Layout
+from trainer.positional.spectrum import Spectrum
+
+Length = Annotated[int, Field(ge=1, lt=1 << 31)]
+"""Of sequences, in tokens."""
+Index = Annotated[int, Field(ge=0, lt=1 << 20)]
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """Groups are (index of a spectrum, key-value heads)."""
+
+    groups: list[tuple[Index, Annotated[int, Field(ge=1, lt=1 << 20)]]]
+    window: Length | None
+    qk_norm: bool
+
+
+@dataclass(frozen=True)
+class StoredLayout:
+    """As :meth:`Layout.to_dict` writes it."""
+
+    training_length: Length
+    spectra: list[Spectrum]
+    layers: list[StoredLayer]
+
+
+def in_todays_form(values: Any) -> dict[str, Any]:
+    """What was stored, in today's form.
+
+    Raises:
+        ValueError: it is nothing of the kind.
+    """
+    if not isinstance(values, dict):
+        raise ValueError("layout: expected the encodings of all layers")
+    try:
+        return from_first_format(values)
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(f"layout: {type(error).__name__}: {error}") from None
+
+
+def read_layout(values: Any, layers: int, heads: int, head_size: int) -> Layout:
+    """The layout that was stored for a model of ``layers``, each with so many key-value heads of
+    ``head_size`` channels.
+
+    Raises:
+        ValueError: it is damaged, or no layout of such a model; says what, in one line.
+    """
+    values = in_todays_form(values)
+    try:
+        stored: StoredLayout = adapter(StoredLayout).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        raise ValueError(f"layout.{first_problem(error)}") from None
+    if len(stored.layers) != layers:
+        raise ValueError(f"layout: {len(stored.layers)} layers for {layers} of the model")
+    for layer in stored.layers:
+        if sum(count for _, count in layer.groups) != heads:
+            raise ValueError("layout: a layer has other key-value heads than the model")
+        if any(index >= len(stored.spectra) for index, _ in layer.groups):
+            raise ValueError("layout: a layer names a spectrum that is not there")
+    for spectrum in stored.spectra:
+        _check_spectrum(spectrum, head_size)
+    try:
+        return Layout.from_dict(values)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"layout: {error}") from None
+
+
+def _check_spectrum(spectrum: Spectrum, head_size: int) -> None:
+    if not all(map(math.isfinite, _numbers(asdict(spectrum)))):
+        raise ValueError("layout: a spectrum holds a number that is not finite")
+    long = spectrum.long
+    if spectrum.rotary_dim > head_size:
+        raise ValueError(f"layout: {spectrum.rotary_dim} of {head_size} channels rotate")
+    if long is not None:
+        stretch = long.stretch
+        counted = (long.inv_freq, *((stretch.kept, stretch.power) if stretch else ()))
+        if any(len(numbers) != len(spectrum.inv_freq) for numbers in counted):
+            raise ValueError("layout: a spectrum has other frequencies for long sequences")
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """All numbers at any depth."""
+    if isinstance(value, dict | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)
+    elif isinstance(value, float):
+        yield value
