@@ -25,6 +25,7 @@ from trainer.evaluation.settings import (
     WeightedRopeSettings,
 )
 from trainer.evaluation.store import Store
+from trainer.positional.config import TemperatureConfig
 from trainer.positional.rescaling import RESCALINGS
 
 CONFIG = EvaluationConfig(
@@ -187,6 +188,14 @@ def test_a_temperature_is_for_models_without_positions_unless_all_are_asked_for(
         made = recipe("temperature", layout, CONFIG)
         assert isinstance(made, Recipe)
         assert "models" not in made.settings["temperature"]
+
+
+def test_a_model_that_was_trained_with_a_temperature_keeps_it(fitting):
+    trained = TemperatureConfig(coefficient=1.0, reference=1)
+    layout = fitting(layers=["nope"], temperature=trained).model.layout
+    why = "was trained with logits that follow the length, so there is no place for a {}"
+    assert recipe("temperature", layout, CONFIG) == (why, "temperature")
+    assert recipe("temperature_rope_id", layout, CONFIG) == (why, "RoPE-ID temperature")
 
 
 def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):

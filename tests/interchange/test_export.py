@@ -19,6 +19,7 @@ from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.tensor_files import read_headers
 from trainer.interchange.waiting import waits
 from trainer.model.config import QKNormConfig
+from trainer.positional.config import TemperatureConfig
 from trainer.positional.rescaling import dynamic, llama3, longrope, ntk_aware, yarn
 from trainer.recalibration.drop import drop
 
@@ -94,6 +95,12 @@ NATIVE = {
         {"model": {"head_dim": 16}, "encodings": {"rope": {"rotary_fraction": 0.25}}},
         layout_changed(lambda s: replace(s, rotary_scale=1.2).with_temperature(scale=1.3)),
     ),
+    "angles of iRoPE": (
+        "Llama",
+        "linear",
+        {"encodings": {"rope": {"angle_scale": 0.25}}},
+        None,
+    ),
     "p-RoPE": ("Llama", "proportional", {"layers": ["p_rope"]}, None),
     "HoPE": ("Llama", "proportional", {"layers": ["hope"]}, None),
     "high frequency": ("Llama", "default", {"layers": ["high_frequency"]}, None),
@@ -137,6 +144,19 @@ CUSTOM = {
     "QK-norm of keys": ({"model": {"qk_norm": QKNormConfig("always", targets="k")}}, "one side"),
     "ALiBi": ({"layers": ["alibi", "rope"]}, "ALiBi"),
     "RoPE-ID": ({"layers": ["rope_id"], "training_length": 70}, "temperature that changes"),
+    "Llama 4's temperature": (
+        {
+            "layers": ["rope", "nope"],
+            "temperature": TemperatureConfig(
+                coefficient=0.3, reference=8, steps=True, heads="free"
+            ),
+        },
+        "temperature that changes",
+    ),
+    "the logarithm of the length": (
+        {"temperature": TemperatureConfig(coefficient=2.0, scale=0.4, reference=1)},
+        "temperature that changes",
+    ),
     "half of the heads": ({"heads": {"nope": 0.5}}, "heads of one layer"),
     "windows of two sizes": ({"windows": [7, 20]}, "several sizes"),
     "two bases": ({"layers": ["rope", "high_frequency"]}, "rotate differently"),

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from trainer.errors import UserError
-from trainer.positional.config import PositionalConfig, build_layout
+from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.encodings import make_spectrum
+from trainer.positional.spectrum import Temperature
 
 
 def layout(*, depth=4, kv_heads=4, qk_norm=False, **config):
@@ -40,6 +41,31 @@ def test_rnope_swa_has_windows_on_its_rope_layers_only():
     built = layout(depth=8, layers=["rope", "rope", "rope", "nope"], windows=[128, 128, 128, None])
     assert [layer.window for layer in built.layers] == [128, 128, 128, None] * 2
     assert [layer.spectra[0] == NOPE for layer in built.layers] == [False, False, False, True] * 2
+
+
+def test_a_temperature_is_of_all_heads_or_of_those_that_do_not_rotate():
+    given = {"coefficient": 0.1, "reference": 64, "steps": True}
+    expected = Temperature(0.1, 1.0, 1.0, "query", 64, True)
+    for heads, rotating in (("all", expected), ("free", Temperature())):
+        built = layout(layers=["rope", "nope"], temperature=TemperatureConfig(**given, heads=heads))
+        found = [layer.spectra[0].temperature for layer in built.layers]
+        assert found == [rotating, expected] * 2
+    assert layout(temperature=TemperatureConfig()) == layout()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"coefficient": -1}, "positional.temperature.coefficient: expected a number from 0"),
+        ({"scale": 0}, "positional.temperature.scale: expected a number from 0.001"),
+        ({"reference": 0}, "positional.temperature.reference: expected tokens, 1 or more"),
+        ({"coefficient": 0.1}, "an encoding has a temperature of its own"),
+    ],
+)
+def test_a_temperature_that_cannot_be_is_named(config, said):
+    with pytest.raises(UserError) as error:
+        layout(layers=["rope_id"], temperature=TemperatureConfig(**config))
+    assert said in str(error.value)
 
 
 def test_patterns_of_different_lengths_repeat_independently():

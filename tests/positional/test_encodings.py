@@ -44,6 +44,13 @@ def test_partial_rope_is_rope_of_a_smaller_head():
     assert spectrum("rope", 64, rotary_fraction=0.25) == spectrum("rope", 16)
 
 
+def test_scaled_angles_are_those_of_positions_that_lie_closer():
+    """iRoPE's alpha (Frequency Entropy, Sec. 2.3): angle alpha m theta, as position alpha m."""
+    plain = make_spectrum("rope", 16, 512, {"base": 1e4})
+    scaled = make_spectrum("rope", 16, 512, {"base": 1e4, "angle_scale": 0.25})
+    assert [8 * f for f in scaled.inv_freq] == pytest.approx([2 * f for f in plain.inv_freq])
+
+
 def test_half_rope_rotates_the_first_half_of_the_channels():
     assert spectrum("half_rope", 64) == spectrum("rope", 32)
 
@@ -158,6 +165,7 @@ def test_nothing_rotates_without_rotation(name):
         ("rope", {"rotary_fraction": 1.5}, 64, "encodings.rope: rotary_fraction must be in (0, 1]"),
         ("rope", {"rotary_fraction": 0.0}, 64, "encodings.rope: rotary_fraction must be in (0, 1]"),
         ("rope", {}, 15, "encodings.rope: rotary_fraction 1.0 of head_dim 15 is 15 channels"),
+        ("rope", {"angle_scale": 0}, 16, "encodings.rope: angle_scale must be a positive number"),
         ("half_rope", {}, 10, "encodings.half_rope: rotary_fraction 0.5 of head_dim 10 is 5"),
         ("p_rope", {"p": 0}, 64, "encodings.p_rope: p must be in (0, 1], got 0"),
         (

@@ -84,6 +84,10 @@ def recipe(
         return "has no rotation, so there is nothing to do for {}", " + ".join(idle)
     if "longrope" in keys and config.longrope.factors is not None:
         check_published(layout, read_factors(config.longrope.factors))
+    tempering = [key for key in keys if key in ("temperature", "temperature_rope_id")]
+    if tempering and any(s.temperature.is_trained for s in layout.spectra):
+        why = "was trained with logits that follow the length, so there is no place for a {}"
+        return why, MAKERS[tempering[0]].title
     only_free = config.temperature.models == "free"
     if "temperature" in keys and only_free and not is_free_of_positions(layout):
         why = "has positions, and a {} is for models without (evaluation.temperature.models)"

@@ -2,13 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from trainer.errors import UserError, did_you_mean
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.spectrum import Spectrum, Temperature
+
+
+@dataclass(frozen=True)
+class TemperatureConfig:
+    """Logits times ``scale`` (1 + ``coefficient`` ln s)^``exponent`` from the first step on.
+
+    s = max(n, R) / R, or with ``steps`` 1 + floor(n / R): n is the keys that a query sees, or with
+    ``per`` the tokens of its sequence, and R the ``reference`` (null: C, so that nothing changes
+    before C). ``heads``: ``all``, or those that are ``free`` of rotation, as in Llama 4.
+    """
+
+    coefficient: float = 0.0
+    exponent: float = 1.0
+    scale: float = 1.0
+    per: Literal["sequence", "query"] = "query"
+    reference: int | None = None
+    steps: bool = False
+    heads: Literal["all", "free"] = "all"
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the factor is 1 everywhere."""
+        return self.coefficient == 0 and self.scale == 1
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        found = [
+            f"positional.temperature.{key}: expected a number from {least} to 1000, got {value}."
+            for key, least in (("coefficient", 0), ("exponent", 0), ("scale", 0.001))
+            if not least <= (value := getattr(self, key)) <= 1000
+        ]
+        if self.reference is not None and self.reference < 1:
+            found.append(
+                "positional.temperature.reference: expected tokens, 1 or more, or null for the "
+                f"training length, got {self.reference}."
+            )
+        return found
+
+    def on(self, spectrum: Spectrum) -> Spectrum:
+        """The spectrum of a head with it.
+
+        Raises:
+            UserError: its encoding has a temperature of its own.
+        """
+        if self.is_none or (self.heads == "free" and (spectrum.rotates or spectrum.alibi)):
+            return spectrum
+        if spectrum.temperature != Temperature():
+            raise UserError(
+                "positional.temperature: an encoding has a temperature of its own; set its "
+                "positional.encodings.NAME.temperature=0, or leave this one out."
+            )
+        values = (self.coefficient, self.exponent, self.scale, self.per)
+        return replace(spectrum, temperature=Temperature(*values, self.reference, self.steps))
 
 
 @dataclass(frozen=True)
@@ -22,12 +75,14 @@ class PositionalConfig:
     ``{nope: 0.5}``.
     ``encodings``: parameters by name. A name of your own with a ``type`` is a variant:
     ``{local: {type: rope, base: 1e4}, global: {type: rope, base: 1e6}}``.
+    ``temperature``: of the softmax, by the length, for encodings that have none of their own.
     """
 
     layers: list[str] = field(default_factory=lambda: ["rope"])
     windows: list[int | None] = field(default_factory=lambda: [None])
     heads: dict[str, float] = field(default_factory=dict)
     encodings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    temperature: TemperatureConfig = field(default_factory=TemperatureConfig)
 
 
 def unknown_encodings(config: PositionalConfig) -> list[str]:
@@ -58,7 +113,7 @@ def build_layout(
     Raises:
         UserError: all that is wrong with names, parameters, windows and head shares.
     """
-    problems = unknown_encodings(config)
+    problems = [*unknown_encodings(config), *config.temperature.problems()]
 
     def spectrum(name: str) -> Spectrum | None:
         given = dict(config.encodings.get(name, {}))
@@ -66,7 +121,8 @@ def build_layout(
         if kind not in ENCODINGS:
             return None
         try:
-            return make_spectrum(kind, head_dim, training_length, given, variant=name)
+            made = make_spectrum(kind, head_dim, training_length, given, variant=name)
+            return config.temperature.on(made) if name in used else made
         except UserError as error:
             problems.extend(error.problems)
             return None
@@ -74,6 +130,7 @@ def build_layout(
     for key in ("layers", "windows"):
         if not getattr(config, key):
             problems.append(f"positional.{key}: expected at least one entry, got an empty list.")
+    used = {*config.layers, *config.heads}
     named = dict.fromkeys([*config.layers, *config.heads, *config.encodings])
     spectra = {name: spectrum(name) for name in named}
     for window in config.windows:

@@ -118,10 +118,22 @@ def between_wavelengths(fastest: float, slowest: float, pairs: int) -> tuple[flo
 
 @encoding
 def rope(
-    head_dim: int, training_length: int, *, base: float = 10_000.0, rotary_fraction: float = 1.0
+    head_dim: int,
+    training_length: int,
+    *,
+    base: float = 10_000.0,
+    rotary_fraction: float = 1.0,
+    angle_scale: float = 1.0,
 ) -> Spectrum:
-    """RoPE (Su et al. 2021), on all channels or on the first ``rotary_fraction`` of them."""
-    return Spectrum(geometric(base, rotated_pairs(head_dim, rotary_fraction)))
+    """RoPE (Su et al. 2021), on all channels or on the first ``rotary_fraction`` of them.
+
+    ``angle_scale``: factor on all angles; iRoPE as Frequency Entropy (Sec. 2.3) describes it has
+    one below 1 from the first step on.
+    """
+    if not 0 < angle_scale < math.inf:
+        raise ValueError(f"angle_scale must be a positive number, got {angle_scale}.")
+    inv_freq = geometric(base, rotated_pairs(head_dim, rotary_fraction))
+    return Spectrum(tuple(angle_scale * f for f in inv_freq))
 
 
 @encoding

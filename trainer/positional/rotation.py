@@ -159,7 +159,8 @@ def _temperature(
     temperature = spectrum.temperature
     if temperature.is_constant:
         return None if temperature.scale == 1.0 else temperature.scale
-    stretch = (positions + 1).clamp(min=training_length) / training_length
+    reference, seen = temperature.reference or training_length, positions + 1
+    stretch = 1 + seen // reference if temperature.steps else seen.clamp(min=reference) / reference
     tempered = 1 + temperature.coefficient * stretch.log()
     factor = (temperature.scale * tempered**temperature.exponent)[..., None]
     return factor[:, None] if positions.dim() == 2 else factor

@@ -25,17 +25,27 @@ class Temperature:
     ``scale``. DroPE (App. C.2) has exponent 1 and a fitted coefficient; RoPE-ID (App. A.4) 0.1 and
     2; YaRN has a constant ``scale`` for a given extension. ``per`` says whether n is the length of
     the sequence or, for every query, the number of keys it can see.
+    ``reference``: tokens in place of C, so that a model is also trained with the factor; 1 for the
+    logarithm of the length (scalable softmax, Nakanishi 2025). ``steps``: s = 1 + floor(n /
+    reference), as Llama 4 has it.
     """
 
     coefficient: float = 0.0
     exponent: float = 1.0
     scale: float = 1.0
     per: Literal["sequence", "query"] = "sequence"
+    reference: int | None = None
+    steps: bool = False
 
     @property
     def is_constant(self) -> bool:
         """Whether the factor does not depend on any length."""
         return self.coefficient == 0.0
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the factor depends on lengths within the training length too."""
+        return not self.is_constant and (self.reference is not None or self.steps)
 
     @property
     def follows_length(self) -> bool:
@@ -47,7 +57,9 @@ class Temperature:
         which is the same in all sequences."""
         if not self.follows_length:
             return self
-        stretch = max(length, training_length) / training_length
+        reference = self.reference or training_length
+        grown = 1 + length // reference
+        stretch = grown if self.steps else max(length, reference) / reference
         factor = self.scale * (1 + self.coefficient * math.log(stretch)) ** self.exponent
         return Temperature(scale=factor)
 

@@ -82,7 +82,9 @@ def read_layout(values: Any, layers: int, heads: int, head_size: int) -> Layout:
 def _check_spectrum(spectrum: Spectrum, head_size: int) -> None:
     if not all(map(math.isfinite, _numbers(asdict(spectrum)))):
         raise ValueError("layout: a spectrum holds a number that is not finite")
-    long = spectrum.long
+    long, reference = spectrum.long, spectrum.temperature.reference
+    if reference is not None and reference < 1:
+        raise ValueError(f"layout: a temperature refers to a length of {reference} tokens")
     if spectrum.rotary_dim > head_size:
         raise ValueError(f"layout: {spectrum.rotary_dim} of {head_size} channels rotate")
     if long is not None:

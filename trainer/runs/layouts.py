@@ -38,6 +38,11 @@ def layout_problems(
         )
         if drop is None:
             return []
+        if drop.anneal_steps and not positional.temperature.is_none:
+            return [
+                f"{key}.anneal_steps: with positional.temperature an encoding is dropped at once; "
+                "expected 0."
+            ]
         at_once = replace(drop, anneal_steps=0)
         after = dropped_layout(layout, positional, at_once, model.head_size)
         if drop.anneal_steps and not layout.rotates:

@@ -26,7 +26,8 @@ def table(spectrum: dict[str, Any], trained: int, positions: Tensor) -> Table:
 
     With n the length of the sequence, which ends with its highest position, or for ``per`` =
     ``query`` the number of keys a query sees, and C the training length ``trained``, the factor is
-    scale * (1 + coefficient * ln s) ** exponent, s = max(n, C) / C. In sequences longer than
+    scale * (1 + coefficient * ln s) ** exponent, s = max(n, R) / R with R the ``reference`` or
+    C, or with ``steps`` 1 + floor(n / R). Below s = max(n, C) / C. In sequences longer than
     ``long.length`` the frequencies are those of ``long``, each times kept + (1 - kept) * s **
     -power of its ``stretch``, and rotated channels are multiplied by 1 + attention * ln s, both
     with s = 1 + growth * (n / C - 1).
@@ -48,7 +49,10 @@ def table(spectrum: dict[str, Any], trained: int, positions: Tensor) -> Table:
     phase = torch.remainder(positions * inv_freq, 2 * math.pi).float()
     scale, temperature = scale.float(), spectrum["temperature"]
     seen = positions + 1 if temperature["per"] == "query" else length
-    stretch = seen.clamp(min=trained) / trained
+    reference = temperature.get("reference") or trained
+    stretch = seen.clamp(min=reference) / reference
+    if temperature.get("steps"):
+        stretch = 1 + (seen / reference).floor()
     tempered = 1 + temperature["coefficient"] * stretch.log()
     factor = temperature["scale"] * tempered ** temperature["exponent"]
     return scale * phase.cos(), scale * phase.sin(), factor.float()

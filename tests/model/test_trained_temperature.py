@@ -1,0 +1,95 @@
+"""Softmax temperatures that a model is trained with: Llama 4's steps, and the logarithm of the
+length."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
+
+from trainer.model.attention import Encoding
+from trainer.model.backends import BACKENDS
+from trainer.model.cache import KVCache
+from trainer.model.masks import Mask
+from trainer.positional.config import TemperatureConfig
+from trainer.positional.layout import Layout
+from trainer.positional.rotation import head_groups
+
+IDS = torch.randint(50, (2, 50), generator=torch.Generator().manual_seed(1))
+LLAMA_4 = TemperatureConfig(coefficient=0.3, reference=8, steps=True, heads="free")
+LOGARITHM = TemperatureConfig(coefficient=2.0, scale=0.4, reference=1)
+OF_SEQUENCES = TemperatureConfig(coefficient=0.5, reference=8, per="sequence")
+
+
+@torch.no_grad()
+def test_attention_is_llama_4_s_of_a_layer_without_rotation(tiny_decoder):
+    model = tiny_decoder(layers=["nope"], temperature=LLAMA_4)
+    config = Llama4TextConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_hidden_layers=1,
+        no_rope_layers=[0],
+        attn_temperature_tuning=True,
+        floor_scale=8,
+        attn_scale=0.3,
+        use_qk_norm=False,
+        attention_bias=False,
+        attn_implementation="eager",
+    )
+    theirs, ours = Llama4TextAttention(config, 0), model.layers[0].self_attn
+    theirs.load_state_dict(ours.state_dict())
+    x, positions = torch.randn(2, 50, 32), torch.arange(50)
+    later = torch.full((50, 50), -math.inf).triu(1)[None, None]
+    expected, _ = theirs(x, position_embeddings=torch.zeros(()), attention_mask=later)
+    (groups, _) = head_groups(model.layout, positions, 50)
+    found = ours(x, Encoding(groups, positions), Mask(), False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_queries_see_the_logarithm_of_what_they_read(tiny_decoder):
+    """scale (1 + c ln n), n = 1, 2, ... keys, at every length and inside the training length."""
+    layout = tiny_decoder(temperature=LOGARITHM).layout
+    for length in (5, 32, 90):
+        (groups, _) = head_groups(layout, torch.arange(length), length)
+        expected = [0.4 * (1 + 2 * math.log(n)) for n in range(1, length + 1)]
+        assert groups[0].temperature.flatten().tolist() == pytest.approx(expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [LLAMA_4, LOGARITHM, OF_SEQUENCES], ids=str)
+def test_all_ways_to_read_are_one_model(tiny_decoder, temperature):
+    """Backends, documents in one row, and a cache."""
+    model = tiny_decoder(layers=["rope", "nope"], temperature=temperature)
+    plain = tiny_decoder(layers=["rope", "nope"])
+    whole = model(IDS)
+    assert (whole - plain(IDS)).abs().max() > 1e-3
+    for block in model.layers:
+        block.self_attn.attend = BACKENDS["eager"]
+    torch.testing.assert_close(model(IDS), whole, rtol=0, atol=1e-5)
+    documents = torch.zeros_like(IDS)
+    documents[:, 20:] = 1
+    eager = model(IDS, documents=documents)
+    for block in model.layers:
+        block.self_attn.attend = BACKENDS["sdpa"]
+    torch.testing.assert_close(model(IDS, documents=documents), eager, rtol=0, atol=1e-5)
+    cache = KVCache.empty(model.config, 2, 50)
+    parts = [model(IDS[:, a:b], cache=cache, length=50) for a, b in ((0, 30), (30, 31), (31, 50))]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-5)
+
+
+def test_it_is_trained_with_and_kept_in_checkpoints(tiny_decoder):
+    model = tiny_decoder(layers=["rope", "nope"], temperature=LLAMA_4)
+    model.loss(IDS[:, :-1], IDS[:, 1:]).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    assert Layout.from_dict(model.layout.to_dict()) == model.layout
+    before = model.layout.to_dict()
+    for spectrum in before["spectra"]:
+        for key in ("reference", "steps"):  # as earlier versions wrote it
+            del spectrum["temperature"][key]
+    assert Layout.from_dict(before).spectra[0] == model.layout.spectra[0]
