@@ -27,7 +27,7 @@ from trainer.report.results import STATEMENTS, Arm, Drop, Report
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct
-from trainer.workflows.needle_prompts import HAYSTACK, searched_needles
+from trainer.workflows.needle_prompts import searched_needles
 from trainer.workflows.subjects import applicable, subject_of
 
 log = logging.getLogger(__name__)
