@@ -68,6 +68,12 @@ def _weights(
     return torch.stack(found).amin(dim=0)
 
 
+def pairs(weights: Sequence[Intervention]) -> int:
+    """How many pairs of queries and keys have another factor than 1."""
+    rows = (row for of_layer in weights for row in (*of_layer.query, *of_layer.key))
+    return sum(factor != 1 for row in rows for factor in row) // 2
+
+
 def apply(layout: Layout, weights: tuple[Intervention, ...]) -> Layout:
     """``layout``, rescaled or not, with these factors; itself where all are 1.
 
