@@ -89,6 +89,49 @@ def test_one_analysis_lies_in_the_run_under_its_name(rope, capsys):
     assert np.shape(numbers["key_norm"])[:2] == (2, 1)
 
 
+def test_weights_and_gates_of_the_attenuation_are_a_page_of_one_call(rope, tmp_path, capsys):
+    main(
+        [
+            "analyze",
+            f"checkpoint={rope}",
+            "+analysis=attenuation",
+            f"output={tmp_path}",
+            *SHORT,
+            "analysis.prefixes=[24]",
+            'analysis.attenuation.gates=["sequence<0.97","sequence>0.97+sequence<0.9"]',
+            "analysis.attenuation.choice_length=40",
+            "analysis.attenuation.tokens=[16,32]",
+        ]
+    )
+    place = tmp_path / "frequency_entropy"
+    for n in (16, 32):
+        rows = (place / f"attenuation_{n}.csv").read_text().splitlines()
+        assert rows[0] == "tokens,gate,pairs,alpha,perplexity"
+        assert len(rows) == 1 + 2 * 11
+    assert (place / "frequency_entropy_lengths.csv").is_file()
+    said = (tmp_path / "report.html").read_text()
+    assert "they were chosen on 40 tokens of validation text" in said
+    assert "From 24 to 48 tokens SequenceFE of a query pair" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("analysis.prefixes=[48]", "analysis.prefixes: expected fewer tokens than the text of 48"),
+        ("analysis.attenuation.choice_length=60", "choice_length: expected at most 48, the tokens"),
+        ("analysis.attenuation.alphas=[2]", "analysis.attenuation.alphas: expected numbers from 0"),
+        (
+            'analysis.attenuation.gates=["spektrum<1"]',
+            "analysis.attenuation.gates: expected an",
+        ),
+        ("analysis.attenuation.tokens=[0]", "analysis.attenuation.tokens: expected numbers of tok"),
+    ],
+)
+def test_an_impossible_attenuation_is_refused(rope, word, said, capsys):
+    (found,) = refused([f"checkpoint={rope}", "+analysis=frequency_entropy", *SHORT, word], capsys)
+    assert said in found
+
+
 def test_all_leaves_out_what_does_not_apply_and_compares_with_before_the_drop(
     drope, tmp_path, monkeypatch, capsys
 ):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.analysis.names import ALL, kinds
+from trainer.analysis.settings import AttenuationSettings
 from trainer.data.config import DataConfig
 from trainer.errors import did_you_mean
 from trainer.workflows.request import request_problems
@@ -18,7 +19,9 @@ class AnalysisConfig:
     than 4,096 or twice it, and no more than there is text). ``texts``: how many are read together
     (null: as many as make 4,096 tokens, at most 16). ``chosen``: [layer, query head] pairs that
     pictures of single heads show (empty: found by their measures). ``dtype``: of the weights.
-    ``seed``: of subsamples."""
+    ``seed``: of subsamples. ``prefixes``: tokens of shorter texts, the first ones of each, at which
+    frequency entropies are shown as well (Frequency Entropy, App. F). ``attenuation``: of pairs of
+    extreme frequency entropy."""
 
     kind: str = ALL
     length: int | None = None
@@ -26,6 +29,8 @@ class AnalysisConfig:
     chosen: list[list[int]] = field(default_factory=list)
     dtype: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
+    prefixes: list[int] = field(default_factory=list)
+    attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
@@ -42,7 +47,9 @@ class AnalysisConfig:
             for pair in self.chosen
             if len(pair) != 2
         ]
-        return found
+        if self.prefixes and min(self.prefixes) < 6:
+            found.append(f"analysis.prefixes: expected 6 tokens or more, got {self.prefixes}.")
+        return found + self.attenuation.problems()
 
 
 @dataclass(frozen=True)

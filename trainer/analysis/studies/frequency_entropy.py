@@ -3,51 +3,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from trainer.analysis.attenuation import GATES, Gate, Sweep, sweep
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
 from trainer.analysis.frequency_entropy import MEASURES, FrequencyEntropy, frequency_entropy_of
 from trainer.analysis.pairs import Side, pair_counts, pair_norms
+from trainer.analysis.settings import rules
 from trainer.analysis.studies.arrays import known, mean_over_heads, plain, stacked
+from trainer.analysis.studies.attenuation import NAMES, attenuation_part
+from trainer.analysis.studies.part import joined
+from trainer.analysis.studies.shorter_texts import NEAR, shorter_texts_part
 from trainer.analysis.studies.study import Study, Target
 from trainer.positional.layout import LayerEncoding
-from trainer.report.geometry.entropy_figures import Scale, curves, heat_maps, pair_scatter
+from trainer.report.geometry.entropy_figures import Scale, heat_maps, pair_scatter
 from trainer.report.geometry.section import Picture, Section
 
 FRAME = 1024
-NAMES = {"spectrum": "SpectrumFE", "sequence": "SequenceFE"}
+PERIODIC = 0.6
+"""SequenceFE below which a pair counts as periodic (Sec. 5.2)."""
 SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
 NORMS: dict[Side, str] = {"query": "its queries", "key": "the keys it reads"}
-THRESHOLDS = {NAMES[m]: [g.tau for g in GATES if g.measure == m] for m in MEASURES}
-ALPHAS, SWEEP_TOKENS = (0.0, 0.5, 0.9), 1024
 LAYERS_SHOWN, CELLS = 4, 256
-NEAR = 2  # pairs to either side that count as the same band
 Values = Mapping[tuple[str, Side], Array]
 
 
 class FrequencyEntropyStudy(Study):
-    """SpectrumFE and SequenceFE of every layer, head and pair.
-
-    ``alphas``: of the attenuation sweep, which reads the first ``sweep_tokens`` tokens of the first
-    text once and for each of three gates and alphas again; empty: no sweep. A model without
-    rotation has none.
-    """
+    """SpectrumFE and SequenceFE of every layer, head and pair, also of the target's prefixes, and
+    its attenuation."""
 
     key: ClassVar[str] = "frequency_entropy"
     title: ClassVar[str] = "Frequency entropy"
     shortest: ClassVar[int] = 6  # with fewer than 1,024 SpectrumFE alone is left out
 
-    def __init__(
-        self, target: Target, alphas: Sequence[float] = ALPHAS, sweep_tokens: int = SWEEP_TOKENS
-    ) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self.alphas, self.sweep_tokens = tuple(alphas), sweep_tokens
         self.measures = [m for m in MEASURES if m != "spectrum" or target.length >= FRAME]
         self._layers: list[FrequencyEntropy] = []
         self._norms: dict[tuple[int, int], dict[Side, Array]] = {}
@@ -76,11 +70,15 @@ class FrequencyEntropyStudy(Study):
             for m in self.measures
             for side in SIDES
         }
-        sweeps = self._sweeps()
+        queries = {m: values[m, "query"] for m in self.measures}
+        part = joined(
+            [
+                shorter_texts_part(self.target, queries, list(self._norms), FRAME),
+                attenuation_part(self.target, self.measures, self._layers),
+            ]
+        )
         pictures = [self._scatter(values, side) for side in SIDES]
         pictures += [self._norm_maps(), _mean_maps(values, self.target.pair_axis)]
-        if sweeps:
-            pictures.append(_sweep_picture(sweeps))
         return Section(
             self.key,
             self.title,
@@ -97,26 +95,14 @@ class FrequencyEntropyStudy(Study):
                 "SequenceFE = −Σₖ pₖ log pₖ / log(⌊L/2⌋ − 1),  pₖ ∝ |DFT(sⱼ)[k]|²,  1 ≤ k < ⌊L/2⌋",
             ),
             "Probing Rotary Position Embeddings through Frequency Entropy, Eq. 4–12, Fig. 1–10.",
-            tuple(self._findings(values, sweeps)),
-            tuple(pictures),
+            (*self._findings(values), *part.findings),
+            (*pictures, *part.pictures),
             numbers={
                 "tokens": self.target.length,
                 "entropy": {f"{NAMES[m]} {side}": plain(of) for (m, side), of in values.items()},
-                "sweep": [
-                    {"gate": _label(s.gate), "pairs": s.pairs}
-                    | {f"alpha={alpha:g}": value for alpha, value in s.perplexity.items()}
-                    for s in sweeps
-                ],
+                **part.numbers,
             },
         )
-
-    def _sweeps(self) -> list[Sweep]:
-        layers = self.target.model.layout.layers
-        if not self.alphas or not any(map(_rotates, layers)) or any(e.intervention for e in layers):
-            return []
-        ids = self.target.ids[:1, : self.sweep_tokens + 1]
-        gates = [gate for gate in GATES if gate.measure in self.measures]
-        return sweep(self.target.model, ids, self._layers, gates, self.alphas)
 
     def _titles(self) -> dict[int, str]:
         encodings = self.target.model.layout.layers
@@ -134,13 +120,19 @@ class FrequencyEntropyStudy(Study):
             (layer, head, pair, *(float(values[m, side][layer, head, pair]) for m in self.measures))
             for layer, head, pair in np.argwhere(np.isfinite(values[self.measures[0], side]))
         ]
+        gates = [rule for gate in self.target.attenuation.gates for rule in rules(gate)]
+        thresholds = {NAMES[m]: sorted({tau for of, _, tau in gates if of == m}) for m in MEASURES}
+        dashed = " and ".join(
+            f"{' and '.join(f'{tau:g}' for tau in taus)} of {name}"
+            for name, taus in thresholds.items()
+            if taus
+        )
         return Picture(
             f"frequency_entropy_{SIDES[side]}",
-            pair_scatter(panels, THRESHOLDS, self.target.pair_axis),
+            pair_scatter(panels, thresholds, self.target.pair_axis),
             f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]} of some layers "
-            "by the pair's index, a colour for each head. Dashed: the thresholds 0.2 and 0.4 of "
-            "SpectrumFE and 0.6 of SequenceFE. Low SpectrumFE: bands; low SequenceFE: periods. "
-            "The file has all layers.",
+            f"by the pair's index, a colour for each head. Dashed: the thresholds {dashed}. "
+            "Low SpectrumFE: bands; low SequenceFE: periods. The file has all layers.",
             ("layer", "head", "pair", *(NAMES[m] for m in self.measures)),
             rows,
         )
@@ -171,7 +163,7 @@ class FrequencyEntropyStudy(Study):
             rows,
         )
 
-    def _findings(self, values: Values, sweeps: list[Sweep]) -> list[str]:
+    def _findings(self, values: Values) -> list[str]:
         found = []
         if "spectrum" not in self.measures:
             found.append(
@@ -197,12 +189,6 @@ class FrequencyEntropyStudy(Study):
                     f"Mean {NAMES[m]} of queries is {with_it:.2f} in layers that rotate and "
                     f"{without:.2f} in the others."
                 )
-        for s in filter(lambda one: one.pairs, sweeps):
-            weakest = min(s.perplexity)
-            found.append(
-                f"With the {s.pairs:,} pairs of {_label(s.gate)} at {weakest:g} of their size, "
-                f"perplexity goes from {s.perplexity[1.0]:.2f} to {s.perplexity[weakest]:.2f}."
-            )
         return found
 
 
@@ -220,10 +206,6 @@ def _layers_to_show(target: Target) -> dict[int, int | None]:
 
 def _rotates(encoding: LayerEncoding) -> bool:
     return any(spectrum.rotates for spectrum in encoding.spectra)
-
-
-def _label(gate: Gate) -> str:
-    return f"{NAMES[gate.measure]} {'<' if gate.side == 'below' else '>'} {gate.tau}"
 
 
 def _norm_map(heads: Heads, x: Tensor, head: int) -> Array:
@@ -251,24 +233,6 @@ def _mean_maps(values: Values, x_label: str) -> Picture:
     )
 
 
-def _sweep_picture(sweeps: list[Sweep]) -> Picture:
-    lines = {
-        f"{_label(s.gate)}\n({s.pairs:,} pairs)": (list(s.perplexity), list(s.perplexity.values()))
-        for s in sweeps
-    }
-    return Picture(
-        "attenuation",
-        curves(
-            lines, x="factor α on the chosen pairs of queries and keys", y="perplexity", log_y=True
-        ),
-        "Perplexity of the text with the pairs of extreme entropy multiplied by α, queries and "
-        "keys each by their own entropy, on the text that they were chosen on. A rise to the left: "
-        "these pairs matter; sets of very different size cannot be compared.",
-        ("gate", "pairs", "alpha", "perplexity"),
-        [(_label(s.gate), s.pairs, a, p) for s in sweeps for a, p in sorted(s.perplexity.items())],
-    )
-
-
 def _band(entropy: Array) -> str:
     """Where the heads have their strongest band."""
     lowest = np.nanargmin(entropy.reshape(-1, entropy.shape[-1]), axis=-1)
@@ -282,10 +246,10 @@ def _band(entropy: Array) -> str:
 
 def _periods(entropy: Array, kind: str) -> str:
     """How many pairs have a period."""
-    tau = GATES[2].tau
-    periodic = (entropy < tau).sum(axis=(1, 2))
+    periodic = (entropy < PERIODIC).sum(axis=(1, 2))
     text = (
-        f"{periodic.sum():,} of {len(known(entropy)):,} pairs of {kind} have SequenceFE below {tau}"
+        f"{periodic.sum():,} of {len(known(entropy)):,} pairs of {kind} have SequenceFE below "
+        f"{PERIODIC}"
     )
     if not periodic.any():
         return f"{text}: none has a clear period."

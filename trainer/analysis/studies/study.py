@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.needle_prompt import NeedlePrompt
+from trainer.analysis.settings import AttenuationSettings
 from trainer.model.language_model import LanguageModel
 from trainer.report.geometry.section import Section
 
@@ -24,6 +25,9 @@ class Target:
     ``ids``: ``[B, T]`` tokens on the model's device, each row behind a beginning-of-text token.
     ``chosen``: (layer, query head) pairs that snapshots and maps show; empty: the study chooses.
     ``seed``: of subsamples. ``prompt``: needle prompts in the model's words; None: there are none.
+    ``prefixes``: shorter texts, their first tokens, at which frequency entropies are shown too.
+    ``attenuation``: of pairs of extreme entropy, and ``choice`` ``[B, T]`` the texts whose
+    entropies decide; None: ``ids``.
     """
 
     name: str
@@ -32,6 +36,9 @@ class Target:
     chosen: tuple[tuple[int, int], ...] = ()
     seed: int = 0
     prompt: NeedlePrompt | None = None
+    prefixes: tuple[int, ...] = ()
+    attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
+    choice: Tensor | None = None
 
     @property
     def length(self) -> int:

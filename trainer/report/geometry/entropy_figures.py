@@ -109,11 +109,13 @@ def pair_scatter(
     panels: Mapping[str, Mapping[str, Array]],
     thresholds: Mapping[str, Sequence[float]],
     x_label: str,
+    colours: tuple[str, Sequence[str]] = ("head", ()),
 ) -> Figure:
     """Entropy over pair index, a point for every pair of every head, coloured by head.
 
     ``panels``: by measure (a row of panels), then by layer (a column): ``[heads, pairs]``.
-    ``thresholds``: of every measure, dashed lines.
+    ``thresholds``: of every measure, dashed lines. ``colours``: what the rows of a panel are, and
+    their names where they are no numbers.
     """
     columns = max(map(len, panels.values()))
     with paper_style():
@@ -145,8 +147,12 @@ def pair_scatter(
         figure.supxlabel(x_label, fontsize=8)
         if points is not None:
             bar = figure.colorbar(points, ax=list(grid.flat), pad=0.01, aspect=30)
-            bar.set_label("head")
-            bar.set_ticks(range(0, heads, math.ceil(heads / 9)))
+            label, names = colours
+            bar.set_label(label)
+            if names:
+                bar.set_ticks(range(heads), labels=names)
+            else:
+                bar.set_ticks(range(0, heads, math.ceil(heads / 9)))
     return figure
 
 
