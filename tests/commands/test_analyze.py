@@ -124,12 +124,27 @@ def test_weights_and_gates_of_the_attenuation_are_a_page_of_one_call(rope, tmp_p
             'analysis.attenuation.gates=["spektrum<1"]',
             "analysis.attenuation.gates: expected an",
         ),
+        ("analysis.needle.depth=2", "analysis.needle.depth: expected a number from 0 (beginning)"),
         ("analysis.attenuation.tokens=[0]", "analysis.attenuation.tokens: expected numbers of tok"),
     ],
 )
 def test_an_impossible_attenuation_is_refused(rope, word, said, capsys):
     (found,) = refused([f"checkpoint={rope}", "+analysis=frequency_entropy", *SHORT, word], capsys)
     assert said in found
+
+
+def test_heads_are_shown_with_a_real_question_at_any_depth(rope, tmp_path, capsys):
+    words = ["analyze", f"checkpoint={rope}", "+analysis=matrix_entropy", f"output={tmp_path}"]
+    words += ["analysis.texts=1", "threads=1", "analysis.needle.kind=question"]
+    main([*words, "analysis.length=700", "analysis.needle.depth=0", "analysis.needle.by=key"])
+    rows = (tmp_path / "matrix_entropy" / "needle_heads.csv").read_text().splitlines()
+    assert rows[0] == "layer,head,of,from_token,mean_attention"
+    page = (tmp_path / "report.html").read_text()
+    assert "Shaded: the needle, from token 1 to" in page
+    assert "highest effective rank, r = 16 of keys" in page or "effective rank of keys" in page
+    with pytest.raises(SystemExit):
+        main([*words, "analysis.length=48"])
+    assert "analysis.needle.kind: a text of 48 tokens has no room" in capsys.readouterr().err
 
 
 def test_all_leaves_out_what_does_not_apply_and_compares_with_before_the_drop(

@@ -34,3 +34,13 @@ def test_where_there_is_no_room_there_is_none(byte_tokenizer):
     ids = torch.zeros(1, 1000, dtype=torch.long)
     assert needle_prompt(byte_tokenizer, ids, 300) is None
     assert needle_prompt(byte_tokenizer, ids, 1001) is None
+
+
+def test_a_statement_stands_also_at_the_very_beginning_and_end(byte_tokenizer):
+    ids = torch.tensor([byte_tokenizer.encode("So it goes. " * 200).ids[:2000]])
+    first = needle_prompt(byte_tokenizer, ids, 1500, depth=0.0)
+    assert first.needle.start == 1
+    last = needle_prompt(byte_tokenizer, ids, 1500, depth=1.0)
+    asked = byte_tokenizer.decode(last.ids[0, -last.question :].tolist())
+    assert asked.startswith("\n\nThe special magic number for")
+    assert last.needle.stop == 1500 - last.question

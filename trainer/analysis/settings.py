@@ -77,3 +77,27 @@ class AttenuationSettings:
         if self.texts < 1:
             found.append(f"analysis.attenuation.texts: expected 1 or more, got {self.texts}.")
         return found
+
+
+@dataclass(frozen=True)
+class NeedleSettings:
+    """The needle that heads of extreme matrix entropy are shown with (DoPE, Fig. 2 to 6).
+
+    ``kind``: a ``copy`` of the end of the text at a tenth of it, for which no words are needed; or
+    a statement and, at the end of the text, the ``question`` for it. ``depth``: of the statement,
+    0 for the beginning and 1 for the end. ``by``: whose entropies rank the heads, those of queries
+    or of the keys that they read.
+    """
+
+    kind: Literal["copy", "question"] = "copy"
+    depth: float = 0.1
+    by: Literal["query", "key"] = "query"
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each."""
+        if 0 <= self.depth <= 1:
+            return []
+        return [
+            "analysis.needle.depth: expected a number from 0 (beginning) to 1 (end), got "
+            f"{self.depth}."
+        ]

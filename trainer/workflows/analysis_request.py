@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.analysis.names import ALL, kinds
-from trainer.analysis.settings import AttenuationSettings
+from trainer.analysis.settings import AttenuationSettings, NeedleSettings
 from trainer.data.config import DataConfig
 from trainer.errors import did_you_mean
 from trainer.workflows.request import request_problems
@@ -21,7 +21,7 @@ class AnalysisConfig:
     pictures of single heads show (empty: found by their measures). ``dtype``: of the weights.
     ``seed``: of subsamples. ``prefixes``: tokens of shorter texts, the first ones of each, at which
     frequency entropies are shown as well (Frequency Entropy, App. F). ``attenuation``: of pairs of
-    extreme frequency entropy."""
+    extreme frequency entropy. ``needle``: for heads of extreme matrix entropy."""
 
     kind: str = ALL
     length: int | None = None
@@ -31,6 +31,7 @@ class AnalysisConfig:
     seed: int = 0
     prefixes: list[int] = field(default_factory=list)
     attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
+    needle: NeedleSettings = field(default_factory=NeedleSettings)
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
@@ -49,7 +50,7 @@ class AnalysisConfig:
         ]
         if self.prefixes and min(self.prefixes) < 6:
             found.append(f"analysis.prefixes: expected 6 tokens or more, got {self.prefixes}.")
-        return found + self.attenuation.problems()
+        return found + self.attenuation.problems() + self.needle.problems()
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,16 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         model = of.load(device).to(DTYPES[config.dtype]).eval()
         read, chosen = ids.to(device), tuple((a, b) for a, b in config.chosen)
         length = min(read.shape[1], model.layout.training_length)
-        prompt = needle_prompt(of.tokenizer, read, length, config.seed)
+        depth, asks = config.needle.depth, config.needle.kind == "question"
+        prompt = needle_prompt(of.tokenizer, read, length, config.seed, depth)
+        question = None
+        if asks and kind in (ALL, "matrix_entropy"):
+            question = needle_prompt(of.tokenizer, read[:1], read.shape[1], config.seed, depth)
+            if question is None:
+                raise UserError(
+                    f"analysis.needle.kind: a text of {read.shape[1]:,} tokens has no room for a "
+                    "question; choose a larger analysis.length, or copy."
+                )
         return Target(
             of.name,
             model,
@@ -84,6 +93,8 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
             tuple(config.prefixes),
             config.attenuation,
             choice,
+            config.needle,
+            question,
         )
 
     first = target(candidate)

@@ -11,19 +11,20 @@ from trainer.analysis.needle_prompt import NeedlePrompt
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.quiz import one_of_many
 
-DEPTH, PROMPTS = 0.1, 4
+PROMPTS = 4
 
 
 def needle_prompt(
-    tokenizer: Tokenizer, ids: Tensor, length: int, seed: int = 0
+    tokenizer: Tokenizer, ids: Tensor, length: int, seed: int = 0, depth: float = 0.1
 ) -> NeedlePrompt | None:
-    """One statement, at a tenth of the first texts, and the question for it at their end.
+    """One statement in the first texts, and the question for it at their end.
 
     Args:
         tokenizer: of the model.
         ids: ``[B, T]`` texts behind a beginning-of-text token each.
         length: tokens of a prompt, at most T.
         seed: of the statement.
+        depth: of the statement, 0 for the beginning of the text and 1 for its end.
 
     Returns:
         None where there is no room for a text four times as long as statement and question.
@@ -35,11 +36,12 @@ def needle_prompt(
     text = length - len(needle) - len(question)
     if text < 4 * (len(needle) + len(question)) or length > ids.shape[1]:
         return None
-    place = 1 + round(DEPTH * (text - 1))
+    place = 1 + round(depth * (text - 1))
     rows = ids[:PROMPTS, :text]
 
     def inserted(tokens: list[int]) -> Tensor:
         return torch.tensor(tokens, device=ids.device).expand(len(rows), -1)
 
     parts = [rows[:, :place], inserted(needle), rows[:, place:], inserted(question)]
-    return NeedlePrompt(torch.cat(parts, dim=1), slice(place, place + len(needle)))
+    at = slice(place, place + len(needle))
+    return NeedlePrompt(torch.cat(parts, dim=1), at, len(question))

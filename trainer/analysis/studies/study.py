@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.needle_prompt import NeedlePrompt
-from trainer.analysis.settings import AttenuationSettings
+from trainer.analysis.settings import AttenuationSettings, NeedleSettings
 from trainer.model.language_model import LanguageModel
 from trainer.report.geometry.section import Section
 
@@ -27,7 +27,8 @@ class Target:
     ``seed``: of subsamples. ``prompt``: needle prompts in the model's words; None: there are none.
     ``prefixes``: shorter texts, their first tokens, at which frequency entropies are shown too.
     ``attenuation``: of pairs of extreme entropy, and ``choice`` ``[B, T]`` the texts whose
-    entropies decide; None: ``ids``.
+    entropies decide; None: ``ids``. ``needle``: for heads of extreme matrix entropy, and
+    ``question`` a prompt as long as a text; None: a copy.
     """
 
     name: str
@@ -39,6 +40,8 @@ class Target:
     prefixes: tuple[int, ...] = ()
     attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
     choice: Tensor | None = None
+    needle: NeedleSettings = field(default_factory=NeedleSettings)
+    question: NeedlePrompt | None = None
 
     @property
     def length(self) -> int:

@@ -181,6 +181,31 @@ def curves(
         return draw(series, Frame(x, y, prepare, vertical))
 
 
+def by_position(
+    panels: Mapping[str, Sequence[float]],
+    starts: Sequence[int],
+    *,
+    marked: tuple[int, int],
+    x: str,
+    y: str,
+) -> Figure:
+    """``panels``: by title, a value from each of ``starts`` on; two in a row, each with a scale of
+    its own. ``marked``: from where to where all are shaded."""
+    rows = math.ceil(len(panels) / 2)
+    with paper_style():
+        figure = blank(1.5 * rows + 0.3)
+        grid = figure.subplots(rows, 2, sharex=True, squeeze=False)
+        for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
+            axes.axvspan(*marked, color="#D55E00", alpha=0.35, linewidth=0)
+            axes.plot(starts, values, linewidth=0.8, rasterized=True)
+            axes.set_title(title, pad=3)
+            axes.set_ylim(bottom=0)
+        _tidy(grid, len(panels))
+        figure.supxlabel(x, fontsize=8)
+        figure.supylabel(y, fontsize=8)
+    return figure
+
+
 def _tidy(grid: Array, used: int) -> None:
     for axes in grid.flat[used:]:
         axes.remove()
