@@ -140,7 +140,7 @@ def test_heads_are_shown_with_a_real_question_at_any_depth(rope, tmp_path, capsy
     rows = (tmp_path / "matrix_entropy" / "needle_heads.csv").read_text().splitlines()
     assert rows[0] == "layer,head,of,from_token,mean_attention"
     page = (tmp_path / "report.html").read_text()
-    assert "Shaded: the needle, from token 1 to" in page
+    assert "shaded: the needle, from token 1 to" in page
     assert "highest effective rank, r = 16 of keys" in page or "effective rank of keys" in page
     with pytest.raises(SystemExit):
         main([*words, "analysis.length=48"])

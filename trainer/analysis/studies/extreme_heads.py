@@ -143,7 +143,7 @@ class ExtremeHeads:
             ),
             "Attention of single heads by the key's position (each panel with its own scale): the "
             "mean over all queries, of which one gives nothing to what is behind it, and that of "
-            "the last token alone. Shaded: the needle, from token "
+            "the last token alone. Dashed, and shaded: the needle, from token "
             f"{needle.start:,} to {needle.stop - 1:,}.",
             ("layer", "head", "of", "from_token", "mean_attention"),
             [

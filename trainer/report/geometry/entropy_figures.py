@@ -190,13 +190,15 @@ def by_position(
     y: str,
 ) -> Figure:
     """``panels``: by title, a value from each of ``starts`` on; two in a row, each with a scale of
-    its own. ``marked``: from where to where all are shaded."""
+    its own. ``marked``: from where to where all are shaded, with a line."""
     rows = math.ceil(len(panels) / 2)
     with paper_style():
-        figure = blank(1.5 * rows + 0.3)
+        figure = blank(1.7 * rows + 0.3)
         grid = figure.subplots(rows, 2, sharex=True, squeeze=False)
         for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
+            # In a long text the span alone is too narrow to be seen.
             axes.axvspan(*marked, color="#D55E00", alpha=0.35, linewidth=0)
+            axes.axvline(sum(marked) / 2, color="#D55E00", linewidth=0.9, linestyle="--", zorder=3)
             axes.plot(starts, values, linewidth=0.8, rasterized=True)
             axes.set_title(title, pad=3)
             axes.set_ylim(bottom=0)
