@@ -32,7 +32,7 @@ def test_the_pairs_beyond_the_threshold_are_multiplied(tiny_decoder):
         settings = [WeightedRopeSettings("sequence", side, tau, 0.3)]
         weights = select(model, IDS, settings)
         changed, pairs = attenuated(
-            model.layout, entropies, Gate("sequence", side, tau), 0.3, model.config.head_size
+            model.layout, entropies, (Gate("sequence", side, tau),), 0.3, model.config.head_size
         )
         expected = apply(model.layout, weights)
         assert pairs == sum(chosen(w.query) + chosen(w.key) for w in weights) > 0
@@ -47,7 +47,7 @@ def test_the_sweep_is_the_perplexity_of_these_layouts(tiny_decoder):
     entropies = frequency_entropies(model, IDS, ["sequence"])
     gate = Gate("sequence", "below", middle(entropies))
     nothing = Gate("sequence", "below", 0.0)
-    found, empty = sweep(model, IDS, entropies, [gate, nothing], (0.5, 1.0, 0.0))
+    found, empty = sweep(model, IDS, entropies, [(gate,), (nothing,)], (0.5, 1.0, 0.0))
     assert model.layout is trained
     assert list(found.perplexity) == [1.0, 0.5, 0.0]
     for alpha, ours in found.perplexity.items():
@@ -67,6 +67,6 @@ def test_pairs_that_stand_still_keep_their_size(tiny_decoder):
     still = replace(model.layout.layers[0].spectra[0], inv_freq=(1.0, 0.0, 0.1, 0.0))
     model.layout = model.layout.map(lambda _: still)
     entropies = frequency_entropies(model, IDS, ["sequence"])
-    changed, pairs = attenuated(model.layout, entropies, Gate("sequence", "below", 1.1), 0.0, 8)
+    changed, pairs = attenuated(model.layout, entropies, (Gate("sequence", "below", 1.1),), 0.0, 8)
     assert pairs == 2 * (4 + 2) * 2
     assert changed.layers[1].intervention.key[1] == (0.0, 1.0) * 4

@@ -89,6 +89,64 @@ def test_one_analysis_lies_in_the_run_under_its_name(rope, capsys):
     assert np.shape(numbers["key_norm"])[:2] == (2, 1)
 
 
+def test_weights_and_gates_of_the_attenuation_are_a_page_of_one_call(rope, tmp_path, capsys):
+    main(
+        [
+            "analyze",
+            f"checkpoint={rope}",
+            "+analysis=attenuation",
+            f"output={tmp_path}",
+            *SHORT,
+            "analysis.prefixes=[24]",
+            'analysis.attenuation.gates=["sequence<0.97","sequence>0.97+sequence<0.9"]',
+            "analysis.attenuation.choice_length=40",
+            "analysis.attenuation.tokens=[16,32]",
+        ]
+    )
+    place = tmp_path / "frequency_entropy"
+    for n in (16, 32):
+        rows = (place / f"attenuation_{n}.csv").read_text().splitlines()
+        assert rows[0] == "tokens,gate,pairs,alpha,perplexity"
+        assert len(rows) == 1 + 2 * 11
+    assert (place / "frequency_entropy_lengths.csv").is_file()
+    said = (tmp_path / "report.html").read_text()
+    assert "they were chosen on 40 tokens of validation text" in said
+    assert "From 24 to 48 tokens SequenceFE of a query pair" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("analysis.prefixes=[48]", "analysis.prefixes: expected fewer tokens than the text of 48"),
+        ("analysis.attenuation.choice_length=60", "choice_length: expected at most 48, the tokens"),
+        ("analysis.attenuation.alphas=[2]", "analysis.attenuation.alphas: expected numbers from 0"),
+        (
+            'analysis.attenuation.gates=["spektrum<1"]',
+            "analysis.attenuation.gates: expected an",
+        ),
+        ("analysis.needle.depth=2", "analysis.needle.depth: expected a number from 0 (beginning)"),
+        ("analysis.attenuation.tokens=[0]", "analysis.attenuation.tokens: expected numbers of tok"),
+    ],
+)
+def test_an_impossible_attenuation_is_refused(rope, word, said, capsys):
+    (found,) = refused([f"checkpoint={rope}", "+analysis=frequency_entropy", *SHORT, word], capsys)
+    assert said in found
+
+
+def test_heads_are_shown_with_a_real_question_at_any_depth(rope, tmp_path, capsys):
+    words = ["analyze", f"checkpoint={rope}", "+analysis=matrix_entropy", f"output={tmp_path}"]
+    words += ["analysis.texts=1", "threads=1", "analysis.needle.kind=question"]
+    main([*words, "analysis.length=700", "analysis.needle.depth=0", "analysis.needle.by=key"])
+    rows = (tmp_path / "matrix_entropy" / "needle_heads.csv").read_text().splitlines()
+    assert rows[0] == "layer,head,of,from_token,mean_attention"
+    page = (tmp_path / "report.html").read_text()
+    assert "shaded: the needle, from token 1 to" in page
+    assert "highest effective rank, r = 16 of keys" in page or "effective rank of keys" in page
+    with pytest.raises(SystemExit):
+        main([*words, "analysis.length=48"])
+    assert "analysis.needle.kind: a text of 48 tokens has no room" in capsys.readouterr().err
+
+
 def test_all_leaves_out_what_does_not_apply_and_compares_with_before_the_drop(
     drope, tmp_path, monkeypatch, capsys
 ):

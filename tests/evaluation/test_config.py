@@ -10,7 +10,12 @@ import pytest
 
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
-from trainer.evaluation.settings import DynamicNtkSettings, LongRopeSettings, TemperatureSettings
+from trainer.evaluation.settings import (
+    ChoiceSettings,
+    DynamicNtkSettings,
+    LongRopeSettings,
+    TemperatureSettings,
+)
 
 
 def test_the_defaults_are_possible():
@@ -40,6 +45,12 @@ def test_the_defaults_are_possible():
             {"longrope": LongRopeSettings(factors="none.json")},
             "evaluation.longrope.factors: cannot read 'none.json'",
         ),
+        ({"temperature": TemperatureSettings(lengths=[1.0])}, "evaluation.temperature.lengths"),
+        ({"choice": ChoiceSettings("standart")}, "Did you mean 'standard'?"),
+        ({"choice": ChoiceSettings("file")}, "evaluation.choice.file: expected a file where"),
+        ({"choice": ChoiceSettings("file", "no.txt")}, "there is no file 'no.txt'"),
+        ({"choice": ChoiceSettings(length=0)}, "evaluation.choice.length: expected a positive"),
+        ({"choice": ChoiceSettings(texts=0)}, "evaluation.choice.texts: expected 1 or more, got 0"),
     ],
 )
 def test_impossible_values_are_named(changes, said):

@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from trainer.data.needles import NeedleVocabulary
+from trainer.evaluation import dope
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.engine import Subject, measure_cells, plan_cells
+from trainer.evaluation.engine import measure_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import losses_by_position, windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.methods import recipe
-from trainer.evaluation.settings import TemperatureSettings
+from trainer.evaluation.plan import Subject, plan_cells
+from trainer.evaluation.settings import ChoiceSettings, DopeSettings, TemperatureSettings
 from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
 
@@ -127,6 +129,42 @@ def test_what_is_chosen_on_other_text_is_another_measurement(model, corpus):
     assert [a == b for a, b in zip(one, other, strict=True)] == [True] * 5 + [False]
 
 
+def test_heads_that_are_chosen_on_other_text_are_another_measurement(model, corpus):
+    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
+    names = ["none", "dope", "yarn+weighted_rope"]
+
+    def keys(text=0, **choice):
+        settings = ChoiceSettings(**choice)
+        config = EvaluationConfig(lengths=[1, 2], methods=names, choice=settings)
+        recipes = {"tiny": [recipe(name, model.layout, config) for name in names]}
+        read = FitText({}, 0, "text", choice={n: np.full((2, n), text) for n in LENGTHS})
+        return [
+            plan.key for plan in plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, read)
+        ]
+
+    first = keys()
+    for others in (keys(length=2), keys(text="standard"), keys(texts=1), keys(1)):
+        assert [a == b for a, b in zip(first, others, strict=True)] == [True] * 2 + [False] * 4
+
+
+def test_chosen_heads_are_told_for_all_lengths_also_by_an_evaluation_that_goes_on(
+    model, corpus, tmp_path
+):
+    config = EvaluationConfig(lengths=[1, 2], dope=DopeSettings(heads=2))
+    recipes = {"tiny": [recipe("dope", model.layout, config)]}
+    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
+    windows = windows_with_common_ends(corpus.validation, 3, LENGTHS)
+    text, store = FitText(windows, 0, "text"), Store(tmp_path)
+    plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
+    first = measure_cells(plans, text, store, 4096)
+    for length, note in zip(LENGTHS, first.notes, strict=True):
+        heads = dope.select(model, torch.from_numpy(windows[length]), config.dope).words
+        assert note == (f"tiny, DoPE: {heads}, chosen on 3 texts of {length} tokens (validation)")
+    for path in (store.path("cell", plans[0].key), *tmp_path.glob("choice-*")):
+        path.unlink()
+    assert measure_cells(plans, text, store, 4096).notes == first.notes
+
+
 def test_a_method_that_changes_nothing_at_a_length_is_not_measured_there(evaluation, monkeypatch):
     measure, lengths = Statements.measure, []
 
@@ -160,7 +198,7 @@ def test_what_was_fitted_is_told_again_when_nothing_is_left_to_measure(
 ):
     size = {"vocab_size": corpus.tokenizer.get_vocab_size()}
     model = tiny_decoder(model=size, layers=["nope"])
-    config = EvaluationConfig(temperature=TemperatureSettings(grid=[0.3]))
+    config = EvaluationConfig(lengths=[1, 2], temperature=TemperatureSettings(grid=[0.3]))
     recipes = {"tiny": [recipe(name, model.layout, config) for name in ("none", "temperature")]}
     text = FitText({64: windows_with_common_ends(corpus.validation, 2, [64])[64]}, 0, "text")
 

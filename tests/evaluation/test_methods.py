@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.analysis.capture import capture
 from trainer.errors import UserError
-from trainer.evaluation import dope
+from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.benchmarks import NEED_A_FACTOR
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.layouts import tempered
 from trainer.evaluation.method_config import ON_TEXT, PARTS, part_problems
 from trainer.evaluation.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.settings import (
+    ChoiceSettings,
     DopeSettings,
     DynamicNtkSettings,
     LongRopeSettings,
@@ -29,6 +32,7 @@ from trainer.positional.config import TemperatureConfig
 from trainer.positional.rescaling import RESCALINGS
 
 CONFIG = EvaluationConfig(
+    lengths=[1, 2],
     dope=DopeSettings(heads=1),
     longrope=LongRopeSettings(evaluations=9, windows=1),
     temperature=TemperatureSettings(grid=[0.0, 0.5], models="all"),
@@ -213,7 +217,7 @@ def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
     }
     assert spectrum.temperature.per == "query"
     monkeypatch.setattr(
-        "trainer.evaluation.methods.fit_coefficient",
+        "trainer.evaluation.fitted_parts.fit_coefficient",
         lambda *_: pytest.fail("fitted a second time"),
     )
     assert layout_of("temperature", have, 2.0, config) == first
@@ -225,7 +229,7 @@ def test_what_a_fit_reads_is_known_before(fitting, name):
     have.read = lambda sequences, length: read.append((sequences, length))
     made = recipe(name, have.model.layout, replace(CONFIG, fit_windows=2))
     made.make(have).layout_at(2.0)
-    assert sum(n for n, _ in read) == made.fits(2.0)
+    assert sum(n for n, _ in read) == sum(made.fits(2.0).values())
     assert {length for _, length in read} <= {64}
 
 
@@ -241,12 +245,103 @@ def test_published_factors_are_taken_as_they_are(fitting, tmp_path):
         expected = np.array(before.inv_freq) / divisors
         np.testing.assert_allclose(spectrum.inv_freq, expected)
     made = recipe("longrope", have.model.layout, config)
-    assert made.fits(2.0) == 0
+    assert made.fits(2.0) == {}
     path.write_text(json.dumps({"short_factor": [1] * 4, "long_factor": [1] * 4}))
     assert recipe("longrope", have.model.layout, config).settings != made.settings
     path.write_text(json.dumps({"short_factor": [1] * 3, "long_factor": [1] * 3}))
     with pytest.raises(UserError, match="expected 4 factors"):
         recipe("longrope", have.model.layout, config)
+
+
+def spread(vectors, r):
+    """exp of the entropy of the r largest squared singular values (Eq. 27 to 30)."""
+    power = np.linalg.svd(vectors, compute_uv=False)[:r] ** 2
+    share = power / power.sum()
+    return np.exp(-(share * np.log(share)).sum())
+
+
+@pytest.mark.parametrize("text", [None, {64: np.random.default_rng(8).integers(1, 50, (3, 64))}])
+def test_heads_of_another_length_and_text_are_taken_for_the_evaluated_one(fitting, text):
+    """DoPE, Tables 3 and 4: heads by the entropy of queries under Dynamic NTK on texts of 64
+    tokens, read as an evaluation at 64 tokens reads them, and taken away at 32."""
+    have, C = fitting(), 32
+    have.text = replace(have.text, choice=text)
+    ids = (text or have.text.windows)[64]
+    base, d, table = 10_000.0 * 2 ** (8 / 6), 8, {}
+
+    def rank(heads):
+        angles = np.outer(np.arange(64), [base ** (-2 * m / d) for m in range(d // 2)])
+        for h in range(4):
+            q = heads.q[:, h].double().numpy()
+            z = (q[..., :4] + 1j * q[..., 4:]) * np.exp(1j * angles)
+            table[heads.layer, h] = spread(
+                np.concatenate([z.real, z.imag], axis=-1).reshape(-1, d), 4
+            )
+
+    with have.model.using(have.model.layout.dynamically_rescaled(RESCALINGS["ntk"])):
+        capture(have.model, torch.from_numpy(ids), rank)
+    chosen = sorted(table, key=table.get)[:3]
+    config = replace(CONFIG, dope=DopeSettings(heads=3, r=4), choice=ChoiceSettings(length=64 / C))
+    layout = layout_of("dynamic_ntk+dope", have, 1.0, config)
+    still = [
+        (i, h)
+        for i, layer in enumerate(layout.layers)
+        for h in range(4)
+        if not layer.spectra[h * len(layer.spectra) // 4].rotates
+    ]
+    assert still == sorted(chosen)
+    named = ", ".join(f"L{i}H{h}" for i, h in chosen)
+    assert have.notes == [f"{named}, chosen on {len(ids)} texts of 64 tokens (validation)"]
+
+
+def test_pairs_of_another_length_are_taken_for_the_evaluated_one(fitting):
+    have = fitting()
+    rules = [WeightedRopeSettings("sequence", "below", 0.9, 0.5)]
+    config = replace(CONFIG, weighted_rope=rules, choice=ChoiceSettings(length=2))
+    ids = torch.from_numpy(have.text.windows[64])
+    expected = weighted_rope.select(have.model, ids, rules)
+    layout = layout_of("weighted_rope", have, 1.0, config)
+    assert layout == weighted_rope.apply(have.model.layout, expected)
+    assert layout != layout_of("weighted_rope", have, 1.0, replace(config, choice=CONFIG.choice))
+    count = weighted_rope.pairs(expected)
+    assert have.notes[0] == (
+        f"{count} pairs of queries and keys, chosen on 2 texts of 64 tokens (validation)"
+    )
+
+
+def test_what_is_read_for_another_length_is_known_before(fitting):
+    layout = fitting().model.layout
+    config = replace(CONFIG, choice=ChoiceSettings(length=4.0), fit_windows=2)
+    assert recipe("dope", layout, config).fits(2.0) == {4.0: 2}
+    assert recipe("yarn+dope", layout, config).fits(1.0) == {4.0: 2}
+    tried = CONFIG.longrope.evaluations
+    assert recipe("longrope+dope", layout, config).fits(2.0) == {2.0: tried, 4.0: tried + 2}
+    once = replace(CONFIG, temperature=replace(CONFIG.temperature, lengths=[2.0]), fit_windows=2)
+    assert recipe("temperature", layout, once).fits(8.0) == {2.0: 4}
+    assert recipe("temperature", layout, once).fits(1.0) == {}
+
+
+@pytest.mark.parametrize("fit", ["sum", "line"])
+def test_one_scale_fitted_at_the_target_length_serves_all_lengths(fitting, fit):
+    """DroPE, App. C.2: beta* = 1 + c ln s with the c of the least perplexity at one target
+    length, here by brute force over the whole grid."""
+    have, grid = fitting(layers=["nope"]), [0.0, 0.5, 5.0]
+    settings = TemperatureSettings(grid=grid, lengths=[2.0], fit=fit)
+    windows = torch.from_numpy(have.text.windows[64])
+    ids = torch.cat([torch.zeros(2, 1, dtype=torch.long), windows], dim=1)
+
+    def perplexity(c):
+        with have.model.using(tempered(have.model.layout, c)), torch.no_grad():
+            logits = have.model(ids[:, :-1]).double()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows.flatten()).exp()
+
+    config = replace(CONFIG, lengths=[1, 2, 4], temperature=settings)
+    (spectrum,) = layout_of("temperature", have, 4.0, config).spectra
+    scale = spectrum.temperature.at(128, 32).scale
+    c = have.temperature["coefficient"]
+    assert scale == pytest.approx(1 + c * np.log(4))
+    assert perplexity(c) <= min(map(perplexity, grid)) * (1 + 1e-6)
+    assert have.temperature["lengths"] == [64]
 
 
 def test_a_choice_is_made_once_for_all_tasks(fitting, monkeypatch):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from trainer.evaluation import temperature
 from trainer.evaluation.layouts import tempered
-from trainer.evaluation.temperature import fit_coefficient
+from trainer.evaluation.temperature import fit_coefficient, fit_line
 
 C, GRID = 8, [0.0, 0.5, 1.0, 2.0]
 WINDOWS = {n: np.random.default_rng(n).integers(0, 50, (3, n)) for n in (16, 32)}
@@ -103,3 +103,27 @@ def test_the_layout_may_depend_on_the_extension_too(monkeypatch, tiny_decoder):
     assert found == pytest.approx(0.8)
     assert factors == [2.0, 4.0] * 5
     assert told == [(3, 16), (3, 32)] * 5
+
+
+def test_a_line_goes_through_the_best_scale_of_every_length(monkeypatch, tiny_decoder):
+    """Peng et al.: the scale of least perplexity at each s, and 1 + c ln s through all of them."""
+    at = {16: 0.4, 32: 1.1}
+
+    def losses(model, windows, end_of_text, batch_tokens):
+        c = model.layout.spectra[0].temperature.coefficient
+        return torch.tensor([(c - at[windows.shape[1]]) ** 2], dtype=torch.float64)
+
+    monkeypatch.setattr(temperature, "losses_by_position", losses)
+    model = tiny_decoder(training_length=C)
+    layout = model.layout
+
+    def tempered_with(c):
+        return lambda _: tempered(layout, c)
+
+    logs = np.log([16 / C, 32 / C])
+    scales = 1 + np.array(list(at.values())) * logs
+    expected = np.linalg.lstsq(logs[:, None], scales - 1, rcond=None)[0].item()
+    assert fit_line(model, tempered_with, WINDOWS, 0, GRID, 64) == pytest.approx(expected)
+    one = {16: WINDOWS[16]}
+    assert fit_line(model, tempered_with, one, 0, GRID, 64) == pytest.approx(0.4)
+    assert fit_coefficient(model, tempered_with, one, 0, GRID, 64) == pytest.approx(0.4)

@@ -17,7 +17,7 @@ from trainer.evaluation import multiple_choice, weighted_rope
 from trainer.evaluation.benchmarks import MultipleChoiceConfig
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.requests import Encoder
-from trainer.evaluation.settings import DopeSettings, WeightedRopeSettings
+from trainer.evaluation.settings import ChoiceSettings, DopeSettings, WeightedRopeSettings
 from trainer.runs.models import find_candidate
 from trainer.workflows.benchmarks import run_benchmarks
 from trainer.workflows.evaluation_request import MultipleChoiceRequest
@@ -155,6 +155,16 @@ def test_heads_are_chosen_at_the_factor_and_under_the_rescaling_before(publish, 
     assert (changed - rescaled).abs().max() > 0.01
     assert any("YaRN + DoPE: set for 64 tokens, 2 times" in note for note in found.notes)
     assert found.to_dicts()[1]["scores"][0].keys().isdisjoint({"change", "each"})
+
+
+def test_heads_are_chosen_on_a_text_of_their_own(publish, run, place):
+    file = place / "prompts.txt"
+    file.write_text("more of it " * 400)
+    choice = ChoiceSettings("file", str(file), length=2, texts=3)
+    found, _ = run(publish("plain"), methods=["dope"], choice=choice)
+    (first, second) = found.notes
+    assert first.endswith("DoPE: set for 32 tokens, 1 times the training length")
+    assert second.endswith(", chosen on 3 texts of 64 tokens (file)")
 
 
 def test_cropping_reads_the_last_tokens_alone_where_more_may_be_read(publish, run):

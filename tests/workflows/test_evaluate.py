@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings
-from trainer.evaluation.settings import LongRopeSettings, TemperatureSettings
+from trainer.evaluation.settings import ChoiceSettings, LongRopeSettings, TemperatureSettings
 from trainer.model.backends import BACKENDS
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
@@ -133,6 +133,23 @@ def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_
     evaluate_lengths(request(runs, tmp_path, dtype="bf16", lengths=[1]))
     assert read == [("before-drop", "cpu"), ("step-000012", "cpu")]
     assert seen == {(torch.bfloat16, BACKENDS["sdpa"])}
+
+
+def test_heads_are_chosen_on_a_file_at_a_length_of_its_own(runs, tmp_path):
+    """And what was measured with other heads is not taken for it."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("So it goes, and on and on it went. " * 40)
+    change = {"methods": ["none", "dope"], "tasks": ["perplexity"], "lengths": [1]}
+    first, output = evaluate_lengths(request(runs, tmp_path / "here", **change))
+    choice = ChoiceSettings("file", str(file), length=2, texts=3)
+    second, place = evaluate_lengths(request(runs, output, choice=choice, **change))
+    (note,) = (n for n in second.notes if "chosen on" in n)
+    tokens = 2 * second.training_length
+    assert note.endswith(f", chosen on 3 texts of {tokens} tokens (file)")
+    assert second.config["evaluation"]["choice"] == asdict(choice)
+    assert note in (place / "report.html").read_text()
+    cells = list((output / "cells").glob("cell-*"))
+    assert len(cells) == len(first.cells) + 1 == 4
 
 
 def test_a_finished_evaluation_says_again_what_was_chosen(runs, tmp_path):

@@ -7,13 +7,8 @@ import re
 import pytest
 import torch
 
-from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.methods import recipe
-from trainer.evaluation.settings import LongRopeSettings
-from trainer.workflows.needle_prompts import needle_prompt, searched_needles
+from trainer.workflows.needle_prompts import needle_prompt
 
 
 @pytest.fixture(scope="module")
@@ -41,35 +36,11 @@ def test_where_there_is_no_room_there_is_none(byte_tokenizer):
     assert needle_prompt(byte_tokenizer, ids, 1001) is None
 
 
-def test_texts_for_a_search_by_needles_are_of_validation_text_beyond_the_training_length(
-    tiny_decoder, tmp_path
-):
-    lines = [f"Line {i} says {i * i}." for i in range(2000)]
-    (tmp_path / "a.txt").write_text("\n\n".join(lines))
-    data = DataConfig(
-        source="files",
-        files=[str(tmp_path / "a.txt")],
-        sequence_length=32,
-        validation=0.5,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    corpus = prepare_corpus(data, TokenizerConfig(vocab_size=300))
-    validation = " ".join(corpus.documents(corpus.validation, 1 << 20))
-    layout = tiny_decoder().layout
-
-    def made(method, settings):
-        recipes = [recipe(method, layout, EvaluationConfig(longrope=settings))]
-        lengths = [32, 400, 600]
-        return searched_needles(settings, recipes, corpus, corpus.end_of_text, lengths, 32)
-
-    by_needles = LongRopeSettings(search="needles", windows=3)
-    found = made("pi+longrope", by_needles)
-    assert {length: texts.tokens.shape for length, texts in found.items()} == {
-        400: (3, 400),
-        600: (3, 600),
-    }
-    for row in found[400].tokens.tolist():
-        assert row[0] == corpus.end_of_text
-        words = corpus.tokenizer.decode(row[1:])
-        assert re.search(r"Line \d+ says \d+", words)[0] in validation
-    assert made("pi", by_needles) == made("longrope", LongRopeSettings()) == {}
+def test_a_statement_stands_also_at_the_very_beginning_and_end(byte_tokenizer):
+    ids = torch.tensor([byte_tokenizer.encode("So it goes. " * 200).ids[:2000]])
+    first = needle_prompt(byte_tokenizer, ids, 1500, depth=0.0)
+    assert first.needle.start == 1
+    last = needle_prompt(byte_tokenizer, ids, 1500, depth=1.0)
+    asked = byte_tokenizer.decode(last.ids[0, -last.question :].tolist())
+    assert asked.startswith("\n\nThe special magic number for")
+    assert last.needle.stop == 1500 - last.question

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from trainer.analysis.settings import AttenuationSettings
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.encoding import document_hash
+from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings
@@ -24,8 +27,9 @@ from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.lengths import measurements
 from trainer.training.callbacks.probe import Probe
 from trainer.training.stretch import effect_batch
-from trainer.workflows import analyze, measuring
+from trainer.workflows import measuring
 from trainer.workflows.analysis_request import AnalysisConfig
+from trainer.workflows.analysis_texts import choice_texts, page_texts
 from trainer.workflows.measuring import Text, measure_models
 
 WORDS = {"train": "appel rivur stoon", "validation": "quarz quivir", "test": "zebbra zefyr"}
@@ -141,5 +145,20 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
 def test_analyses_look_at_test_text(corpus, seen):
     layout = SimpleNamespace(training_length=32)
     candidate = SimpleNamespace(layout=layout, bos_token=None)
-    ids = analyze._texts(corpus, replace(AnalysisConfig(), length=64, texts=4), candidate)
+    config = replace(AnalysisConfig(), length=64, texts=4)
+    ids = page_texts(corpus, config, candidate)
     assert seen(ids.numpy()) == {"test"}
+    assert choice_texts(corpus, config, candidate, ids) is None
+
+
+def test_pairs_are_chosen_on_validation_text_where_that_is_asked_for(corpus, seen):
+    candidate = SimpleNamespace(layout=SimpleNamespace(training_length=32), bos_token=None)
+    settings = AttenuationSettings(choice="validation", choice_length=40)
+    page = torch.zeros(3, 64)
+    config = replace(AnalysisConfig(), attenuation=settings)
+    ids = choice_texts(corpus, config, candidate, page)
+    assert ids.shape == (3, 40)
+    assert seen(ids.numpy()) == {"validation"}
+    config = replace(config, attenuation=replace(settings, choice_length=10**6))
+    with pytest.raises(UserError, match=r"analysis\.attenuation\.choice_length: the validation"):
+        choice_texts(corpus, config, candidate, page)

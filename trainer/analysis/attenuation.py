@@ -38,18 +38,17 @@ class Gate:
         return torch.ones_like(chosen, dtype=torch.float64).masked_fill(chosen, alpha)
 
 
-GATES = (
-    Gate("spectrum", "below", 0.2),
-    Gate("spectrum", "above", 0.4),
-    Gate("sequence", "below", 0.6),
-)
+Gates = tuple[Gate, ...]
+"""All pairs that any of them chooses."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Perplexity by alpha, with so many ``pairs`` of queries and keys attenuated."""
+    """Perplexity by alpha on texts of ``tokens`` tokens, with so many ``pairs`` of queries and keys
+    attenuated."""
 
-    gate: Gate
+    gates: Gates
+    tokens: int
     pairs: int
     perplexity: dict[float, float]
 
@@ -59,12 +58,12 @@ def sweep(
     model: LanguageModel,
     ids: Tensor,
     entropies: Sequence[FrequencyEntropy],
-    gates: Sequence[Gate],
+    gates: Sequence[Gates],
     alphas: Sequence[float],
 ) -> list[Sweep]:
-    """Read ``ids`` ``[B, T + 1]`` once as they are, and for every gate and alpha below 1 once more.
+    """Read ``ids`` ``[B, T + 1]`` once as they are, and for all gates and alphas below 1 once more.
 
-    ``entropies``: of the layers. A gate that chooses no pair costs nothing.
+    ``entropies``: of the layers, on these texts or others. Gates that choose no pair cost nothing.
     """
     layout = model.layout
     ids = ids.to(model.device)
@@ -75,34 +74,45 @@ def sweep(
 
     found = []
     plain = perplexity(layout)
-    for gate in gates:
+    for together in gates:
         curve, pairs = {1.0: plain}, 0
         for alpha in sorted({*alphas} - {1.0}, reverse=True):
-            changed, pairs = attenuated(layout, entropies, gate, alpha, model.config.head_size)
+            changed, pairs = attenuated(layout, entropies, together, alpha, model.config.head_size)
             curve[alpha] = perplexity(changed) if pairs else plain
-        found.append(Sweep(gate, pairs, curve))
+        found.append(Sweep(together, ids.shape[1] - 1, pairs, curve))
     return found
 
 
 def attenuated(
     layout: Layout,
     entropies: Sequence[FrequencyEntropy],
-    gate: Gate,
+    gates: Gates,
     alpha: float,
     head_dim: int,
 ) -> tuple[Layout, int]:
-    """``layout`` with a factor ``alpha`` on the pairs of queries and keys that the gate chooses and
+    """``layout`` with a factor ``alpha`` on the pairs of queries and keys that a gate chooses and
     that rotate, each by its own entropy (Eq. 11 and 12), and how many pairs these are."""
     layers, total = [], 0
     for encoding, entropy in zip(layout.layers, entropies, strict=True):
         query, of_query, key, of_key = (
             part
             for side in SIDES
-            for part in channel_factors(encoding, gate.weights(entropy, side, alpha), head_dim)
+            for part in channel_factors(
+                encoding, weights(gates, entropy, side, [alpha] * len(gates)), head_dim
+            )
         )
         layers.append(replace(encoding, intervention=Intervention(query=query, key=key)))
         total += of_query + of_key
     return replace(layout, layers=tuple(layers)), total
+
+
+def weights(
+    gates: Sequence[Gate], entropy: FrequencyEntropy, side: Side, alphas: Sequence[float]
+) -> Tensor:
+    """Factors of the pairs of queries or keys, ``[H, pairs]``: of a pair that several gates choose
+    the smallest. ``alphas``: one for each gate."""
+    found = [gate.weights(entropy, side, alpha) for gate, alpha in zip(gates, alphas, strict=True)]
+    return torch.stack(found).amin(dim=0)
 
 
 def channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> tuple[Factors, int]:

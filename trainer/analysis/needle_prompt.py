@@ -19,11 +19,12 @@ from trainer.positional.rescaling import yarn_turns
 
 @dataclass(frozen=True)
 class NeedlePrompt:
-    """``ids``: ``[B, T]`` prompts that end with the question, each with the same statement at
-    ``needle``."""
+    """``ids``: ``[B, T]`` prompts that end with the question, its last ``question`` tokens, each
+    with the same statement at ``needle``."""
 
     ids: Tensor
     needle: slice
+    question: int = 1
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,11 @@ class BenchmarkConfig(MethodsConfig):
     add_bos: bool | None = None
     dtype: Literal["fp32", "bf16"] = "fp32"
 
+    @property
+    def factors(self) -> list[float]:
+        """The one factor."""
+        return [self.factor]
+
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
         found = [

@@ -49,6 +49,11 @@ class EvaluationConfig(MethodsConfig):
     longbench: LongBenchSettings = field(default_factory=LongBenchSettings)
     many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
 
+    @property
+    def factors(self) -> list[float]:
+        """The lengths."""
+        return self.lengths
+
     def problems(self, training_length: int | None = None) -> list[str]:
         """What is impossible (for models of that training length), one sentence each."""
         found = []

@@ -29,6 +29,9 @@ from trainer.positional.intervention import Factors, Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
+NAMED = 32
+"""Heads that are named in words."""
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -55,6 +58,14 @@ class Selection:
     queries: int = 0
     head_dim: int = 0
 
+    @property
+    def words(self) -> str:
+        """Which heads, from the first on: L for the layer, H for a query head, G for a group."""
+        unit = "H" if self.settings.unit == "head" else "G"
+        named = [f"L{one.layer}{unit}{one.head}" for one in self.heads[:NAMED]]
+        more = len(self.heads) - len(named)
+        return ", ".join(named or ["no head"]) + (f" and {more} more" if more else "")
+
 
 def select(
     model: LanguageModel, ids: Tensor, settings: DopeSettings, layout: Layout | None = None
@@ -63,7 +74,7 @@ def select(
 
     Args:
         model: a decoder, with its layout as trained.
-        ids: ``[B, T]`` texts, as long as those to come (Table 3).
+        ids: ``[B, T]`` texts; those to come may be of another length (Table 3).
         settings: which heads.
         layout: the rescaled layout; None: as trained.
 

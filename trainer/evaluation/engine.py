@@ -13,34 +13,16 @@ from typing import Any
 
 from trainer.evaluation.duration import say_duration
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.measurements import Measurement
-from trainer.evaluation.methods import Method, Recipe
+from trainer.evaluation.methods import Method
+from trainer.evaluation.plan import Plan, Subject
 from trainer.evaluation.sharing import Share, wait_for
 from trainer.evaluation.store import Store
-from trainer.model.config import ModelConfig
-from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
-from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
 from trainer.report.results import Cell
 from trainer.report.words import counted
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model that is not in memory yet; ``load`` reads it straight onto the device.
-
-    ``fingerprint`` changes whenever its weights do. ``own``: whether our decoder computes it.
-    """
-
-    name: str
-    fingerprint: str
-    config: ModelConfig
-    layout: Layout
-    load: Callable[[], LanguageModel]
-    own: bool = True
 
 
 @dataclass
@@ -51,67 +33,6 @@ class Measured:
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     temperature: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One model with one method in one task at one length; ``key``: all that it depends on."""
-
-    subject: Subject
-    recipe: Recipe
-    task: Measurement
-    length: int
-    key: dict[str, Any]
-
-    @property
-    def work(self) -> float:
-        """Approximate operations of reading every sequence once."""
-        return self.task.sequences(self.length) * self.of_one
-
-    @property
-    def fit_work(self) -> float:
-        """Approximate operations of fitting the method at this length, for all tasks together."""
-        return self.recipe.fits(self.length / self.subject.layout.training_length) * self.of_one
-
-    @property
-    def of_one(self) -> float:
-        """Approximate operations of reading one sequence."""
-        return forward_flops(self.subject.config, self.subject.layout, self.length)
-
-
-def plan_cells(
-    subjects: Sequence[Subject],
-    recipes: dict[str, list[Recipe]],
-    tasks: Sequence[Measurement],
-    lengths: Sequence[int],
-    text: FitText,
-) -> list[Plan]:
-    """All cells, a model after the other, and of a model a method after the other.
-
-    Args:
-        subjects: the models.
-        recipes: the methods that apply to each, by its name.
-        tasks: what is measured.
-        lengths: in tokens.
-        text: what methods choose on.
-    """
-
-    def key(subject: Subject, recipe: Recipe, length: int, task: Measurement) -> dict[str, Any]:
-        chooses = recipe.fits(length / subject.layout.training_length) > 0
-        return {
-            "model": subject.fingerprint,
-            "method": [recipe.key, recipe.settings, text.key if chooses else None],
-            "task": [task.key, task.fingerprint(length)],
-            "length": length,
-        }
-
-    return [
-        Plan(subject, recipe, task, length, key(subject, recipe, length, task))
-        for subject in subjects
-        for recipe in recipes[subject.name]
-        for length in lengths
-        for task in tasks
-    ]
 
 
 def measure_cells(
@@ -155,8 +76,7 @@ def _measured(
             own = [plan for plan in plans if plan.subject is subject]
             if _is_finished(store, own):
                 for chosen in _by_method(own):
-                    results.cells += [_stored(store, plan) for plan in chosen]
-                    _add_choice(results, store, chosen, None)
+                    _add_finished(results, store, chosen)
             else:
                 _measure(subject, own, text, store, batch_tokens, counter, total, results)
     return results
@@ -177,9 +97,14 @@ def _measure(
     if counter.work == 0:
         say_duration(model, {plan.length for plan in plans}, total, batch_tokens)
     for chosen in _by_method(plans):
+        if _is_finished(store, chosen):
+            _add_finished(results, store, chosen)
+            continue
         read = counter.of_fits(chosen)
         fitting = Fitting(model, subject.fingerprint, text, store, batch_tokens, read)
         method = chosen[0].recipe.make(fitting)
+        for plan in chosen:  # or an evaluation that goes on would tell less of its choices
+            method.layout_at(plan.factor)
         results.cells += [_cell(model, method, p, store, batch_tokens, counter) for p in chosen]
         _add_choice(results, store, chosen, fitting)
 
@@ -194,8 +119,14 @@ def _is_finished(store: Store, plans: Sequence[Plan]) -> bool:
     return all(store.has("cell", plan.key) for plan in plans) and all(
         store.has("choice", _choice_key(chosen))
         for chosen in _by_method(plans)
-        if any(plan.fit_work for plan in chosen)
+        if any(plan.fits for plan in chosen)
     )
+
+
+def _add_finished(results: Measured, store: Store, plans: Sequence[Plan]) -> None:
+    """All cells of one method of one model, as they are stored."""
+    results.cells += [_stored(store, plan) for plan in plans]
+    _add_choice(results, store, plans, None)
 
 
 def _add_choice(
@@ -205,7 +136,7 @@ def _add_choice(
     choice: dict[str, Any] = {"notes": [], "temperature": None}
     if fitting is not None:
         choice = {"notes": fitting.notes, "temperature": fitting.temperature}
-    if any(plan.fit_work for plan in plans):
+    if any(plan.fits for plan in plans):
         made = choice
         choice = store.get("choice", _choice_key(plans), lambda: made)
     name, recipe = plans[0].subject.name, plans[0].recipe
@@ -219,8 +150,12 @@ def _choice_key(plans: Sequence[Plan]) -> dict[str, Any]:
 
 
 def _work(plans: Sequence[Plan]) -> float:
-    """Of the cells, and of each method's fits once for all cells of a model and a length."""
-    fits = {(plan.subject.name, plan.recipe, plan.length): plan.fit_work for plan in plans}
+    """Of the cells, and of what each method reads of a length to fit, once for all of a model."""
+    fits = {
+        (plan.subject.name, plan.recipe, length): sequences * plan.of_one(length)
+        for plan in plans
+        for length, sequences in plan.fits.items()
+    }
     return sum(plan.work for plan in plans) + sum(fits.values())
 
 
@@ -233,16 +168,15 @@ class _Counter:
 
     def of(self, plan: Plan) -> Callable[[int], None]:
         """A callback for the number of sequences read for a cell."""
-        return lambda sequences: self._add(sequences, plan)
+        return lambda sequences: self._add(sequences, plan.length, plan)
 
     def of_fits(self, plans: Sequence[Plan]) -> Callable[[int, int], None]:
         """A callback for the number and length of the sequences read for a fit."""
-        at = {plan.length: plan for plan in plans}
-        return lambda sequences, length: self._add(sequences, at[length])
+        return lambda sequences, length: self._add(sequences, length, plans[0])
 
-    def _add(self, sequences: int, plan: Plan) -> None:
-        self.work += sequences * plan.of_one
-        self.tokens += sequences * plan.length
+    def _add(self, sequences: int, length: int, plan: Plan) -> None:
+        self.work += sequences * plan.of_one(length)
+        self.tokens += sequences * length
         self.progress.advance_to(self.work, tokens=self.tokens)
 
 
@@ -267,7 +201,7 @@ def _cell(
     if store.has("cell", plan.key):
         return _stored(store, plan)
     trained, done = model.layout, counter.of(plan)
-    factor = plan.length / trained.training_length
+    factor = plan.factor
     layout = method.layout_at(factor)
     reads = method.reads if method.reads is not None and method.reads < plan.length else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from trainer.data.order import Integers
+from trainer.evaluation.measurements import fingerprint
 from trainer.evaluation.needle_loss import AnsweredTexts
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
-
-TEXTS = 4
-"""Windows, at most, in which queries and keys are looked at."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +24,27 @@ class FitText:
     the same places.
     ``fingerprint``: of the text and its tokens. ``needles``: for every length at which factors are
     searched by needles, texts from it with questions and answers.
+    ``choice``: ``[texts, tokens]`` for every length at which heads or pairs are chosen, in place of
+    windows.
     """
 
-    windows: dict[int, Integers]
+    windows: Mapping[int, Integers]
     end_of_text: int
     fingerprint: str
     needles: Mapping[int, AnsweredTexts] = field(default_factory=dict)
+    choice: Mapping[int, Integers] | None = None
 
     @property
     def key(self) -> dict[str, Any]:
-        """What a choice depends on."""
+        """What a fit depends on."""
         sizes = {length: len(windows) for length, windows in self.windows.items()}
         return {"text": self.fingerprint, "windows": sizes}
+
+    @property
+    def choice_key(self) -> dict[str, Any]:
+        """What a choice of heads or pairs depends on."""
+        texts = self.choice or {}
+        return {**self.key, "choice": {n: fingerprint(texts[n]) for n in sorted(texts)}}
 
 
 @dataclass
@@ -57,16 +64,19 @@ class Fitting:
     notes: list[str] = field(default_factory=list)
     temperature: dict[str, Any] | None = None
 
-    def beyond(self) -> dict[int, Integers]:
-        """The windows longer than the training length."""
+    def at(self, factors: Iterable[float]) -> dict[int, Integers]:
+        """The windows at these multiples of the training length, those beyond it."""
         C = self.model.layout.training_length
-        return {length: windows for length, windows in self.text.windows.items() if length > C}
+        lengths = (round(factor * C) for factor in factors)
+        return {length: self.text.windows[length] for length in lengths if length > C}
 
-    def ids(self, factor: float) -> Tensor:
-        """``[TEXTS, length]`` tokens on the model's device, to look at queries and keys."""
-        windows = self.text.windows[round(factor * self.model.layout.training_length)][:TEXTS]
-        self.read(*windows.shape)
-        return torch.from_numpy(windows).to(self.model.device)
+    def ids(self, factor: float, texts: int) -> Tensor:
+        """``[texts, tokens]`` on the model's device, to look at queries and keys."""
+        length = round(factor * self.model.layout.training_length)
+        chosen = self.text.windows if self.text.choice is None else self.text.choice
+        ids = chosen[length][:texts]
+        self.read(len(ids), length)
+        return torch.from_numpy(ids).to(self.model.device)
 
     def kept(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
         """A choice, made once for these weights, this text and these settings."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -12,6 +13,8 @@ from trainer.positional.rescaling import longrope
 from trainer.positional.spectrum import Spectrum
 
 Per = Literal["sequence", "query"]
+LayoutAt = Callable[[float], Layout]
+"""A layout for every extension factor."""
 LongRopeFactors = tuple[tuple[float, ...], ...]
 """One for every pair of every distinct spectrum of a layout; none where nothing rotates."""
 

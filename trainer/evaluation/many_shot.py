@@ -24,6 +24,8 @@ from trainer.evaluation.longbench.rows import read_rows
 from trainer.evaluation.prompts import Prompt, Task
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
+LONG_TASKS = TASKS[:2]
+"""Those that fill a length."""
 FILE_KEY = "evaluation.many_shot.file"
 FILE_TOKENS, ARITHMETIC_TOKENS = 2048, 32
 """Tokens of an answer: the paper's (App. A.2), and twice what a sum needs in bytes."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trainer.errors import did_you_mean
+from trainer.evaluation.many_shot import LONG_TASKS
+from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.settings import (
+    ChoiceSettings,
     DopeSettings,
     DynamicNtkSettings,
     LongRopeSettings,
@@ -38,13 +41,19 @@ ON_TEXT = ("longrope", "temperature", "dope", "weighted_rope")
 """Parts that choose something on validation text."""
 
 
+def choice_texts() -> tuple[str, ...]:
+    """What ``evaluation.choice.text`` can name, with what plugins have added."""
+    return ("validation", "file", *NEEDLE_TASKS, *LONG_TASKS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodsConfig:
     """Methods and their settings.
 
     ``methods``: names, or several joined by ``+`` (``yarn+dope``), applied from left to right;
     null: those of :data:`METHODS` that do something to a checkpoint. ``fit_windows``: validation
-    windows for what is fitted. The others are those of the method of their name.
+    windows for what is fitted. ``choice``: what heads and pairs are chosen on. The others are those
+    of the method of their name.
     """
 
     methods: list[str] | None = field(default_factory=lambda: ["none"])
@@ -52,10 +61,16 @@ class MethodsConfig:
     temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
     dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
     longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
+    choice: ChoiceSettings = field(default_factory=ChoiceSettings)
     dope: DopeSettings = field(default_factory=DopeSettings)
     weighted_rope: list[WeightedRopeSettings] = field(
         default_factory=lambda: [WeightedRopeSettings()]
     )
+
+    @property
+    def factors(self) -> list[float]:
+        """The extension factors that methods are set for."""
+        raise NotImplementedError
 
     @property
     def names(self) -> list[str]:
@@ -79,7 +94,7 @@ class MethodsConfig:
         groups = (self.temperature, self.dynamic_ntk, self.longrope, self.dope)
         for group in (*groups, *self.weighted_rope):
             found += group.problems()
-        return found
+        return found + self.choice.problems(choice_texts())
 
 
 def part_problems(name: str) -> list[str]:

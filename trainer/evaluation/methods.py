@@ -6,33 +6,37 @@ that every intervention can be combined with every rescaling.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from trainer.evaluation import dope, weighted_rope
-from trainer.evaluation.fitting import TEXTS, Fitting
+from trainer.evaluation.fitted_parts import (
+    choice_fits,
+    denoised,
+    fitted_temperature,
+    longrope,
+    longrope_fits,
+    plain,
+    temperature_fits,
+    weighted,
+)
+from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.layouts import (
     TITLES,
+    LayoutAt,
     check_published,
     is_free_of_positions,
     tempered,
     windowed,
-    with_factors,
-    with_published,
 )
-from trainer.evaluation.longrope import fitted_factors
 from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.published_factors import read_factors
-from trainer.evaluation.settings import LongRopeSettings
-from trainer.evaluation.temperature import fit_coefficient
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 from trainer.report.outcomes import AS_IS_TITLE
-
-LayoutAt = Callable[[float], Layout]
 
 
 @dataclass(frozen=True)
@@ -48,25 +52,25 @@ class Method:
 class Part:
     """One thing that is done. ``rotation``: whether it does something to rotating heads only.
     ``uses``: keys of the configuration that it depends on. ``fits``: how many held-out sequences it
-    reads at an extension factor to choose something. ``make``: from the layouts before it to those
-    after it."""
+    reads, by their extension factor, to choose something for one. ``make``: from the layouts before
+    it to those after it."""
 
     title: str
     make: Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
     rotation: bool = False
     uses: tuple[str, ...] = ()
-    fits: Callable[[MethodsConfig, float], int] = lambda config, factor: 0
+    fits: Callable[[MethodsConfig, float], dict[float, int]] = lambda config, factor: {}
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """A method that is not made yet; ``settings``: all that it depends on beside the model;
-    ``fits``: how many sequences its choices take at an extension factor."""
+    ``fits``: how many sequences, by their extension factor, its choices for one take."""
 
     key: str
     title: str
     settings: dict[str, Any]
-    fits: Callable[[float], int]
+    fits: Callable[[float], dict[float, int]]
     make: Callable[[Fitting], Method]
 
 
@@ -100,17 +104,17 @@ def recipe(
         return Method(at, layout.training_length if "crop" in keys else None)
 
     title = " + ".join(part.title for part in parts)
-    used = {key: _plain(getattr(config, key)) for part in parts for key in part.uses}
-    return Recipe(name, title, used, lambda s: sum(p.fits(config, s) for p in parts), make)
+    used = {key: plain(getattr(config, key)) for part in parts for key in part.uses}
 
+    def fits(factor: float) -> dict[float, int]:
+        # Heads that are chosen at another length take what was before them at that length too.
+        at = {factor, (config.choice.length or factor) if CHOICE in used else factor}
+        found: Counter[float] = Counter()
+        for part in parts:
+            found.update({s: n for one in at for s, n in part.fits(config, one).items()})
+        return dict(found)
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, LongRopeSettings):
-        return value.of_choice
-    # Which models have a temperature changes nothing of those that do.
-    return {key: of_key for key, of_key in asdict(value).items() if key != "models"}
+    return Recipe(name, title, used, fits, make)
 
 
 def _unchanged(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
@@ -155,62 +159,6 @@ def _dropped(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layou
     return lambda factor: before(factor).map(lambda _: Spectrum())
 
 
-def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    settings = config.longrope
-    if settings.factors is not None:
-        published = read_factors(settings.factors)
-        return lambda factor: with_published(before(factor), published, factor)
-
-    def at(factor: float) -> Layout:
-        layout = before(factor)
-        if factor <= 1:
-            return layout
-        asked = [factor, settings.of_choice, layout.to_dict()]
-        search = partial(fitted_factors, fitting, settings, factor, layout)
-        factors = fitting.kept("longrope", asked, search)
-        return with_factors(layout, tuple(tuple(row) for row in factors))
-
-    return at
-
-
-def _temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """1 + c ln s (DroPE, App. C.2), c fitted on the lengths beyond the training length."""
-    per = config.temperature.per
-
-    def tempered_with(coefficient: float) -> LayoutAt:
-        return lambda factor: tempered(before(factor), coefficient, per)
-
-    def fit() -> float:
-        return fit_coefficient(
-            fitting.model,
-            tempered_with,
-            fitting.beyond(),
-            fitting.text.end_of_text,
-            config.temperature.grid,
-            fitting.batch_tokens,
-            fitting.read,
-        )
-
-    if not fitting.beyond():
-        return before
-    layouts = [before(n / C).to_dict() for n in fitting.beyond() if (C := _length(fitting))]
-    asked = [layouts, _plain(config.temperature)]
-    coefficient = fitting.kept("temperature", asked, fit)
-    fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, fitted on validation text")
-    fitting.temperature = {
-        "coefficient": coefficient,
-        "per": per,
-        "lengths": list(fitting.beyond()),
-        "tokens": sum(windows.size for windows in fitting.beyond().values()),
-        "text": fitting.text.fingerprint,
-    }
-    return tempered_with(coefficient)
-
-
-def _length(fitting: Fitting) -> int:
-    return fitting.model.layout.training_length
-
-
 def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another coefficient and exponent."""
     settings = config.temperature
@@ -218,46 +166,7 @@ def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConf
     return lambda factor: tempered(before(factor), c, settings.per, exponent=exponent)
 
 
-def _dope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    def at(factor: float) -> Layout:
-        layout = before(factor)
-        ids = fitting.ids(factor)
-        chosen = dope.select(fitting.model, ids, config.dope, layout)
-        return dope.apply(layout, chosen)
-
-    return at
-
-
-def _weighted_rope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    def at(factor: float) -> Layout:
-        layout = before(factor)
-        ids = fitting.ids(factor)
-        weights = weighted_rope.select(fitting.model, ids, config.weighted_rope, layout)
-        changed = weighted_rope.apply(layout, weights)
-        said = "at some lengths no pair has such an entropy, and nothing changes"
-        if changed == layout and said not in fitting.notes:
-            fitting.notes.append(said)
-        return changed
-
-    return at
-
-
-def _longrope_fits(config: MethodsConfig, factor: float) -> int:
-    settings = config.longrope
-    if factor <= 1 or settings.factors is not None:
-        return 0
-    most = settings.windows if settings.search == "needles" else config.fit_windows
-    return settings.evaluations * min(settings.windows, most)
-
-
-def _temperature_fits(config: MethodsConfig, factor: float) -> int:
-    return len(config.temperature.grid) * config.fit_windows if factor > 1 else 0
-
-
-def _texts(config: MethodsConfig, factor: float) -> int:
-    return min(TEXTS, config.fit_windows)
-
-
+CHOICE = "choice"
 MAKERS: dict[str, Part] = {
     "none": Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),
@@ -271,11 +180,13 @@ MAKERS: dict[str, Part] = {
         for name, rescaling in RESCALINGS.items()
     },
     "dynamic_ntk_alpha": Part("dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk",)),
-    "longrope": Part("LongRoPE", _longrope, True, ("longrope",), _longrope_fits),
-    "temperature": Part("temperature", _temperature, False, ("temperature",), _temperature_fits),
+    "longrope": Part("LongRoPE", longrope, True, ("longrope",), longrope_fits),
+    "temperature": Part(
+        "temperature", fitted_temperature, False, ("temperature",), temperature_fits
+    ),
     "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
-    "dope": Part("DoPE", _dope, True, ("dope",), _texts),
-    "weighted_rope": Part("Weighted RoPE", _weighted_rope, True, ("weighted_rope",), _texts),
+    "dope": Part("DoPE", denoised, True, ("dope", CHOICE), choice_fits),
+    "weighted_rope": Part("Weighted RoPE", weighted, True, ("weighted_rope", CHOICE), choice_fits),
     "drop": Part("dropped", _dropped),
 }
 """By the names of :data:`~trainer.evaluation.method_config.PARTS`."""

@@ -3,10 +3,12 @@ configuration is reported at once."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from trainer.errors import UserError
+from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.published_factors import read_factors
 
 
@@ -15,6 +17,11 @@ class TemperatureSettings:
     """Softmax temperature: ``grid`` of coefficients c of 1 + c ln s that is searched, whether s is
     that of the sequence or of each ``query``, and whether it is fitted for all ``models`` or for
     those that are ``free`` of positions, where it is all that is left to choose.
+    ``lengths``: multiples of the training length at which it is fitted, whatever is evaluated;
+    null: those evaluated. One alone is DroPE's "target length" (App. C.2). ``fit`` at several:
+    ``sum`` takes the c of the least loss summed over them, ``line`` the best c of each and, as YaRN
+    (Peng et al., whom DroPE follows), the line through the scales 1 + c ln s that they give, by
+    least squares; at one length they are the same.
     ``rope_id_coefficient``, ``rope_id_exponent``: of ``temperature_rope_id``, by default those of
     RoPE-ID (App. A.4)."""
 
@@ -23,6 +30,8 @@ class TemperatureSettings:
     )
     per: Literal["sequence", "query"] = "sequence"
     models: Literal["free", "all"] = "free"
+    lengths: list[float] | None = None
+    fit: Literal["sum", "line"] = "sum"
     rope_id_coefficient: float = 0.1
     rope_id_exponent: float = 2.0
 
@@ -31,6 +40,11 @@ class TemperatureSettings:
         found = []
         if not self.grid or not all(0 <= c <= 100 for c in self.grid):
             found.append("evaluation.temperature.grid: expected coefficients from 0 to 100.")
+        if self.lengths is not None and not (self.lengths and all(s > 1 for s in self.lengths)):
+            found.append(
+                "evaluation.temperature.lengths: expected multiples of the training length above "
+                f"1, or null for those evaluated, got {self.lengths}."
+            )
         found += [
             f"evaluation.temperature.{key}: expected a number from 0 to 100, got {value}."
             for key in ("rope_id_coefficient", "rope_id_exponent")
@@ -90,6 +104,47 @@ class LongRopeSettings:
                 read_factors(self.factors)
             except UserError as error:
                 found += error.problems
+        return found
+
+
+@dataclass(frozen=True)
+class ChoiceSettings:
+    """What ``dope`` chooses heads on and ``weighted_rope`` pairs, whatever is evaluated.
+
+    ``text``: ``validation`` text; a ``file``; or the prompts of a task, made of validation text and
+    of another seed than those that are evaluated: one with needles, or with many shots (DoPE,
+    Table 4). ``file``: prompts in a ``.jsonl``, a line with ``prompt`` or ``problem``, of which the
+    last tokens are read; of any other file, running text.
+    ``length``: of a text, a multiple of the training length; null: as long as what is evaluated.
+    With a number, the heads are those of an evaluation at that length, its rescaling included
+    (Table 3). ``texts``: how many are read.
+    """
+
+    text: str = "validation"
+    file: str | None = None
+    length: float | None = None
+    texts: int = 4
+
+    def problems(self, texts: Collection[str]) -> list[str]:
+        """What is impossible, one sentence each; ``texts``: what there is."""
+        found = []
+        if self.text not in texts:
+            near = did_you_mean(self.text, texts)
+            found.append(f"evaluation.choice.text: there is no text {self.text!r}.{near}")
+        if (self.text == "file") != (self.file is not None):
+            found.append(
+                "evaluation.choice.file: expected a file where evaluation.choice.text is 'file', "
+                f"and null elsewhere, got {self.file!r} with {self.text!r}."
+            )
+        elif self.file is not None and not Path(self.file).is_file():
+            found.append(f"evaluation.choice.file: there is no file {self.file!r}.")
+        if self.length is not None and not 0 < self.length <= 1e6:
+            found.append(
+                "evaluation.choice.length: expected a positive multiple of the training length, or "
+                f"null for the one evaluated, got {self.length}."
+            )
+        if self.texts < 1:
+            found.append(f"evaluation.choice.texts: expected 1 or more, got {self.texts}.")
         return found
 
 

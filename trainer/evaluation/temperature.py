@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from trainer.data.order import Integers
@@ -50,6 +51,25 @@ def fit_coefficient(
     if lowest is not None and lowest not in tried:
         tried[lowest] = loss(lowest)
     return min(tried, key=lambda coefficient: tried[coefficient])
+
+
+def fit_line(
+    model: LanguageModel,
+    tempered_with: Callable[[float], Callable[[float], Layout]],
+    windows: Mapping[int, Integers],
+    end_of_text: int,
+    grid: Sequence[float],
+    batch_tokens: int,
+    read: Callable[[int, int], None] = lambda sequences, length: None,
+) -> float:
+    """The slope of the line 1 + c ln s through the best scale of every length, by least squares, as
+    YaRN has it; arguments as of :func:`fit_coefficient`."""
+    above = below = 0.0
+    for length, tokens in windows.items():
+        only, log_s = {length: tokens}, math.log(length / model.layout.training_length)
+        best = fit_coefficient(model, tempered_with, only, end_of_text, grid, batch_tokens, read)
+        above, below = above + best * log_s**2, below + log_s**2
+    return above / below
 
 
 def _lowest_point(points: list[tuple[float, float]]) -> float | None:

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from trainer.analysis.attenuation import Gate, channel_factors
-from trainer.analysis.frequency_entropy import FrequencyEntropy, frequency_entropies
-from trainer.analysis.pairs import Side
+from trainer.analysis.attenuation import Gate, channel_factors, weights
+from trainer.analysis.frequency_entropy import frequency_entropies
 from trainer.errors import UserError
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import WeightedRopeSettings
@@ -45,39 +43,38 @@ def select(
     if problems := [problem for one in settings for problem in one.problems()]:
         raise UserError(*problems)
     require_rotation(model.layout, "evaluation.weighted_rope")
-    measures = sorted({one.entropy for one in settings})
+    gates = [Gate(one.entropy, one.side, one.tau) for one in settings]
+    alphas = [one.alpha for one in settings]
+    measures = sorted({gate.measure for gate in gates})
     with model.using(layout or model.layout):
         layers = frequency_entropies(model, ids, measures)
     size = model.config.head_size
     found = []
     for encoding, entropies in zip(model.layout.layers, layers, strict=True):
-        query, of_query = channel_factors(encoding, _weights(entropies, "query", settings), size)
-        key, of_key = channel_factors(encoding, _weights(entropies, "key", settings), size)
+        query, of_query = channel_factors(
+            encoding, weights(gates, entropies, "query", alphas), size
+        )
+        key, of_key = channel_factors(encoding, weights(gates, entropies, "key", alphas), size)
         found.append(Intervention(query if of_query else (), key if of_key else ()))
     return tuple(found)
 
 
-def _weights(
-    entropies: FrequencyEntropy, side: Side, settings: Sequence[WeightedRopeSettings]
-) -> Tensor:
-    """Factors of the pairs of one side of a layer, ``[H, pairs]``."""
-    gates = [Gate(one.entropy, one.side, one.tau) for one in settings]
-    found = [
-        gate.weights(entropies, side, one.alpha) for gate, one in zip(gates, settings, strict=True)
-    ]
-    return torch.stack(found).amin(dim=0)
+def pairs(chosen: Sequence[Intervention]) -> int:
+    """How many pairs of queries and keys have another factor than 1."""
+    rows = (row for of_layer in chosen for row in (*of_layer.query, *of_layer.key))
+    return sum(factor != 1 for row in rows for factor in row) // 2
 
 
-def apply(layout: Layout, weights: tuple[Intervention, ...]) -> Layout:
+def apply(layout: Layout, chosen: tuple[Intervention, ...]) -> Layout:
     """``layout``, rescaled or not, with these factors; itself where all are 1.
 
     Raises:
         ValueError: a layer has an intervention already.
     """
-    if all(of_layer == Intervention() for of_layer in weights):
+    if all(of_layer == Intervention() for of_layer in chosen):
         return layout
     changed = (
         encoding if of_layer == Intervention() else with_intervention(encoding, of_layer)
-        for encoding, of_layer in zip(layout.layers, weights, strict=True)
+        for encoding, of_layer in zip(layout.layers, chosen, strict=True)
     )
     return replace(layout, layers=tuple(changed))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.analysis.names import ALL, kinds
+from trainer.analysis.settings import AttenuationSettings, NeedleSettings
 from trainer.analysis.short_time import ShortTime
 from trainer.data.config import DataConfig
 from trainer.errors import did_you_mean
@@ -20,7 +21,10 @@ class AnalysisConfig:
     (null: as many as make 4,096 tokens, at most 16). ``chosen``: [layer, query head] pairs that
     pictures of single heads show (empty: found by their measures). ``pairs``: rotary pairs that
     pictures of ``offset_features`` show one by one (empty: all of a head, or found). ``dtype``: of
-    the weights. ``seed``: of subsamples. ``frequency_entropy``: the frames of its SpectrumFE."""
+    the weights. ``seed``: of subsamples. ``frequency_entropy``: the frames of its SpectrumFE.
+    ``prefixes``: tokens of shorter texts, the first ones of each, at which frequency entropies are
+    shown as well (Frequency Entropy, App. F). ``attenuation``: of pairs of extreme frequency
+    entropy. ``needle``: for heads of extreme matrix entropy."""
 
     kind: str = ALL
     length: int | None = None
@@ -30,6 +34,9 @@ class AnalysisConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
     frequency_entropy: ShortTime = field(default_factory=ShortTime)
+    prefixes: list[int] = field(default_factory=list)
+    attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
+    needle: NeedleSettings = field(default_factory=NeedleSettings)
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
@@ -46,8 +53,11 @@ class AnalysisConfig:
             for pair in self.chosen
             if len(pair) != 2
         ]
+        if self.prefixes and min(self.prefixes) < 6:
+            found.append(f"analysis.prefixes: expected 6 tokens or more, got {self.prefixes}.")
         of_frames = self.frequency_entropy.problems()
-        return found + [f"analysis.frequency_entropy.{problem}" for problem in of_frames]
+        found += [f"analysis.frequency_entropy.{problem}" for problem in of_frames]
+        return found + self.attenuation.problems() + self.needle.problems()
 
 
 @dataclass(frozen=True)

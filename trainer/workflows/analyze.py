@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from trainer.analysis.studies.drop import DropStudy
 from trainer.analysis.studies.offset_changes import OffsetChanges
 from trainer.analysis.studies.study import Study, Target, run
 from trainer.cores import cores
-from trainer.data.corpus import Corpus
 from trainer.errors import UserError
 from trainer.model.config import ModelConfig
 from trainer.report.geometry.page import GeometryReport, write_geometry_report
@@ -34,14 +32,11 @@ from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
 from trainer.runs.origin import origin
 from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
+from trainer.workflows.analysis_texts import choice_texts, page_texts
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.needle_prompts import needle_prompt
 
 log = logging.getLogger(__name__)
-
-FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
-MOST_TOKENS = 2**24
-"""Of the held-out text that are looked at."""
 
 
 def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[GeometryReport, Path]:
@@ -68,7 +63,10 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
     if problems := _chosen_problems(config, candidate):
         raise UserError(*problems)
     corpus = held_out_corpus(request.text, candidate)
-    ids = _texts(corpus, config, candidate)
+    ids = page_texts(corpus, config, candidate)
+    if problems := _length_problems(config, ids.shape[1]):
+        raise UserError(*problems)
+    choice = choice_texts(corpus, config, candidate, ids)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_memory(candidate.config, ids, models=1 if other is None else 2, device=device)
 
@@ -76,10 +74,25 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         model = of.load(device).to(DTYPES[config.dtype]).eval()
         read, chosen = ids.to(device), tuple((a, b) for a, b in config.chosen)
         length = min(read.shape[1], model.layout.training_length)
-        prompt = needle_prompt(of.tokenizer, read, length, config.seed)
+        depth, asks = config.needle.depth, config.needle.kind == "question"
+        prompt = needle_prompt(of.tokenizer, read, length, config.seed, depth)
+        question = None
+        if asks and kind in (ALL, "matrix_entropy"):
+            question = needle_prompt(of.tokenizer, read[:1], read.shape[1], config.seed, depth)
+            if question is None:
+                raise UserError(
+                    f"analysis.needle.kind: a text of {read.shape[1]:,} tokens has no room for a "
+                    "question; choose a larger analysis.length, or copy."
+                )
         return Target(
             *(of.name, model, read, chosen, config.seed, prompt),
-            *(tuple(config.pairs), config.frequency_entropy),
+            pairs=tuple(config.pairs),
+            frames=config.frequency_entropy,
+            prefixes=tuple(config.prefixes),
+            attenuation=config.attenuation,
+            choice=choice,
+            needle=config.needle,
+            question=question,
         )
 
     first = target(candidate)
@@ -159,32 +172,20 @@ def _chosen_problems(config: AnalysisConfig, candidate: Candidate) -> list[str]:
     return found
 
 
-def _texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tensor:
-    """``[texts, length]`` tokens of the test split, evenly spread, behind a beginning-of-text token
-    each. The separators between documents are left out: every one of them can be a sink."""
-    C = candidate.layout.training_length
-    read = corpus.test.windows(np.zeros(1, np.int64), min(len(corpus.test), MOST_TOKENS))[0]
-    tokens = read[read != corpus.end_of_text]
-    wanted = config.length or max(2 * C, min(FURTHEST * C, USUAL))
-    length = wanted if config.length else min(wanted, len(tokens) + 1)
-    if length - 1 > len(tokens):
-        raise UserError(
-            f"analysis.length: the held-out text has {len(tokens):,} tokens, too few for a text of "
-            f"{length:,} behind its beginning-of-text token; at most {len(tokens) + 1:,}, or give "
-            "more text."
+def _length_problems(config: AnalysisConfig, length: int) -> list[str]:
+    """Shorter texts than the page's that are none."""
+    longest = config.attenuation.choice_length
+    found = [
+        f"analysis.prefixes: expected fewer tokens than the text of {length:,} has, got {n:,}."
+        for n in config.prefixes
+        if n >= length
+    ]
+    if config.attenuation.choice == "page" and longest is not None and longest > length:
+        found.append(
+            f"analysis.attenuation.choice_length: expected at most {length:,}, the tokens of the "
+            f"page's text, got {longest:,}; or analysis.attenuation.choice=validation."
         )
-    fitting = max(1, len(tokens) // max(1, length - 1))
-    texts = config.texts or min(fitting, MOST_TEXTS, max(1, USUAL // length))
-    if texts > fitting:
-        raise UserError(
-            f"analysis.texts: {texts} texts of {length:,} tokens do not fit the {len(tokens):,} "
-            f"held-out tokens; at most {fitting}."
-        )
-    starts = np.linspace(0, len(tokens) - (length - 1), texts).astype(np.int64)
-    bos = corpus.end_of_text if candidate.bos_token is None else candidate.bos_token
-    rows = np.full((texts, length), bos, dtype=np.int64)
-    rows[:, 1:] = np.stack([tokens[start : start + length - 1] for start in starts])
-    return torch.from_numpy(rows)
+    return found
 
 
 def _check_memory(config: ModelConfig, ids: Tensor, *, models: int, device: str) -> None:

@@ -23,8 +23,7 @@ from trainer.evaluation.benchmarks import (
     comparisons,
 )
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.methods import Method, Recipe
+from trainer.evaluation.methods import CHOICE, Method, Recipe
 from trainer.evaluation.multiple_choice import missing_tasks
 from trainer.evaluation.requests import Encoder
 from trainer.evaluation.store import Store
@@ -35,8 +34,8 @@ from trainer.runs.checkpoints import versions
 from trainer.runs.directory import free_place, writable_problem
 from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.workflows.evaluation_request import BenchmarkRequest
+from trainer.workflows.fit_text import fit_text
 from trainer.workflows.held_out import held_out_corpus
-from trainer.workflows.needle_prompts import searched_needles
 from trainer.workflows.subjects import applicable, subject_of
 
 log = logging.getLogger(__name__)
@@ -127,13 +126,17 @@ def _fit_text(
     C = candidate.layout.training_length
     length = round(config.factor * C)
     try:
-        windows = windows_with_common_ends(corpus.validation, config.fit_windows, [length])
-        bos = candidate.bos_token
-        needles = searched_needles(config.longrope, recipes, corpus, bos, [length], C)
+        return fit_text(
+            corpus,
+            candidate.bos_token,
+            config,
+            recipes,
+            [length],
+            candidate.layout.training_length,
+        )
     except UserError as error:
         problems = (p.replace("evaluation.lengths", "evaluation.factor") for p in error.problems)
         raise UserError(*problems) from error
-    return FitText(windows, corpus.end_of_text, corpus.fingerprint, needles)
 
 
 def _notes(
@@ -145,8 +148,9 @@ def _notes(
     C = candidate.layout.training_length
     length = round(config.factor * C)
     said = f"set for {length:,} tokens, {config.factor:g} times the training length"
-    if recipe.fits(config.factor):
-        count = min(config.fit_windows, len(fitting.text.windows[length]))
+    on_validation = CHOICE not in recipe.settings or fitting.text.choice is None
+    if recipe.fits(config.factor) and length in fitting.text.windows and on_validation:
+        count = len(fitting.text.windows[length])
         said += f"; it chooses on validation text, {count} windows of that length at most"
     for note in (said, *fitting.notes):
         yield f"{candidate.name}, {recipe.title}: {note}"

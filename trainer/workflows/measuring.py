@@ -15,9 +15,8 @@ from trainer.errors import UserError
 from trainer.evaluation.config import (
     EvaluationConfig,
 )
-from trainer.evaluation.engine import measure_cells, plan_cells
-from trainer.evaluation.fitting import FitText
-from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.plan import plan_cells
 from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
@@ -27,7 +26,7 @@ from trainer.report.results import STATEMENTS, Arm, Drop, Report
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct
-from trainer.workflows.needle_prompts import searched_needles
+from trainer.workflows.fit_text import Prompts, fit_text
 from trainer.workflows.subjects import applicable, subject_of
 
 log = logging.getLogger(__name__)
@@ -88,13 +87,8 @@ def measure_models(
     tasks, not_run = make_tasks(text.held_out, config, lengths, C)
     check_prompts(tasks, lengths)
     used = [recipe for of_one in recipes.values() for recipe in of_one]
-    chosen = [n for n in lengths if any(recipe.fits(n / C) for recipe in used)]
-    fit = FitText(
-        windows_with_common_ends(text.corpus.validation, config.fit_windows, chosen),
-        text.corpus.end_of_text,
-        text.corpus.fingerprint,
-        searched_needles(config.longrope, used, text.corpus, text.first.bos_token, lengths, C),
-    )
+    prompts = Prompts(config.needles, config.many_shot)
+    fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C, prompts)
     plans = plan_cells(subjects, recipes, tasks, lengths, fit)
     measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share)
     if share.index:

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from trainer.errors import UserError
-from trainer.evaluation.engine import Subject
 from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.methods import Recipe, recipe
+from trainer.evaluation.plan import Subject
 from trainer.model.language_model import LanguageModel
 from trainer.runs.models import DTYPES, Candidate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,18 +13,24 @@ import scipy.stats
 import torch
 
 from trainer.analysis.capture import capture
+from trainer.analysis.settings import AttenuationSettings, rules
 from trainer.analysis.short_time import ShortTime
 from trainer.analysis.studies.frequency_entropy import FrequencyEntropyStudy
 from trainer.analysis.studies.study import Target, run
+from trainer.evaluation import weighted_rope
+from trainer.positional.intervention import Intervention
+
+SIDES = ("query", "key")
 
 
 def text(length, texts=1):
     return torch.randint(50, (texts, length), generator=torch.Generator().manual_seed(3))
 
 
-def section_of(target, **options):
-    options = {"alphas": ()} | options
-    (section,) = run([FrequencyEntropyStudy(target, **options)], target)
+def section_of(target, **attenuation):
+    settings = AttenuationSettings(**{"alphas": [], **attenuation})
+    target = replace(target, attenuation=settings)
+    (section,) = run([FrequencyEntropyStudy(target)], target)
     return section
 
 
@@ -118,7 +125,7 @@ def test_the_band_is_the_pair_that_is_lowest_in_most_heads(tiny_decoder):
 def test_a_short_text_has_no_spectrum_entropy_and_says_so(tiny_decoder):
     target = Target("tiny", tiny_decoder(), text(1023))
     assert FrequencyEntropyStudy.problems(target) == []
-    section = section_of(target, alphas=(0.0,))
+    section = section_of(target, alphas=[0.0])
     assert section.findings[0] == (
         "SpectrumFE is left out: its frames take 1,024 tokens, the text has 1,023."
     )
@@ -131,7 +138,7 @@ def test_a_short_text_has_no_spectrum_entropy_and_says_so(tiny_decoder):
 def test_layers_without_rotation_are_compared_with_the_others(tiny_decoder):
     model = tiny_decoder(layers=["rope", "nope"])
     target = Target("tiny", model, text(300))
-    section = section_of(target, alphas=(0.0,))
+    section = section_of(target, alphas=[0.0])
     rope, nope = expected(target, sequence_fe, "query").mean(axis=(1, 2))
     assert (
         f"Mean SequenceFE of queries is {rope:.2f} in layers that rotate and {nope:.2f} in the "
@@ -141,7 +148,7 @@ def test_layers_without_rotation_are_compared_with_the_others(tiny_decoder):
 
 
 def test_a_model_without_rotation_has_entropies_but_no_sweep(tiny_decoder):
-    section = section_of(Target("tiny", tiny_decoder(layers=["nope"]), text(300)), alphas=(0.0,))
+    section = section_of(Target("tiny", tiny_decoder(layers=["nope"]), text(300)), alphas=[0.0])
     assert section.numbers["sweep"] == []
     assert len(section.pictures) == 5
 
@@ -157,7 +164,7 @@ def test_layers_with_fewer_pairs_leave_the_rest_open(tiny_decoder):
 
 def test_the_sweep_reads_the_text_and_tells_what_it_costs(tiny_decoder):
     target = periodic(tiny_decoder)
-    section = section_of(target, alphas=(0.0,), sweep_tokens=100)
+    section = section_of(target, alphas=[0.0], tokens=[100])
     (sweep,) = section.numbers["sweep"]
     with torch.no_grad():
         losses = target.model.token_losses(target.ids[:, :100], target.ids[:, 1:101])
@@ -171,13 +178,14 @@ def test_the_sweep_reads_the_text_and_tells_what_it_costs(tiny_decoder):
         str(sweep["pairs"]),
         "0.6",
         "0",
+        "100",
         f"{before:.2f}",
         f"{after:.2f}",
     ]
     picture = section.pictures[-1]
     assert picture.rows == [
-        ("SequenceFE < 0.6", sweep["pairs"], 0.0, after),
-        ("SequenceFE < 0.6", sweep["pairs"], 1.0, before),
+        (100, "SequenceFE < 0.6", sweep["pairs"], 0.0, after),
+        (100, "SequenceFE < 0.6", sweep["pairs"], 1.0, before),
     ]
 
 
@@ -251,3 +259,94 @@ def test_frames_are_those_asked_for(tiny_decoder):
     assert section_of(long).findings[0] == (
         "SpectrumFE is left out: its frames take 256 tokens, the text has 255."
     )
+
+
+def test_one_call_has_the_curve_of_every_gate_at_every_length(tiny_decoder):
+    """Fig. 4: perplexity by alpha of what Eq. 11 and 12 attenuate, queries and keys by their own
+    entropies, here of another text; and both rules of Sec. 5.3 together."""
+    model, ids, other = tiny_decoder(), text(1100, 2), text(1060)[:, 30:]
+    chosen = Target("tiny", model, other)
+    of = {(m, s): expected(chosen, m, s) for m in (spectrum_fe, sequence_fe) for s in SIDES}
+    high, low = (round(np.median(of[m, "query"]), 4) for m in (spectrum_fe, sequence_fe))
+    gates = {
+        f"spectrum>{high}": {s: of[spectrum_fe, s] > high for s in SIDES},
+        f"sequence<{low}": {s: of[sequence_fe, s] < low for s in SIDES},
+    }
+    one, two = gates.values()
+    gates["+".join(gates)] = {s: one[s] | two[s] for s in SIDES}
+    alphas = [0.0, 0.1, 0.9]
+    section = section_of(
+        Target("tiny", model, ids, choice=other),
+        alphas=alphas,
+        gates=list(gates),
+        choice="validation",
+        tokens=[40, 80],
+        texts=2,
+    )
+
+    def perplexity(pairs, alpha, n):
+        rows = []
+        for layer in range(2):
+            both = [
+                np.tile(np.where(pairs[s][layer], alpha, 1.0), (1, 2)) for s in ("query", "key")
+            ]
+            rows.append(Intervention(*(tuple(map(tuple, side.tolist())) for side in both)))
+        layout = weighted_rope.apply(model.layout, tuple(rows))
+        with model.using(layout), torch.no_grad():
+            logits = model(ids[:, :n]).double()
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, 1 : n + 1].flatten()
+        )
+        return float(losses.exp())
+
+    pictures = [p for p in section.pictures if p.name.startswith("attenuation")]
+    assert [p.name for p in pictures] == ["attenuation_40", "attenuation_80"]
+    for n, picture in zip((40, 80), pictures, strict=True):
+        assert "1,030 tokens of validation text" in picture.caption
+        rows = iter(picture.rows)
+        for pairs in gates.values():
+            for alpha in (*alphas, 1.0):
+                tokens, _, count, at, found = next(rows)
+                assert (tokens, at) == (n, alpha)
+                assert count == pairs["query"].sum() + pairs["key"].sum()
+                assert found == pytest.approx(perplexity(pairs, alpha, n), rel=1e-4)
+
+
+def test_the_curve_has_more_words_than_one_rule():
+    assert rules("spectrum<0.2") == (("spectrum", "below", 0.2),)
+    assert rules("spectrum > 0.4 + sequence<.6") == (
+        ("spectrum", "above", 0.4),
+        ("sequence", "below", 0.6),
+    )
+    for wrong in ("", "spectrum=0.2", "fe<0.2", "spectrum<2", "sequence<0.6+"):
+        (problem,) = AttenuationSettings(gates=[wrong]).problems()
+        assert problem.startswith("analysis.attenuation.gates: expected an entropy and")
+
+
+def test_shorter_texts_have_entropies_of_their_own(tiny_decoder):
+    """App. F: the same head at several lengths."""
+    model, ids = tiny_decoder(), text(1100)
+    target = Target("tiny", model, ids, chosen=((1, 3), (0, 2)), prefixes=(1050, 60))
+    section = section_of(target)
+    picture = next(p for p in section.pictures if p.name == "frequency_entropy_lengths")
+    rows = {row[:4]: row[4:] for row in picture.rows}
+    assert len(rows) == len(picture.rows) == 3 * 2 * 4
+    lowest = []
+    for n in (60, 1050, 1100):
+        of = expected(Target("tiny", model, ids[:, :n]), sequence_fe, "query")
+        lowest.append(of.argmin(axis=-1))
+        spectrum = (
+            expected(Target("tiny", model, ids[:, :n]), spectrum_fe, "query") if n > 1e3 else of
+        )
+        for layer, head in ((1, 3), (0, 2)):
+            for pair in range(4):
+                found = rows[n, layer, head, pair]
+                assert found[1] == pytest.approx(of[layer, head, pair], abs=1e-4)
+                if n == 60:
+                    assert math.isnan(found[0])
+                else:
+                    assert found[0] == pytest.approx(spectrum[layer, head, pair], abs=1e-4)
+    same = (np.abs(lowest[0] - lowest[-1]) <= 2).mean()
+    (sentence,) = (f for f in section.findings if f.startswith("From 60 to 1,100 tokens Sequence"))
+    assert f"in {same:.0%} of heads" in sentence
+    assert any(f.startswith("From 1,050 to 1,100 tokens SpectrumFE") for f in section.findings)

@@ -11,7 +11,9 @@ import torch
 
 from tests.analysis.attention_examples import attention_of
 from trainer.analysis.capture import capture
+from trainer.analysis.needle_prompt import NeedlePrompt
 from trainer.analysis.needle_view import with_copy
+from trainer.analysis.settings import NeedleSettings
 from trainer.analysis.studies.matrix_entropy import MatrixEntropyStudy
 from trainer.analysis.studies.study import Target, run
 
@@ -131,7 +133,7 @@ def test_the_extreme_heads_attend_to_the_needle_as_told(tiny_decoder):
     np.testing.assert_allclose(section.numbers["attention_on_needle"], needle, atol=1e-5)
     np.testing.assert_allclose(section.numbers["attention_on_first_token"], first, atol=1e-5)
     assert (
-        f"The last 10 queries put {needle.mean():.1%} of their attention on the needle (11 tokens) "
+        f"The 10 last queries put {needle.mean():.1%} of their attention on the needle (11 tokens) "
         f"and {first.mean():.1%} on the first token, mean over all heads; spread evenly, "
         f"{np.mean([11 / (t + 1) for t in range(70, 80)]):.1%} would be on the needle."
     ) in section.findings
@@ -198,3 +200,32 @@ def test_several_texts_are_taken_together(tiny_decoder):
     rows = layers[1].rotated_k[:, 1].double().reshape(-1, 8).numpy()
     found = section_of(target_of(model, ids)).numbers["heads"]["key post_ntk"]["effective rank"]
     assert found[1][1] == pytest.approx(rank(rows), rel=1e-4)
+
+
+def test_heads_are_shown_with_a_question_by_the_entropy_of_their_keys(tiny_decoder):
+    """DoPE, Fig. 2: the heads of highest and lowest entropy, each as the mean over all queries and
+    as the last token, by the position of the key; the needle at depth 0."""
+    model = tiny_decoder()
+    prompt = NeedlePrompt(IDS, slice(1, 9), 6)
+    section = section_of(target_of(model, needle=NeedleSettings(by="key"), question=prompt))
+    ranks = of_heads(model, "rotated_k", rank).repeat(2, axis=1)
+    order = [divmod(int(i), 4) for i in np.argsort(ranks, axis=None, kind="stable")]
+    picture = next(p for p in section.pictures if p.name == "needle_heads")
+    shown = {row[:2] for row in picture.rows}
+    assert {order[0], order[-1]} <= shown
+    layers = []
+    capture(model, IDS, layers.append)
+    rows = {row[:4]: row[4] for row in picture.rows}
+    for layer, head in shown:
+        weights, _ = attention_of(layers[layer], 0, head)
+        for key in range(80):
+            average = sum(row[key] for row in weights) / 80
+            assert rows[layer, head, "average", key] == pytest.approx(average, abs=1e-5)
+            assert rows[layer, head, "last token", key] == pytest.approx(weights[-1][key], abs=1e-5)
+    last = np.array([[attention_of(h, 0, i)[0][-1] for i in range(4)] for h in layers])
+    on_needle = last[..., 1:9].sum(axis=-1)
+    np.testing.assert_allclose(section.numbers["last_token_on_needle"], on_needle, atol=1e-5)
+    lowest = np.mean([on_needle[at] for at in order[:2]])
+    (sentence,) = (f for f in section.findings if f.startswith("Of the last token alone"))
+    assert f"{lowest:.1%} for lowest effective rank of keys" in sentence
+    assert any(f.startswith("The 6 tokens of the question put") for f in section.findings)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.analysis.attenuation import GATES
 from trainer.analysis.averages import Array
-from trainer.analysis.frequency_entropy import MEASURES
 from trainer.analysis.pairs import Side
 from trainer.analysis.studies.arrays import mean_over_heads
+from trainer.analysis.studies.attenuation import NAMES
 from trainer.report.geometry.entropy_figures import (
     HeadColumn,
     Scale,
@@ -24,13 +23,11 @@ from trainer.report.geometry.entropy_figures import (
 )
 from trainer.report.geometry.section import Picture
 
-NAMES = {"spectrum": "SpectrumFE", "sequence": "SequenceFE"}
 LOW = {
     "spectrum": "Low values are frequency bands.",
     "sequence": "Low values are periods.",
 }
 SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
-THRESHOLDS = {NAMES[m]: [g.tau for g in GATES if g.measure == m] for m in MEASURES}
 COLUMNS = 4
 """The most layers or heads beside each other."""
 Values = Mapping[tuple[str, Side], Array]
@@ -51,16 +48,31 @@ class HeadNorms:
 @dataclass(frozen=True)
 class EntropyPictures:
     """``values``: entropies ``[layers, heads, pairs]`` by measure and side, NaN for no pair.
-    ``still``: layers without rotation. ``x_label``: of an axis of pairs."""
+    ``still``: layers without rotation. ``x_label``: of an axis of pairs. ``thresholds``: of the
+    pairs that are attenuated, by measure."""
 
     values: Values
     still: frozenset[int]
     x_label: str
+    thresholds: Mapping[str, Sequence[float]]
 
     @property
     def measures(self) -> list[str]:
         """Those that there are."""
         return list(dict.fromkeys(measure for measure, _ in self.values))
+
+    @property
+    def _lines(self) -> dict[str, Sequence[float]]:
+        return {NAMES[m]: taus for m, taus in self.thresholds.items()}
+
+    @property
+    def _dashed(self) -> str:
+        said = [
+            f"{' and '.join(f'{tau:g}' for tau in taus)} of {name}"
+            for name, taus in self._lines.items()
+            if taus
+        ]
+        return f" Dashed: the thresholds {' and '.join(said)}." if said else ""
 
     def scatter(self, layers: Sequence[int], side: Side) -> Picture:
         """All heads of some layers (Fig. 3)."""
@@ -76,10 +88,10 @@ class EntropyPictures:
         ]
         return Picture(
             f"frequency_entropy_{SIDES[side]}",
-            pair_scatter(panels, THRESHOLDS, self.x_label),
+            pair_scatter(panels, self._lines, self.x_label),
             f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]} of some layers "
-            "by the pair's index, a colour for each head. Dashed: the thresholds 0.2 and 0.4 of "
-            "SpectrumFE and 0.6 of SequenceFE. Low SpectrumFE: bands; low SequenceFE: periods.",
+            f"by the pair's index, a colour for each head.{self._dashed} Low SpectrumFE: bands; "
+            "low SequenceFE: periods.",
             ("layer", "head", "pair", *(NAMES[m] for m in self.measures)),
             rows,
         )
@@ -90,7 +102,7 @@ class EntropyPictures:
         panels = {self._title(layer): of_layer for layer, of_layer in enumerate(queries)}
         return Picture(
             f"frequency_entropy_all_layers_{measure}",
-            layer_panels(panels, THRESHOLDS[NAMES[measure]], self.x_label, NAMES[measure]),
+            layer_panels(panels, self.thresholds[measure], self.x_label, NAMES[measure]),
             f"{NAMES[measure]} (0 to 1) of every pair of the queries of all layers, a colour for "
             f"each head. Dashed: the thresholds. {LOW[measure]} The file has keys too.",
             ("side", "layer", "head", "pair", NAMES[measure]),
@@ -117,7 +129,7 @@ class EntropyPictures:
         whose = "" if side == "query" else " that these heads read"
         return Picture(
             f"frequency_entropy_heads_{SIDES[side]}" + (f"_{number}" if number > 1 else ""),
-            head_columns(columns, THRESHOLDS),
+            head_columns(columns, self._lines),
             f"Frequency entropy (0 to 1) of every pair of the {SIDES[side]}{whose}, a head in a "
             f"column; below it the norms of its pairs along the first text (means over "
             f"{shown[0].cell} tokens, logarithmic colour). A bright row is a frequency band and "

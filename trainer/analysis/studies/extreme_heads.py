@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from trainer.analysis.averages import Array
-from trainer.analysis.needle_view import NeedleView, needle_view
+from trainer.analysis.needle_view import NeedleView, copied, needle_view
 from trainer.analysis.studies.arrays import plain
 from trainer.analysis.studies.study import Target
-from trainer.report.geometry.entropy_figures import Scale, curves, heat_maps
+from trainer.report.geometry.entropy_figures import Scale, by_position, curves, heat_maps
 from trainer.report.geometry.section import Picture
 
-HEADS, CELLS = 16, 128
+HEADS, CELLS, POINTS = 16, 128, 2048
+AVERAGE, LAST = "average", "last token"
 ALL = "all heads"
 Place = tuple[int, int]
 
@@ -28,8 +29,9 @@ def ranked(scores: Array) -> list[Place]:
 
 class ExtremeHeads:
     """The lowest and the highest query heads by each of ``scores`` (``[layers, heads]`` by name),
-    at most a quarter of all, on a text that ends with what it had near its beginning. Maps show the
-    target's chosen heads, or the first of every group."""
+    at most a quarter of all, on the target's question for a needle, or on a text that ends with
+    what it had near its beginning. Maps show the target's chosen heads, or the first of every
+    group."""
 
     def __init__(self, target: Target, scores: Mapping[str, Array]) -> None:
         self.groups: dict[str, list[Place]] = {}
@@ -43,13 +45,21 @@ class ExtremeHeads:
         if not self.shown:
             for name, ((i, j), *_) in self.groups.items():
                 self.shown.setdefault((i, j), f"L{i}H{j}: {name}")
-        self.view: NeedleView = needle_view(target.model, target.ids, self.shown)
+        asked = target.question is not None
+        self.what, self.looking = (
+            ("a statement in it and a question for it at its end", "tokens of the question")
+            if asked
+            else ("its last tokens written near its beginning as well", "last queries")
+        )
+        prompt = target.question or copied(target.ids)
+        self.view: NeedleView = needle_view(target.model, prompt, self.shown)
 
     def findings(self) -> list[str]:
         """Overlap of the groups, and where their attention is."""
         names, view = list(self.groups), self.view
         low, other = (self.groups[names[i]] for i in (0, 2))
         needle, first = view.on_needle(), view.attention[..., 0]
+        last = view.last[..., view.needle].sum(axis=-1)
         tokens, T = view.needle.stop - view.needle.start, self.length
         even = np.mean([tokens / keys for keys in range(T - view.queries + 1, T + 1)])
         overlap = (
@@ -58,7 +68,7 @@ class ExtremeHeads:
         )
         return [
             *([overlap] if len(low) > 1 else []),
-            f"The last {view.queries} queries put {needle.mean():.1%} of their attention on the "
+            f"The {view.queries} {self.looking} put {needle.mean():.1%} of their attention on the "
             f"needle ({tokens} tokens) and {first.mean():.1%} on the first token, mean over all "
             f"heads; spread evenly, {even:.1%} would be on the needle.",
             *(
@@ -66,6 +76,9 @@ class ExtremeHeads:
                 f"and {_mean(first, places):.1%}."
                 for name, places in self.groups.items()
             ),
+            f"Of the last token alone, {last.mean():.1%} are on the needle; "
+            + "; ".join(f"{_mean(last, places):.1%} for {n}" for n, places in self.groups.items())
+            + ".",
         ]
 
     def numbers(self) -> dict[str, Any]:
@@ -73,11 +86,12 @@ class ExtremeHeads:
         return {
             "attention_on_needle": plain(self.view.on_needle()),
             "attention_on_first_token": plain(self.view.attention[..., 0]),
+            "last_token_on_needle": plain(self.view.last[..., self.view.needle].sum(axis=-1)),
         }
 
     def pictures(self) -> list[Picture]:
         """Attention by position, attention maps, and directions."""
-        return [self._attention(), self._maps(), self._directions()]
+        return [self._attention(), self._heads(), self._maps(), self._directions()]
 
     def _attention(self) -> Picture:
         step = -(-self.length // CELLS)
@@ -98,13 +112,43 @@ class ExtremeHeads:
                 marked=False,
                 vertical=(middle, "needle"),
             ),
-            f"Attention of the last {self.view.queries} tokens by the key's position, mean over "
+            f"Attention of the {self.view.queries} {self.looking} by the key's position, mean over "
             f"the heads of a group and over {step} keys (logarithmic). The first point holds the "
             "first token; a peak at the needle that stands out from the rest is retrieval.",
             ("group", "from_token", "mean_attention"),
             [
                 (name, int(start), float(value))
                 for name, of in means.items()
+                for start, value in zip(starts, of, strict=True)
+            ],
+        )
+
+    def _heads(self) -> Picture:
+        step = -(-self.length // POINTS)
+        starts = np.arange(0, self.length, step)
+        widths = np.diff([*starts, self.length])
+        panels = {}
+        for at, title in self.shown.items():
+            for kind, of in ((AVERAGE, self.view.average[at]), (LAST, self.view.last[at])):
+                panels[at, kind, title] = np.add.reduceat(of, starts) / widths
+        needle = self.view.needle
+        return Picture(
+            "needle_heads",
+            by_position(
+                {f"{title}\n{kind}": of.tolist() for (_, kind, title), of in panels.items()},
+                starts.tolist(),
+                marked=(needle.start, needle.stop),
+                x="position of the key (tokens)",
+                y="attention weight",
+            ),
+            "Attention of single heads by the key's position (each panel with its own scale): the "
+            "mean over all queries, of which one gives nothing to what is behind it, and that of "
+            "the last token alone. Dashed, and shaded: the needle, from token "
+            f"{needle.start:,} to {needle.stop - 1:,}.",
+            ("layer", "head", "of", "from_token", "mean_attention"),
+            [
+                (*at, kind, int(start), float(value))
+                for (at, kind, _), of in panels.items()
                 for start, value in zip(starts, of, strict=True)
             ],
         )

@@ -3,54 +3,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from trainer.analysis.attenuation import GATES, Gate, Sweep, sweep
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
 from trainer.analysis.frequency_entropy import MEASURES, FrequencyEntropy, frequency_entropy_of
 from trainer.analysis.grids import cell_means
 from trainer.analysis.pairs import Side, pair_counts, pair_norms
+from trainer.analysis.settings import rules
 from trainer.analysis.studies.arrays import known, plain, stacked
+from trainer.analysis.studies.attenuation import NAMES, attenuation_part
 from trainer.analysis.studies.entropy_pictures import (
     COLUMNS,
-    NAMES,
     SIDES,
     EntropyPictures,
     HeadNorms,
     Values,
 )
+from trainer.analysis.studies.part import joined
+from trainer.analysis.studies.shorter_texts import NEAR, shorter_texts_part
 from trainer.analysis.studies.study import Study, Target
 from trainer.positional.layout import LayerEncoding
-from trainer.report.geometry.entropy_figures import curves
 from trainer.report.geometry.section import Picture, Section
 
-ALPHAS, SWEEP_TOKENS = (0.0, 0.5, 0.9), 1024
 CELLS = 256
-NEAR = 2  # pairs to either side that count as the same band
+PERIODIC = 0.6
+"""SequenceFE below which a pair counts as periodic (Sec. 5.2)."""
 
 
 class FrequencyEntropyStudy(Study):
-    """SpectrumFE and SequenceFE of every layer, head and pair.
-
-    ``alphas``: of the attenuation sweep, which reads the first ``sweep_tokens`` tokens of the first
-    text once and for each of three gates and alphas again; empty: no sweep. A model without
-    rotation has none.
-    """
+    """SpectrumFE and SequenceFE of every layer, head and pair, also of the target's prefixes, and
+    its attenuation."""
 
     key: ClassVar[str] = "frequency_entropy"
     title: ClassVar[str] = "Frequency entropy"
     shortest: ClassVar[int] = 6  # with fewer than 1,024 SpectrumFE alone is left out
 
-    def __init__(
-        self, target: Target, alphas: Sequence[float] = ALPHAS, sweep_tokens: int = SWEEP_TOKENS
-    ) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self.alphas, self.sweep_tokens = tuple(alphas), sweep_tokens
         self.frames = target.frames
         long = target.length >= self.frames.frame
         self.measures = [m for m in MEASURES if m != "spectrum" or long]
@@ -85,10 +78,14 @@ class FrequencyEntropyStudy(Study):
             for m in self.measures
             for side in SIDES
         }
-        sweeps = self._sweeps()
+        queries = {m: values[m, "query"] for m in self.measures}
+        part = joined(
+            [
+                shorter_texts_part(self.target, queries, list(self._norms)),
+                attenuation_part(self.target, self.measures, self._layers),
+            ]
+        )
         pictures = self._pictures(values)
-        if sweeps:
-            pictures.append(_sweep_picture(sweeps))
         frame, hop = self.frames.frame, self.frames.step
         return Section(
             self.key,
@@ -108,24 +105,22 @@ class FrequencyEntropyStudy(Study):
             ),
             "Probing Rotary Position Embeddings through Frequency Entropy, Eq. 4–12, Fig. 1–10 "
             "and 15–21.",
-            tuple(self._findings(values, sweeps)),
-            tuple(pictures),
+            (*self._findings(values), *part.findings),
+            (*pictures, *part.pictures),
             numbers={
                 "tokens": self.target.length,
                 "frames": {"window": self.frames.window, "frame": frame, "hop": hop},
                 "entropy": {f"{NAMES[m]} {side}": plain(of) for (m, side), of in values.items()},
-                "sweep": [
-                    {"gate": _label(s.gate), "pairs": s.pairs}
-                    | {f"alpha={alpha:g}": value for alpha, value in s.perplexity.items()}
-                    for s in sweeps
-                ],
+                **part.numbers,
             },
         )
 
     def _pictures(self, values: Values) -> list[Picture]:
         layers = self.target.model.layout.layers
         still = frozenset(i for i, encoding in enumerate(layers) if not _rotates(encoding))
-        pictures = EntropyPictures(values, still, self.target.pair_axis)
+        gates = [rule for gate in self.target.attenuation.gates for rule in rules(gate)]
+        thresholds = {m: sorted({tau for of, _, tau in gates if of == m}) for m in MEASURES}
+        pictures = EntropyPictures(values, still, self.target.pair_axis, thresholds)
         some = self._shown[:COLUMNS]
         heads = [self._norms[at] for at in dict.fromkeys(self.target.chosen or self._norms)]
         rows = [heads[start : start + COLUMNS] for start in range(0, len(heads), COLUMNS)]
@@ -140,15 +135,7 @@ class FrequencyEntropyStudy(Study):
             found += [pictures.layers(measure) for measure in self.measures]
         return found
 
-    def _sweeps(self) -> list[Sweep]:
-        layers = self.target.model.layout.layers
-        if not self.alphas or not any(map(_rotates, layers)) or any(e.intervention for e in layers):
-            return []
-        ids = self.target.ids[:1, : self.sweep_tokens + 1]
-        gates = [gate for gate in GATES if gate.measure in self.measures]
-        return sweep(self.target.model, ids, self._layers, gates, self.alphas)
-
-    def _findings(self, values: Values, sweeps: list[Sweep]) -> list[str]:
+    def _findings(self, values: Values) -> list[str]:
         found = []
         if "spectrum" not in self.measures:
             found.append(
@@ -174,12 +161,6 @@ class FrequencyEntropyStudy(Study):
                     f"Mean {NAMES[m]} of queries is {with_it:.2f} in layers that rotate and "
                     f"{without:.2f} in the others."
                 )
-        for s in filter(lambda one: one.pairs, sweeps):
-            weakest = min(s.perplexity)
-            found.append(
-                f"With the {s.pairs:,} pairs of {_label(s.gate)} at {weakest:g} of their size, "
-                f"perplexity goes from {s.perplexity[1.0]:.2f} to {s.perplexity[weakest]:.2f}."
-            )
         return found
 
 
@@ -198,32 +179,10 @@ def _rotates(encoding: LayerEncoding) -> bool:
     return any(spectrum.rotates for spectrum in encoding.spectra)
 
 
-def _label(gate: Gate) -> str:
-    return f"{NAMES[gate.measure]} {'<' if gate.side == 'below' else '>'} {gate.tau}"
-
-
 def _norm_map(heads: Heads, x: Tensor, head: int, cell: int) -> Array:
     """``[pairs, cells]``, means over neighbouring tokens of the first text."""
     norms = pair_norms(x[0, head], pair_counts(heads.encoding, x.shape[1], x.shape[-1])[head])
     return cell_means(norms, cell).cpu().numpy()
-
-
-def _sweep_picture(sweeps: list[Sweep]) -> Picture:
-    lines = {
-        f"{_label(s.gate)}\n({s.pairs:,} pairs)": (list(s.perplexity), list(s.perplexity.values()))
-        for s in sweeps
-    }
-    return Picture(
-        "attenuation",
-        curves(
-            lines, x="factor α on the chosen pairs of queries and keys", y="perplexity", log_y=True
-        ),
-        "Perplexity of the text with the pairs of extreme entropy multiplied by α, queries and "
-        "keys each by their own entropy, on the text that they were chosen on. A rise to the left: "
-        "these pairs matter; sets of very different size cannot be compared.",
-        ("gate", "pairs", "alpha", "perplexity"),
-        [(_label(s.gate), s.pairs, a, p) for s in sweeps for a, p in sorted(s.perplexity.items())],
-    )
 
 
 def _band(entropy: Array) -> str:
@@ -239,10 +198,10 @@ def _band(entropy: Array) -> str:
 
 def _periods(entropy: Array, kind: str) -> str:
     """How many pairs have a period."""
-    tau = GATES[2].tau
-    periodic = (entropy < tau).sum(axis=(1, 2))
+    periodic = (entropy < PERIODIC).sum(axis=(1, 2))
     text = (
-        f"{periodic.sum():,} of {len(known(entropy)):,} pairs of {kind} have SequenceFE below {tau}"
+        f"{periodic.sum():,} of {len(known(entropy)):,} pairs of {kind} have SequenceFE below "
+        f"{PERIODIC}"
     )
     if not periodic.any():
         return f"{text}: none has a clear period."

@@ -61,8 +61,15 @@ class MatrixEntropyStudy(Study):
         scores = {at: _scores(layers) for at, layers in self._found.items()}
         bands = {at: stacked([one.bands for one in layers]) for at, layers in self._found.items()}
         shown = [BANDS, SHOWN if SHOWN in scores["query", ATTENDING] else ALL]
-        by_query = {name: scores["query", ATTENDING][name] for name in shown}
-        extreme = ExtremeHeads(self.target, by_query)
+        by = self.target.needle.by
+        copies = self.target.model.config.num_attention_heads // len(scores[by, ATTENDING][ALL][0])
+        ranking = {
+            name + (" of keys" if by == "key" else ""): scores[by, ATTENDING][name].repeat(
+                copies, axis=1
+            )
+            for name in shown
+        }
+        extreme = ExtremeHeads(self.target, ranking)
         return Section(
             self.key,
             self.title,
@@ -71,8 +78,8 @@ class MatrixEntropyStudy(Study):
             "log 2 where a pair turns through all directions, and near 0 where it stays in a cone. "
             "The effective rank is exp of the entropy of all eigenvalues, or of the r largest; for "
             "r = 1 it is 1 over the largest share. A head of low entropy has a few directions in "
-            "which all its tokens add up. For attention the text is read again with its last "
-            "tokens written near its beginning as well: a needle for heads that retrieve.",
+            "which all its tokens add up. For attention the text is read again with "
+            f"{extreme.what}: a needle for heads that retrieve.",
             (
                 "Σ = Σⱼ kⱼ kⱼᵀ / tr",
                 "H(f) = −tr(Σ(f) log Σ(f)),  0 ≤ H(f) ≤ log 2,  Σ(f): the 2 × 2 block of pair f",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.needle_prompt import NeedlePrompt
+from trainer.analysis.settings import AttenuationSettings, NeedleSettings
 from trainer.analysis.short_time import USUAL, ShortTime
 from trainer.model.language_model import LanguageModel
 from trainer.report.geometry.section import Section
@@ -26,7 +27,10 @@ class Target:
     ``chosen``: (layer, query head) pairs that snapshots and maps show; empty: the study chooses.
     ``pairs``: rotary pairs that pictures of single ones show; empty: all, or found. ``seed``: of
     subsamples. ``prompt``: needle prompts in the model's words; None: there are none. ``frames``:
-    of the short-time transform of frequency entropies.
+    of the short-time transform of frequency entropies. ``prefixes``: shorter texts, their first
+    tokens, at which frequency entropies are shown too. ``attenuation``: of pairs of extreme
+    entropy, and ``choice`` ``[B, T]`` the texts whose entropies decide; None: ``ids``. ``needle``:
+    for heads of extreme matrix entropy, and ``question`` a prompt as long as a text; None: a copy.
     """
 
     name: str
@@ -37,6 +41,11 @@ class Target:
     prompt: NeedlePrompt | None = None
     pairs: tuple[int, ...] = ()
     frames: ShortTime = USUAL
+    prefixes: tuple[int, ...] = ()
+    attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
+    choice: Tensor | None = None
+    needle: NeedleSettings = field(default_factory=NeedleSettings)
+    question: NeedlePrompt | None = None
 
     @property
     def length(self) -> int:

@@ -119,11 +119,13 @@ def pair_scatter(
     panels: Mapping[str, Mapping[str, Array]],
     thresholds: Mapping[str, Sequence[float]],
     x_label: str,
+    colours: tuple[str, Sequence[str]] = ("head", ()),
 ) -> Figure:
     """Entropy over pair index, a point for every pair of every head, coloured by head.
 
     ``panels``: by measure (a row of panels), then by layer (a column): ``[heads, pairs]``.
-    ``thresholds``: of every measure, dashed lines.
+    ``thresholds``: of every measure, dashed lines. ``colours``: what the rows of a panel are, and
+    their names where they are no numbers.
     """
     columns = max(map(len, panels.values()))
     with paper_style():
@@ -154,7 +156,7 @@ def pair_scatter(
             line[0].set_ylabel(measure)
         figure.supxlabel(x_label, fontsize=8)
         if points is not None:
-            _head_bar(figure, points, list(grid.flat), heads)
+            _colour_bar(figure, points, list(grid.flat), heads, *colours)
     return figure
 
 
@@ -189,7 +191,7 @@ def layer_panels(
         trim(list(grid.flat), len(panels), columns)
         figure.supxlabel(x_label, fontsize=8)
         figure.supylabel(y_label, fontsize=8)
-        _head_bar(figure, points, list(grid.flat[: len(panels)]), heads)
+        _colour_bar(figure, points, list(grid.flat[: len(panels)]), heads)
     return figure
 
 
@@ -247,10 +249,20 @@ def head_columns(
     return figure
 
 
-def _head_bar(figure: Figure, points: ScalarMappable, axes: list[Axes], heads: int) -> None:
+def _colour_bar(
+    figure: Figure,
+    points: ScalarMappable,
+    axes: list[Axes],
+    count: int,
+    label: str = "head",
+    names: Sequence[str] = (),
+) -> None:
     bar = figure.colorbar(points, ax=axes, pad=0.01, aspect=30)
-    bar.set_label("head")
-    bar.set_ticks(range(0, heads, math.ceil(heads / 9)))
+    bar.set_label(label)
+    if names:
+        bar.set_ticks(range(count), labels=names)
+    else:
+        bar.set_ticks(range(0, count, math.ceil(count / 9)))
 
 
 def curves(
@@ -276,6 +288,33 @@ def curves(
     ]
     with paper_style():
         return draw(series, Frame(x, y, prepare, vertical))
+
+
+def by_position(
+    panels: Mapping[str, Sequence[float]],
+    starts: Sequence[int],
+    *,
+    marked: tuple[int, int],
+    x: str,
+    y: str,
+) -> Figure:
+    """``panels``: by title, a value from each of ``starts`` on; two in a row, each with a scale of
+    its own. ``marked``: from where to where all are shaded, with a line."""
+    rows = math.ceil(len(panels) / 2)
+    with paper_style():
+        figure = blank(1.7 * rows + 0.3)
+        grid = figure.subplots(rows, 2, sharex=True, squeeze=False)
+        for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
+            # In a long text the span alone is too narrow to be seen.
+            axes.axvspan(*marked, color="#D55E00", alpha=0.35, linewidth=0)
+            axes.axvline(sum(marked) / 2, color="#D55E00", linewidth=0.9, linestyle="--", zorder=3)
+            axes.plot(starts, values, linewidth=0.8, rasterized=True)
+            axes.set_title(title, pad=3)
+            axes.set_ylim(bottom=0)
+        _tidy(grid, len(panels))
+        figure.supxlabel(x, fontsize=8)
+        figure.supylabel(y, fontsize=8)
+    return figure
 
 
 def _tidy(grid: Array, used: int) -> None:

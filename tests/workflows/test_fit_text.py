@@ -1,0 +1,146 @@
+"""What heads and pairs are chosen on: prompts and files, of a length of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from trainer.data.config import DataConfig, TokenizerConfig
+from trainer.data.corpus import prepare_corpus
+from trainer.data.tokenizer import train_tokenizer
+from trainer.errors import UserError
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.methods import recipe
+from trainer.evaluation.settings import ChoiceSettings, LongRopeSettings
+from trainer.workflows.fit_text import Prompts, choice_texts, fit_text
+
+BOS = 0
+PROMPTS = Prompts()
+
+
+@pytest.fixture(scope="module")
+def haystack():
+    text = " ".join(f"Sentence {i} of a text that says {i * i}." for i in range(400))
+    return Haystack(train_tokenizer([], 257, []), [text], (BOS,))
+
+
+def texts(haystack, length, *, prompts=PROMPTS, **choice):
+    return choice_texts(ChoiceSettings(**choice), prompts, lambda: haystack, [length])[length]
+
+
+def test_validation_text_is_that_of_all_that_is_fitted(haystack):
+    assert choice_texts(ChoiceSettings(), PROMPTS, lambda: haystack, [600]) is None
+
+
+def test_prompts_with_needles_end_with_their_question(haystack):
+    rows = texts(haystack, 600, text="standard", texts=3)
+    assert rows.shape[0] == 3
+    assert rows[:, 0].tolist() == [BOS] * 3
+    places = []
+    for row in rows.tolist():
+        said = haystack.tokenizer.decode(row[1:])
+        key = re.search(r"One of the special magic numbers for (.+?) is: \d{7}\.", said)
+        assert said.endswith(
+            f"The special magic number for {key[1]} mentioned in the provided text is:"
+        )
+        places.append(key.start() / len(said))
+    # The trials spread over the depths, from the beginning to the end.
+    assert places == pytest.approx([0, 0.4, 0.8], abs=0.2)
+    assert places == sorted(places)
+
+
+def test_they_are_others_than_those_that_are_evaluated(haystack):
+    from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+
+    asked = NEEDLE_TASKS["standard"](haystack, replace(PROMPTS.needles, trials=4)).prompts(600)
+    mine = texts(haystack, 600, text="standard").tolist()
+    assert not any(list(prompt.tokens) in mine for prompt in asked)
+
+
+@pytest.mark.parametrize("name", ["many_shot_needle", "many_shot_skip"])
+def test_prompts_of_many_shots_have_one_length(haystack, name, tmp_path):
+    file = tmp_path / "math.jsonl"
+    rows = [
+        {"problem": f"What is {i} and {i * i}?", "solution": f"It is \\boxed{{{i + i * i}}}."}
+        for i in range(200)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shots = replace(PROMPTS.many_shot, file=str(file), new_tokens=16)
+    found = texts(haystack, 700, prompts=Prompts(many_shot=shots), text=name)
+    assert 700 - 16 - 60 < found.shape[1] <= 700 - 16
+    for row in found.tolist():
+        said = haystack.tokenizer.decode(row[1:])
+        assert said.endswith("Solution:")
+        assert said.count("boxed") > 5
+
+
+def test_of_a_file_of_prompts_the_last_tokens_are_read(haystack, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    prompts = ["short", "a" * 50 + "the end", "b" * 90]
+    rows = [{"prompt": prompts[0]}, {"problem": prompts[1], "answer": "7"}, {"prompt": prompts[2]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = texts(haystack, 20, text="file", file=str(file))
+    assert [haystack.tokenizer.decode(row[1:]) for row in found.tolist()] == [
+        "a" * 12 + "the end",
+        "b" * 19,
+    ]
+    with pytest.raises(UserError, match=r"evaluation.choice.length: no prompt .* longest 91"):
+        texts(haystack, 100, text="file", file=str(file))
+    file.write_text('{"prompt": "a"}\n{"answer": 3}\n')
+    with pytest.raises(UserError, match="line 2: expected a 'prompt' or 'problem'"):
+        texts(haystack, 2, text="file", file=str(file))
+
+
+def test_of_running_text_windows_are_read(haystack, tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text("".join(chr(97 + i % 26) for i in range(100)))
+    found = texts(haystack, 31, text="file", file=str(file), texts=3)
+    ids = np.array(haystack.tokenizer.encode(file.read_text()).ids)
+    expected = [[BOS, *ids[start : start + 30]] for start in (0, 35, 70)]
+    assert found.tolist() == expected
+    with pytest.raises(UserError, match=r"evaluation.choice.length: .* has 100 tokens, fewer"):
+        texts(haystack, 200, text="file", file=str(file))
+
+
+def test_a_length_that_does_not_fit_a_task_names_the_key(haystack):
+    with pytest.raises(UserError, match=r"evaluation\.choice\.length: expected at least"):
+        texts(haystack, 20, text="standard")
+
+
+def test_texts_for_a_search_by_needles_are_of_validation_text_beyond_the_training_length(
+    tiny_decoder, tmp_path
+):
+    lines = [f"Line {i} says {i * i}." for i in range(2000)]
+    (tmp_path / "a.txt").write_text("\n\n".join(lines))
+    data = DataConfig(
+        source="files",
+        files=[str(tmp_path / "a.txt")],
+        sequence_length=32,
+        validation=0.5,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    corpus = prepare_corpus(data, TokenizerConfig(vocab_size=300))
+    validation = " ".join(corpus.documents(corpus.validation, 1 << 20))
+    layout = tiny_decoder().layout
+
+    def made(method, settings):
+        config = EvaluationConfig(longrope=settings, fit_windows=2)
+        recipes, lengths = [recipe(method, layout, config)], [32, 400, 600]
+        return fit_text(corpus, corpus.end_of_text, config, recipes, lengths, 32).needles
+
+    by_needles = LongRopeSettings(search="needles", windows=3)
+    found = made("pi+longrope", by_needles)
+    assert {length: texts.tokens.shape for length, texts in found.items()} == {
+        400: (3, 400),
+        600: (3, 600),
+    }
+    for row in found[400].tokens.tolist():
+        assert row[0] == corpus.end_of_text
+        words = corpus.tokenizer.decode(row[1:])
+        assert re.search(r"Line \d+ says \d+", words)[0] in validation
+    assert made("pi", by_needles) == made("longrope", LongRopeSettings()) == {}

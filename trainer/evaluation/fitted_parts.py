@@ -1,0 +1,146 @@
+"""Parts of methods that are fitted on held-out text, each to the layouts before it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor
+
+from trainer.evaluation import dope, weighted_rope
+from trainer.evaluation.fitting import Fitting
+from trainer.evaluation.layouts import LayoutAt, tempered, with_factors, with_published
+from trainer.evaluation.longrope import fitted_factors
+from trainer.evaluation.method_config import MethodsConfig
+from trainer.evaluation.published_factors import read_factors
+from trainer.evaluation.settings import LongRopeSettings
+from trainer.evaluation.temperature import fit_coefficient, fit_line
+from trainer.positional.intervention import Intervention
+from trainer.positional.layout import Layout
+from trainer.report.words import counted
+
+
+def plain(value: Any) -> Any:
+    """Settings as JSON has them."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, LongRopeSettings):
+        return value.of_choice
+    # Which models have a temperature changes nothing of those that do.
+    return {key: of_key for key, of_key in asdict(value).items() if key != "models"}
+
+
+def longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    """A factor for every pair: published ones, or searched at every length beyond the training
+    length."""
+    settings = config.longrope
+    if settings.factors is not None:
+        published = read_factors(settings.factors)
+        return lambda factor: with_published(before(factor), published, factor)
+
+    def at(factor: float) -> Layout:
+        layout = before(factor)
+        if factor <= 1:
+            return layout
+        asked = [factor, settings.of_choice, layout.to_dict()]
+        search = partial(fitted_factors, fitting, settings, factor, layout)
+        factors = fitting.kept("longrope", asked, search)
+        return with_factors(layout, tuple(tuple(row) for row in factors))
+
+    return at
+
+
+def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    """1 + c ln s (DroPE, App. C.2), c fitted on the lengths beyond the training length."""
+    per, settings = config.temperature.per, config.temperature
+    if not any(factor > 1 for factor in config.factors):
+        return before
+    windows = fitting.at(settings.lengths or config.factors)
+    best = fit_line if settings.fit == "line" else fit_coefficient
+
+    def tempered_with(coefficient: float) -> LayoutAt:
+        return lambda factor: tempered(before(factor), coefficient, per)
+
+    def fit() -> float:
+        return best(
+            fitting.model,
+            tempered_with,
+            windows,
+            fitting.text.end_of_text,
+            settings.grid,
+            fitting.batch_tokens,
+            fitting.read,
+        )
+
+    C = fitting.model.layout.training_length
+    layouts = [before(n / C).to_dict() for n in windows]
+    asked = [layouts, plain(settings)]
+    coefficient = fitting.kept("temperature", asked, fit)
+    fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, fitted on validation text")
+    fitting.temperature = {
+        "coefficient": coefficient,
+        "per": per,
+        "lengths": list(windows),
+        "tokens": sum(of_length.size for of_length in windows.values()),
+        "text": fitting.text.fingerprint,
+    }
+    return tempered_with(coefficient)
+
+
+def denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    """Without what heads of extreme matrix entropy lose (DoPE)."""
+
+    @cache
+    def chosen(factor: float) -> dope.Selection:
+        ids = fitting.ids(factor, config.choice.texts)
+        found = dope.select(fitting.model, ids, config.dope, before(factor))
+        fitting.notes.append(f"{found.words}, {_chosen_on(ids, config)}")
+        return found
+
+    return lambda factor: dope.apply(before(factor), chosen(config.choice.length or factor))
+
+
+def weighted(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    """With a factor on pairs of extreme frequency entropy (Weighted RoPE)."""
+
+    @cache
+    def chosen(factor: float) -> tuple[Intervention, ...]:
+        ids = fitting.ids(factor, config.choice.texts)
+        found = weighted_rope.select(fitting.model, ids, config.weighted_rope, before(factor))
+        pairs = counted(weighted_rope.pairs(found), "pair")
+        fitting.notes.append(f"{pairs} of queries and keys, {_chosen_on(ids, config)}")
+        return found
+
+    return lambda factor: weighted_rope.apply(
+        before(factor), chosen(config.choice.length or factor)
+    )
+
+
+def _chosen_on(ids: Tensor, config: MethodsConfig) -> str:
+    texts, tokens = ids.shape
+    kind = config.choice.text
+    return f"chosen on {counted(texts, 'text')} of {tokens:,} tokens ({kind})"
+
+
+def longrope_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
+    """Sequences that the search reads."""
+    settings = config.longrope
+    if factor <= 1 or settings.factors is not None:
+        return {}
+    most = settings.windows if settings.search == "needles" else config.fit_windows
+    return {factor: settings.evaluations * min(settings.windows, most)}
+
+
+def temperature_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
+    """Sequences that the fit reads at each of its lengths."""
+    tried = len(config.temperature.grid) * config.fit_windows
+    return dict.fromkeys(config.temperature.lengths or [factor], tried) if factor > 1 else {}
+
+
+def choice_fits(config: MethodsConfig, factor: float) -> dict[float, int]:
+    """Texts that heads or pairs are chosen on."""
+    settings = config.choice
+    of_windows = settings.text == "validation"
+    texts = min(settings.texts, config.fit_windows) if of_windows else settings.texts
+    return {settings.length or factor: texts}

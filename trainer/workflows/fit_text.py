@@ -1,0 +1,177 @@
+"""Texts that methods are fitted on, and that heads and pairs are chosen on, apart from what is
+evaluated (DoPE, Sec. 5.1, Tables 3 and 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.corpus import Corpus
+from trainer.data.order import Integers
+from trainer.errors import UserError
+from trainer.evaluation.fitting import FitText
+from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.longbench.rows import read_rows
+from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.many_shot import ManyShotSettings, many_shot_tasks
+from trainer.evaluation.method_config import MethodsConfig
+from trainer.evaluation.methods import CHOICE, Recipe
+from trainer.evaluation.needle_loss import answered_texts
+from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.prompts import Task
+from trainer.evaluation.settings import ChoiceSettings
+from trainer.evaluation.tasks import HAYSTACK
+
+KEY = "evaluation.choice"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Settings of the tasks whose prompts are read; another seed of each is taken."""
+
+    needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
+    many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of a file of prompts; MATH has ``problem``."""
+
+    prompt: str | None = None
+    problem: str | None = None
+
+
+def fit_text(
+    corpus: Corpus,
+    bos_token: int | None,
+    config: MethodsConfig,
+    recipes: Sequence[Recipe],
+    lengths: Sequence[int],
+    training_length: int,
+    prompts: Prompts | None = None,
+) -> FitText:
+    """Validation text at every length at which a method reads it, the texts with needles that
+    factors are searched by beyond the training length, and what heads and pairs are chosen on.
+
+    Raises:
+        UserError: as of :func:`choice_texts`, or the text is too short.
+    """
+    settings, C = config.choice, training_length
+    fitted = {round(s * C) for n in lengths for one in recipes for s in one.fits(n / C)}
+    at = lengths if settings.length is None else [round(settings.length * C)]
+    chooses = any(CHOICE in one.settings for one in recipes)
+
+    def haystack() -> Haystack:
+        documents = corpus.documents(corpus.validation, HAYSTACK)
+        return Haystack(corpus.tokenizer, documents, () if bos_token is None else (bos_token,))
+
+    longrope = config.longrope
+    searched = any("longrope" in one.key.split("+") for one in recipes)
+    by_needles = searched and longrope.search == "needles" and longrope.factors is None
+    straw = haystack() if by_needles else None
+    return FitText(
+        windows_with_common_ends(corpus.validation, config.fit_windows, sorted(fitted)),
+        corpus.end_of_text,
+        corpus.fingerprint,
+        {
+            n: answered_texts(straw, longrope.windows, n, longrope.seed)
+            for n in sorted({*lengths, *at})
+            if straw is not None and n > C
+        },
+        choice_texts(settings, prompts or Prompts(), haystack, at if chooses else ()),
+    )
+
+
+def choice_texts(
+    settings: ChoiceSettings,
+    prompts: Prompts,
+    haystack: Callable[[], Haystack],
+    lengths: Sequence[int],
+) -> dict[int, Integers] | None:
+    """``[texts, tokens]`` for every length; None: validation text, as it is for all that is fitted.
+
+    Args:
+        settings: which texts.
+        prompts: of tasks.
+        haystack: makes that of validation text, with the model's tokenizer.
+        lengths: tokens of a text; a prompt leaves room for its answer in them, or ends earlier
+            where no other example fits.
+
+    Raises:
+        UserError: a file cannot be read, or a length does not fit the file or the task.
+    """
+    if settings.text == "validation" or not lengths:
+        return None
+    straw = haystack()
+    if settings.file is not None:
+        rows = _prompts_of if settings.file.endswith(".jsonl") else _windows_of
+        return {n: rows(settings.file, straw, n, settings.texts) for n in lengths}
+    task = _task(settings, prompts, straw)
+    return {n: _of_task(task, n, settings.texts, len(straw.bos)) for n in lengths}
+
+
+def _task(settings: ChoiceSettings, prompts: Prompts, straw: Haystack) -> Task:
+    name, texts = settings.text, settings.texts
+    if name in NEEDLE_TASKS:
+        needles = replace(prompts.needles, trials=texts, seed=prompts.needles.seed + 1)
+        return NEEDLE_TASKS[name](straw, needles)
+    asked = prompts.many_shot
+    shots = replace(asked, tasks=[name], trials=texts, seed=asked.seed + 1)
+    (task,), _ = many_shot_tasks(shots, straw.tokenizer, straw.bos[0] if straw.bos else None)
+    return task
+
+
+def _of_task(task: Task, length: int, texts: int, bos: int) -> Integers:
+    """Prompts spread over its trials and depths. Those of many shots differ by less than an
+    example: what the shortest lacks is cut from the beginning of the others."""
+    try:
+        prompts = task.prompts(length)
+    except UserError as error:
+        said = (p.replace("evaluation.lengths", f"{KEY}.length") for p in error.problems)
+        raise UserError(*said) from error
+    chosen = np.linspace(0, len(prompts) - 1, min(texts, len(prompts))).round().astype(int)
+    tokens = [prompts[i].tokens for i in chosen]
+    behind = min(map(len, tokens)) - bos
+    return np.array([[*row[:bos], *row[len(row) - behind :]] for row in tokens], dtype=np.int64)
+
+
+def _prompts_of(file: str, straw: Haystack, length: int, texts: int) -> Integers:
+    """The last tokens of the first prompts that are long enough."""
+    rows = read_rows(Path(file), _Row, f"{KEY}.file")
+    said = [row.prompt if row.prompt is not None else row.problem for row in rows]
+    if None in said:
+        raise UserError(
+            f"{KEY}.file: {file!r} line {said.index(None) + 1}: expected a 'prompt' or 'problem'."
+        )
+    encoded = straw.tokenizer.encode_batch([str(one) for one in said], add_special_tokens=False)
+    behind = length - len(straw.bos)
+    found = [one.ids[-behind:] for one in encoded if len(one.ids) >= behind]
+    if not found:
+        longest = max(len(one.ids) for one in encoded) + len(straw.bos)
+        raise UserError(
+            f"{KEY}.length: no prompt of {file!r} has {length:,} tokens, the longest {longest:,}; "
+            f"{KEY}.text=many_shot_skip makes long ones of evaluation.many_shot.file."
+        )
+    return np.array([[*straw.bos, *ids] for ids in found[:texts]], dtype=np.int64)
+
+
+def _windows_of(file: str, straw: Haystack, length: int, texts: int) -> Integers:
+    """Evenly spread over running text."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{KEY}.file: {file!r} is not UTF-8 text.") from None
+    except OSError as error:
+        raise UserError(f"{KEY}.file: {file!r} cannot be read ({error.strerror}).") from error
+    ids = np.array(straw.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+    behind = length - len(straw.bos)
+    if len(ids) < behind:
+        raise UserError(
+            f"{KEY}.length: {file!r} has {len(ids):,} tokens, fewer than the {length:,} of a text."
+        )
+    starts = np.linspace(0, len(ids) - behind, texts).astype(np.int64)
+    return np.array([[*straw.bos, *ids[start : start + behind]] for start in starts])
