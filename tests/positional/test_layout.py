@@ -1,6 +1,7 @@
 """A layout: spectra over layers and heads, as plain data, at any length."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.positional.examples import one_layer
 from tests.positional.test_spectrum import spectra
+from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import RESCALINGS, dynamic, longrope, ntk_aware
 from trainer.positional.spectrum import Spectrum, Temperature
@@ -85,6 +87,7 @@ def test_what_follows_the_length_is_the_same_within_the_training_length(kind):
     layout = one_layer(C, spectrum, B)
     assert layout.follows_length
     assert layout.frequencies_follow_length == moves_keys
+    assert [layer.frequencies_follow_length for layer in layout.layers] == [moves_keys]
     assert layout.at(1) == layout.at(C) != layout.at(2 * C)
 
 
@@ -123,3 +126,11 @@ def test_frequencies_that_follow_the_length_are_read_from_the_first_format(name,
     expected = one_layer(C, moving, moving, still_now, window=8, qk_norm=True)
     assert Layout.from_dict(old) == expected
     assert Layout.from_dict(old).at(length) == expected.at(length)
+
+
+def test_a_layer_of_spectra_for_query_heads_keeps_what_is_done_to_each_key():
+    own = Intervention(key=((0.5, 1.0), (1.0, 2.0)), key_noise=(0.1, 0.0))
+    layer = replace(LayerEncoding.of((A, B)), intervention=own).expanded(2)
+    assert layer.spectra == (A, A, B, B)
+    assert layer.intervention.key == ((0.5, 1.0),) * 2 + ((1.0, 2.0),) * 2
+    assert layer.intervention.key_noise == (0.1, 0.1, 0.0, 0.0)

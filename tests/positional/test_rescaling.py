@@ -75,6 +75,11 @@ def test_yarn_is_yarn_of_transformers(head_dim, base, factor):
     assert ours.temperature == rope().temperature
 
 
+def test_two_pairs_are_enough_for_a_ramp():
+    expected, _ = theirs("yarn", 4, 10_000.0, 4.0, original_max_position_embeddings=C)
+    assert_frequencies(slowed(yarn, rope(4, 10_000.0), 4.0, C), expected)
+
+
 def test_yarn_ends_its_ramp_at_the_last_channel_as_transformers_does():
     """All pairs are so fast that one that turns once in C would lie far beyond the last."""
     expected, _ = theirs("yarn", 16, 5.0, 4.0, original_max_position_embeddings=246)

@@ -1,6 +1,7 @@
 """Rotation of queries and keys: geometry, precision, and what is computed when."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,28 @@ def test_a_pair_is_a_complex_number_that_turns(position, seed):
     ours = rotate(vector, *(t[0] for t in rotary_table(ROPE, torch.tensor([position]))))
     expected = torch.tensor(turned(vector.tolist(), position, ROPE.inv_freq))
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+def test_published_scaling_of_the_rotation_scales_the_table():
+    plain = rotary_table(ROPE, torch.arange(8))
+    scaled = rotary_table(replace(ROPE, rotary_scale=1.5), torch.arange(8))
+    for before, after in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(after, 1.5 * before, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_gradients_are_those_of_the_formula(scale):
+    """The rotation has a backward of its own; here as autograd differentiates it."""
+    half = replace(make_spectrum("half_rope", 16, C, {}), rotary_scale=scale)
+    cos, sin = rotary_table(half, torch.arange(8))
+    x = queries_and_keys()[0].double().requires_grad_()
+    weights = queries_and_keys(seed=1)[0].double()
+    pairs = cos.shape[-1]
+    first, second, rest = x.split([pairs, pairs, 16 - 2 * pairs], dim=-1)
+    plain = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    (expected,) = torch.autograd.grad((plain * weights).sum(), x)
+    (found,) = torch.autograd.grad((rotate(x, cos, sin) * weights).sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_tables_are_right_to_float32_at_a_million_tokens_where_naive_phases_are_not():
