@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from trainer.report.frames import perplexity_axis
 from trainer.report.panels import pair
 from trainer.report.plotting import Frame, Series, draw, paper_style, save
 
@@ -38,3 +43,19 @@ def test_a_legend_above_panels_is_no_wider_than_the_figure():
     assert texts[:6] == names
     assert drawn.x0 >= figure.bbox.x0
     assert drawn.x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "limits"),
+    [
+        ((10.0, 12.0), "linear", (9.88, 12.12)),  # a margin of 6% of what they span
+        ((10.0, 10.0), "linear", (9.0, 11.0)),
+        ((10.0, math.nan, 1200.0), "log", (10 / 1.2, 1440)),
+        ((), "linear", (0.9, 1.1)),
+    ],
+)
+def test_the_axis_of_perplexities_holds_them_all(values, scale, limits):
+    axes = Figure().subplots()
+    perplexity_axis(values)(axes)
+    assert axes.get_yscale() == scale
+    assert axes.get_ylim() == pytest.approx(limits)
