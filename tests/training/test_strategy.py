@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.small_runs import trained_in
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
 from trainer.runs.spread import shard_size, spread_problems
 from trainer.training import strategy
+from trainer.training.callbacks.checkpointing import group_of_threads
 from trainer.training.module import make_decoder
 from trainer.training.strategy import (
     checkpoint_activations,
+    device_mesh,
     draw_weights,
     parallelize,
 )
@@ -179,3 +183,49 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_does():
     assert "nearest that does is 24" in batch
     assert "4 does not divide the 6 ranks" in size
     assert not spread_problems(replace(config, strategy=StrategyConfig(name="ddp")), 1, 1)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_what_training_held_is_given_up_and_not_copied(alone, base, tmp_path, monkeypatch, name):
+    """Lightning copies weights and the optimizer's state to the host; with every stretch and
+    control that ends, on all ranks of a node at once."""
+    ended = []
+    teardown = strategy.Released.teardown
+
+    def watched(self):
+        teardown(self)
+        ended.append((list(self.lightning_module.parameters()), self.optimizers[0].state))
+
+    monkeypatch.setattr(strategy.Released, "teardown", watched)
+    monkeypatch.setattr(strategy.Strategy, "teardown", lambda self: pytest.fail("copies"))
+    changes = {"strategy": {"name": name}, "trainer": {"max_steps": 8}, "evaluation": {}}
+    trained_in(tmp_path / "run", base, **changes)
+    ((parameters, state),) = ended
+    assert all(p.is_meta for p in parameters)
+    assert not state
+
+
+def test_stretches_and_controls_share_their_groups(alone):
+    """Every group has threads and, of GPUs, communicators with memory of their own."""
+    hybrid, device = StrategyConfig(name="hsdp", shard_size=1), torch.device("cpu")
+    first = device_mesh(hybrid, alone, device)
+    assert device_mesh(hybrid, alone, device) is first
+    assert first.mesh_dim_names == ("replicate", "shard")
+    assert group_of_threads(dist.group.WORLD, 30) is group_of_threads(dist.group.WORLD, 30)
+
+
+def test_a_run_is_compiled_for_its_own_shapes_whatever_ran_before(run, monkeypatch):
+    """Encodings with another number of pairs, as controls have, would else count as dynamic."""
+    symbolic = []
+
+    def backend(graph, inputs):
+        sizes = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape]
+        symbolic.append(any(isinstance(size, torch.SymInt) for size in (*inputs, *sizes)))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    for fraction in (0.5, 0.25):
+        encodings = {"rope": {"rotary_fraction": fraction}}
+        run(f"at {fraction}", positional={"encodings": encodings}, trainer={"compile": True})
+    assert symbolic
+    assert not any(symbolic)

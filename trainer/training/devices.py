@@ -73,8 +73,11 @@ def in_words(seconds: float) -> str:
 
 def set_threads(config: RunConfig) -> None:
     """Use ``trainer.threads`` CPU threads, or one for every core of this process's share of the
-    machine; all ranks call it together."""
-    torch.set_num_threads(config.trainer.threads or share_of_cores())
+    machine, also to compile; all ranks call it together."""
+    threads = config.trainer.threads or share_of_cores()
+    torch.set_num_threads(threads)
+    # By itself every rank starts as many as the node has cores, up to 32.
+    _set(str(min(threads, 32)), "TORCHINDUCTOR_COMPILE_THREADS")
 
 
 def set_environment(config: RunConfig) -> None:

@@ -72,6 +72,8 @@ def train(
     began, clock, rewinds = time.time(), time.perf_counter(), 0
     skips, given = None, config
     own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
+    if config.trainer.compile:
+        torch.compiler.reset()  # shapes of another run of this process would count as dynamic
     while True:
         # A trainer that is done is a circle of references: only now its memory is free.
         gc.collect()

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import (
     DDPStrategy,
     ModelParallelStrategy,
+    ParallelStrategy,
     Strategy,
 )
 from torch import nn
@@ -44,7 +46,31 @@ from trainer.runs.spread import shard_size
 SHARDED = ("fsdp2", "hsdp")
 
 
-class Sharded(ModelParallelStrategy):
+class Released(ParallelStrategy):
+    """In the end weights and the optimizer's state are given up where they are: Lightning would
+    copy them to the host first, of all ranks of a node at once, though nobody reads them there."""
+
+    def teardown(self) -> None:
+        """Release what training held."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        if self.lightning_module is not None:
+            self.model = self.lightning_module.to("meta")
+        for part in (
+            self.cluster_environment,
+            self.precision_plugin,
+            self.accelerator,
+            self.checkpoint_io,
+        ):
+            if part is not None:
+                part.teardown()
+
+
+class Replicated(Released, DDPStrategy):
+    """DDP."""
+
+
+class Sharded(Released, ModelParallelStrategy):
     """FSDP2; the model has been put where it belongs when Lightning sees it."""
 
     def model_to_device(self) -> None:
@@ -56,7 +82,7 @@ def lightning_strategy(config: RunConfig, ranks: Ranks) -> Strategy | str:
     if config.strategy.name == "single":
         return "auto"
     if config.strategy.name == "ddp":
-        return DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False)
+        return Replicated(gradient_as_bucket_view=True, broadcast_buffers=False)
     return Sharded(data_parallel_size=ranks.world_size, tensor_parallel_size=1)
 
 
@@ -91,9 +117,18 @@ def device_mesh(config: StrategyConfig, ranks: Ranks, device: torch.device) -> D
     """Ranks as ``[replicate, shard]``, or ``[shard]`` alone."""
     size = shard_size(config, ranks.world_size, ranks.local_size)
     if config.name == "hsdp":
-        shape, names = (ranks.world_size // size, size), ("replicate", "shard")
-        return init_device_mesh(device.type, shape, mesh_dim_names=names)
-    return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+        shape: tuple[int, ...] = (ranks.world_size // size, size)
+        return _mesh(dist.group.WORLD, device.type, shape, ("replicate", "shard"))
+    return _mesh(dist.group.WORLD, device.type, (size,), ("shard",))
+
+
+@lru_cache(maxsize=1)
+def _mesh(
+    world: object, device_type: str, shape: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:
+    """Kept for all stretches and controls of a job: each mesh makes groups of its own, with the
+    memory of their communicators. ``world``: the ranks, for another job in the same process."""
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def shard(model: Decoder, config: RunConfig, mesh: DeviceMesh) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,7 @@ class Checkpointing(L.Callback):
         self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
         # The thread's collectives must not mix with those of training.
         self._group = (
-            dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=config.strategy.timeouts.one_rank)
-            )
+            group_of_threads(dist.group.WORLD, config.strategy.timeouts.one_rank)
             if dist.is_initialized()
             else None
         )
@@ -109,11 +108,17 @@ class Checkpointing(L.Callback):
         state = self.run_state(trainer)
         tensors = self._staged(tensors_of(trainer.lightning_module.model, trainer.optimizers[0]))
         self.last_saved = trainer.global_step
-        work = self._thread.submit(self._write, tensors, state, name)
+        device = trainer.strategy.root_device
+        work = self._thread.submit(self._write_beside, device, tensors, state, name)
         self._in_flight = name, work
         if not self.config.async_checkpoint:
             self.finish()
         trainer.lightning_module.timer.enter("data")
+
+    def _write_beside(self, device: torch.device, *checkpoint: Any) -> None:
+        if device.type == "cuda":  # every thread has one of its own, at first the first GPU
+            torch.cuda.set_device(device)
+        self._write(*checkpoint)
 
     def finish(self) -> str | None:
         """Wait for the checkpoint being written; returns what went wrong with it, or None."""
@@ -181,3 +186,10 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+@lru_cache(maxsize=1)
+def group_of_threads(world: object, seconds: float) -> dist.ProcessGroup:
+    """Kept for all stretches and controls of a job. ``world``: the ranks, for another job in the
+    same process."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
