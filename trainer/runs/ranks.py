@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from trainer.cores import core_numbers
-from trainer.errors import TransientError, UserError
+from trainer.errors import PreemptedError, TransientError, UserError
 from trainer.runs.config import RunConfig
 
 T = TypeVar("T")
@@ -171,6 +173,33 @@ def shutdown_distributed() -> None:
     _waiting.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def process_group(config: RunConfig) -> Iterator[Ranks]:
+    """The process group of a run, for what all its ranks do together.
+
+    It is destroyed where that ends well, or is stopped on all ranks. Any other error may be that of
+    one rank, whose peers sit in a collective: NCCL would wait for them before anyone knows why. So
+    the error is said at once and the group stays, and the program ends without it
+    (:func:`trainer.commands.exit_codes.leaving_ranks`).
+
+    Raises:
+        UserError: as :func:`init_distributed`.
+    """
+    ranks = init_distributed(config)
+    try:
+        yield ranks
+    except PreemptedError:
+        shutdown_distributed()
+        raise
+    except BaseException as error:
+        if ranks.world_size == 1:
+            shutdown_distributed()
+        elif not isinstance(error, UserError):  # that is said in a line of its own
+            traceback.print_exc()
+        raise
+    shutdown_distributed()
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -34,9 +34,8 @@ from trainer.runs.phases import Phase, phases_of
 from trainer.runs.ranks import (
     Ranks,
     all_gather,
-    init_distributed,
     on_rank_zero,
-    shutdown_distributed,
+    process_group,
 )
 from trainer.runs.run_lock import RunLock
 from trainer.runs.spread import spread_problems
@@ -84,8 +83,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         name: control_config(plain(config), name) for name in config.controls
     }
     set_environment(config)
-    ranks = init_distributed(config)
-    try:
+    with process_group(config) as ranks:
         set_threads(config)
         callbacks = make_all_callbacks(configs)
         opened: list[Corpus] = []
@@ -104,8 +102,6 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         }
         configs = {name: run.config for name, run in runs.items()}
         share = evaluation_share([run.checkpoint for run in runs.values()], ranks)
-    finally:
-        shutdown_distributed()
     if share is None:
         return None
     directory = Path(config.run_dir)
