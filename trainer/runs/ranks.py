@@ -212,17 +212,42 @@ def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = No
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
-    outcome: list[tuple[T | None, type[UserError], tuple[str, ...]]] = [(None, UserError, ())]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [(function(), UserError, ())]
-        except UserError as error:
-            outcome = [(None, type(error), tuple(error.problems))]
-        except OSError as error:
-            where = error.filename or "the first process"
-            outcome = [(None, TransientError, (f"{where}: {error.strerror or error}.",))]
+    outcome = [_outcome(function) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(outcome, group=group or waiting_group())
-    result, kind, problems = outcome[0]
+    return _result(outcome[0])  # type: ignore[arg-type]
+
+
+def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Call ``function`` on every rank; the results of all, in the order of ranks. An error of any
+    is raised on all, so that none waits in the next collective for one that has left. ``group``: as
+    of :func:`on_rank_zero`.
+
+    Raises:
+        UserError: on all ranks, the first that was raised; TransientError, where OSError was.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [function()]
+    outcomes: list[_Outcome[T] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, _outcome(function), group=group or waiting_group())
+    return [_result(outcome) for outcome in outcomes]  # type: ignore[arg-type]
+
+
+_Outcome = tuple[T | None, type[UserError], tuple[str, ...]]
+"""What a function returned, or the kind of error that it raised, and its problems."""
+
+
+def _outcome(function: Callable[[], T]) -> _Outcome[T]:
+    try:
+        return function(), UserError, ()
+    except UserError as error:
+        return None, type(error), tuple(error.problems)
+    except OSError as error:
+        where = error.filename or f"process {dist.get_rank()}"
+        return None, TransientError, (f"{where}: {error.strerror or error}.",)
+
+
+def _result(outcome: _Outcome[T]) -> T:
+    result, kind, problems = outcome
     if problems:
         raise kind(*problems)
     return result  # type: ignore[return-value]
