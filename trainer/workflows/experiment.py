@@ -41,7 +41,7 @@ from trainer.runs.run_lock import RunLock
 from trainer.runs.spread import spread_problems
 from trainer.runs.starting_point import epochs_read
 from trainer.training.callbacks.benchmarks import benchmark_problems
-from trainer.training.callbacks.preemption import stopping_between_files
+from trainer.training.callbacks.preemption import heeding_signals, stopping_between_files
 from trainer.training.devices import (
     device_problems,
     open_gpus,
@@ -96,10 +96,11 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
             open_gpus(config, ranks)
             say_epochs(config, corpus)
             say_long_warmups(configs)
-        runs = {
-            name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
-            for name, arm in configs.items()
-        }
+        with heeding_signals():
+            runs = {
+                name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
+                for name, arm in configs.items()
+            }
         configs = {name: run.config for name, run in runs.items()}
         share = evaluation_share([run.checkpoint for run in runs.values()], ranks)
     if share is None:
