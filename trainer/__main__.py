@@ -7,7 +7,7 @@ import sys
 
 import trainer
 from trainer.commands import COMMANDS
-from trainer.commands.exit_codes import exit_codes
+from trainer.commands.exit_codes import exit_codes, leaving_ranks
 from trainer.commands.running import run_command
 from trainer.errors import UserError, did_you_mean
 
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
     if "--version" in words:
         print(f"unrope {trainer.__version__}")
         return
-    with exit_codes():
+    with leaving_ranks(), exit_codes():
         command, rest = split_command(words)
         run_command(importlib.import_module(f"trainer.commands.{command}").COMMAND, rest)
 

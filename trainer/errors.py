@@ -18,6 +18,14 @@ class TransientError(UserError):
     """What a disk or a lost process did: said as briefly, but it may not happen another time."""
 
 
+def kind_of(error: Exception) -> type[UserError]:
+    """What an error of reading is to the user: transient where the disk failed; a mistake where the
+    file is missing, forbidden or none, or where its content is wrong."""
+    mistakes = FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError
+    transient = isinstance(error, OSError) and not isinstance(error, mistakes)
+    return TransientError if transient else UserError
+
+
 REQUEUE_EXIT_CODE = 85
 """Of a run that stopped to be continued: SLURM's ``RequeueExit`` can name it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from trainer.data.preparing import Preparation
 from trainer.data.shards import OPEN, Place, TokenStream
 from trainer.data.sources import Listing
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
+from trainer.errors import TransientError, UserError
 
 BPE = TokenizerConfig(vocab_size=300)
 
@@ -288,6 +289,24 @@ def test_a_shard_that_is_cut_while_it_is_read_is_an_error(directory):
     os.truncate(path, 16)
     with pytest.raises(UserError, match=r"train-.*\.bin' cannot be read: it ends early"):
         stream.windows(np.array([place.shard.tokens - 8]), 8)
+
+
+@pytest.mark.parametrize(
+    ("number", "transient"), [(errno.EIO, True), (errno.ESTALE, True), (errno.EACCES, False)]
+)
+def test_what_a_disk_does_while_a_shard_is_read_is_no_mistake(
+    directory, monkeypatch, number, transient
+):
+    """A job is then tried again; not where the file may not be read."""
+
+    def failing(*_):
+        raise OSError(number, os.strerror(number))
+
+    stream = open_prepared(directory).train
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(UserError, match=r"train-.*\.bin' cannot be read: ") as raised:
+        stream.windows(np.array([0]), 8)
+    assert isinstance(raised.value, TransientError) == transient
 
 
 CACHES = {

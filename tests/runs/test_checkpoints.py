@@ -11,21 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.program import run_ranks
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
-from trainer.errors import UserError
-from trainer.runs import checkpoint_files
+from trainer.errors import TransientError, UserError
+from trainer.runs import checkpoint_files, saved_state
+from trainer.runs import state as saved
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish
 from trainer.runs.checkpoints import (
     check_same_model,
     find_checkpoint,
+    load_decoder,
     newest_sound_checkpoint,
     read_state,
     regular_checkpoints,
     step_name,
 )
 from trainer.runs.models import find_candidate
+from trainer.runs.saved_state import read_saved
 from trainer.training.callbacks import checkpointing
 
 
@@ -107,6 +111,33 @@ def test_a_file_that_cannot_be_read_is_damage(run, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "_known", {})
     monkeypatch.setattr(checkpoint_files, "checksum", broken)
     assert "cannot be read (Input/output error)" in damage(checkpoint_of(config))
+
+
+def test_what_fails_while_weights_are_read_may_not_fail_again(run, monkeypatch):
+    """The files were held against their checksums just before: it is a disk, or another rank."""
+    path = checkpoint_of(run()[0])
+
+    def lost(*_, **__):
+        raise CheckpointException("", {0: (ConnectionError("Connection closed by peer"), [])})
+
+    monkeypatch.setattr(saved.dcp, "load", lost)
+    with pytest.raises(TransientError, match="'step-000012' cannot be read: "):
+        load_decoder(path, read_state(path))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EIO, TransientError), (errno.ENOENT, UserError)]
+)
+def test_a_description_that_a_disk_does_not_give_may_be_read_another_time(
+    tmp_path, monkeypatch, number, kind
+):
+    def failing(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(saved_state, "read_plain", failing)
+    with pytest.raises(UserError, match=r"state\.json of .* is damaged") as raised:
+        read_saved(tmp_path)
+    assert type(raised.value) is kind
 
 
 def test_two_processes_share_the_files_and_agree_on_the_newest_sound_checkpoint(tmp_path):

@@ -98,6 +98,16 @@ def test_a_core_that_several_processes_may_use_is_divided_among_them(of_all, sha
     assert [fair_share(mine, sets) for mine in sets] == [share] * len(sets)
 
 
+def test_an_error_of_one_rank_is_said_and_ends_it_without_waiting_for_the_others(tmp_path):
+    """The first rank, in a collective, learns of it by the connection that the second closes."""
+    script = Path(__file__).with_name("failing_ranks.py")
+    first, second = run_ranks(2, script, cwd=tmp_path)
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert first.stdout == second.stdout == ""
+    assert second.stderr.endswith("RuntimeError: CUDA out of memory\n")
+    assert second.stderr.count("Traceback") == 1
+
+
 @pytest.fixture(scope="module")
 def said_by_two(tmp_path_factory):
     """What each of two ranks says in ``waiting_ranks.py``, by its subject."""

@@ -23,17 +23,30 @@ def publish(partial, *_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
 
 
+def stale(*_):
+    if not ranks.is_rank_zero:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    return {}
+
+
+def saving():
+    """What comes of it."""
+    callback = checkpointing.Checkpointing(config, Path.cwd(), lambda _: {})
+    try:
+        callback.save_now(trainer)
+    except UserError as error:
+        return error
+    finally:
+        callback.teardown(trainer, model, "fit")
+    return "yes"
+
+
 names = {"tensors_of": lambda *_: {}, "save": lambda *_: None, "digests": lambda *_: {}}
 names |= {"write_durably": lambda *_: None, "publish": publish}
 model = SimpleNamespace(timer=SimpleNamespace(enter=lambda _: None), model=None)
 trainer = SimpleNamespace(global_step=7, lightning_module=model, optimizers=[None])
 with mock.patch.multiple(checkpointing, **names):
-    callback = checkpointing.Checkpointing(config, Path.cwd(), lambda _: {})
-    try:
-        callback.save_now(trainer)
-    except UserError as error:
-        print("written:", error)
-    else:
-        print("written: yes")
-    callback.teardown(trainer, model, "fit")
+    print("written:", saving())
+    with mock.patch.object(checkpointing, "digests", stale):
+        print("hashed:", saving())
 shutdown_distributed()

@@ -76,3 +76,8 @@ def test_a_checkpoint_is_complete_for_no_rank_before_it_is_for_the_first(said_by
     for said in said_by_two:
         assert "step 7 could not be written" in said["written"]
         assert "No space left on device" in said["written"]
+
+
+def test_a_file_that_one_rank_cannot_hash_is_said_by_all_and_none_waits(said_by_two):
+    for said in said_by_two:
+        assert "step 7 could not be written (process 1: Stale file handle)" in said["hashed"]

@@ -17,6 +17,8 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.errors import PreemptedError, UserError
 from trainer.positional.rescaling import position_interpolation
+from trainer.runs import checkpoint_files
+from trainer.runs.checkpoint_files import MANIFEST
 from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import read_metrics
@@ -259,6 +261,33 @@ def test_a_run_may_begin_with_the_weights_of_another(run, whole):
     assert states[0]["layout"] == states[1]["layout"]
     assert states[0]["tokenizer"] == states[1]["tokenizer"]
     assert trained.effects == {}
+
+
+def test_the_run_that_another_begins_with_is_hashed_when_its_weights_are_taken(
+    run, whole, base, tmp_path, monkeypatch
+):
+    """And not by every process that reads the configuration, nor where the run goes on."""
+    shutil.copytree(whole[0].run_dir, tmp_path / "old")
+    hashed, original = [], checkpoint_files.checksum
+    monkeypatch.setattr(
+        checkpoint_files, "checksum", lambda path: hashed.append(path) or original(path)
+    )
+    changes = {"model": {"from_run": str(tmp_path / "old")}, "trainer": {"max_steps": 2}}
+    changes |= {"drop": {"at": None}}
+    parse(RunConfig, merged({**base, "run_dir": str(tmp_path / "new")}, changes))
+    assert not hashed
+    run("new", **changes)
+    last = checkpoint_of(whole[0]).name
+    old = tmp_path / "old" / "checkpoints" / last
+    files = sorted(path for path in old.iterdir() if path.name != MANIFEST)
+    assert sorted(path for path in hashed if path.parent == old) == files
+    weights = next(old.glob("*.distcp"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    run("new", **changes)  # which has checkpoints of its own
+    with pytest.raises(UserError, match=rf"model.from_run: '{last}' is damaged: .* has changed"):
+        run("newer", **changes)
 
 
 def test_a_corpus_of_some_of_its_texts_keeps_what_is_the_same(whole):

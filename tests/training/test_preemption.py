@@ -21,6 +21,7 @@ from trainer.training.callbacks.preemption import (
     MARGIN,
     Preemption,
     deadline,
+    heeding_signals,
     stopping_between_files,
 )
 from trainer.training.module import LanguageModule
@@ -64,6 +65,26 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
     resumed, _ = run("stopped", trainer={"checkpoint_every": 100})
     assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
     assert rows_of(resumed) == rows_of(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_first_step_stops_after_it(run, monkeypatch, number):
+    """While weights are read, under a batch script that has left the signal ignored."""
+    original = stretch.make_decoder
+    before = signal.signal(number, signal.SIG_IGN)
+
+    def make(*arguments):
+        signal.raise_signal(number)
+        return original(*arguments)
+
+    monkeypatch.setattr(stretch, "make_decoder", make)
+    try:
+        stopped = pytest.raises(PreemptedError, match=rf"after step 1 \({number.name}\)")
+        with stopped, heeding_signals():
+            run()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_signal_during_the_last_step_changes_nothing(run, monkeypatch):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import wandb
 
 from tests.small_runs import decoder_of
 from trainer.data.corpus import prepare_corpus
@@ -256,6 +258,14 @@ def test_tensorboard_events_are_written(run):
     assert list(Path(config.run_dir).rglob("events.out.tfevents*"))
 
 
+def assert_holds(path, *parts):
+    """Soon: a process of wandb's own writes it, also after the run's end."""
+    end = time.monotonic() + 30
+    while missing := [part for part in parts if part not in path.read_bytes()]:
+        assert time.monotonic() < end, missing
+        time.sleep(0.05)
+
+
 def test_wandb_runs_offline_without_a_key_and_has_one_directory_with_the_report(
     run, monkeypatch, tmp_path, capfd, caplog
 ):
@@ -265,12 +275,32 @@ def test_wandb_runs_offline_without_a_key_and_has_one_directory_with_the_report(
         config, _ = run(logger={"wandb": True})
         log_table(config, [Result("DroPE", 32, 1.0, None, 4.0)])
     (record,) = Path(config.run_dir).rglob("*.wandb")
-    content = record.read_bytes()
-    assert b"gradient_norm" in content
-    assert b"evaluation/loss/DroPE" in content
+    assert_holds(record, b"gradient_norm", b"evaluation/loss/DroPE")
     assert "wandb" not in capfd.readouterr().err  # nothing of its own, no warning
     (said,) = [r.getMessage() for r in caplog.records if "Weights & Biases" in r.getMessage()]
     assert said.endswith(f"offline; wandb sync {record.parent}")
+
+
+def test_wandb_that_cannot_be_reached_is_logged_offline(run, monkeypatch, tmp_path, caplog):
+    """And what follows the training into the same run, without another attempt."""
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    init, failed = wandb.init, []
+
+    def unreachable(**settings):
+        assert settings["id"] not in failed  # wandb keeps it as one in use
+        if settings["mode"] == "offline":
+            return init(**settings)
+        failed.append(settings["id"])
+        raise wandb.errors.CommError("deadline exceeded\nat run_init")
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    with kept_dashboards():
+        config, _ = run(logger={"wandb": True})
+        log_table(config, [Result("DroPE", 32, 1.0, None, 4.0)])
+    (record,) = Path(config.run_dir).rglob("*.wandb")
+    assert_holds(record, b"gradient_norm", b"evaluation/loss/DroPE")
+    assert caplog.text.count("cannot be reached (deadline exceeded): it is logged offline") == 1
 
 
 def test_compiled_run_agrees_with_the_eager_one(run):

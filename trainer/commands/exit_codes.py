@@ -55,6 +55,21 @@ def exit_codes() -> Iterator[None]:
         sys.exit(130)
 
 
+@contextmanager
+def leaving_ranks() -> Iterator[None]:
+    """End the process at once where an error has left its process group standing: an ordinary end
+    waits for threads that may wait for other ranks."""
+    try:
+        yield
+    except BaseException as error:
+        group = sys.modules.get("torch.distributed")  # not imported for every command
+        if group is None or not group.is_initialized():
+            raise
+        for stream in (sys.stdout, sys.stderr):
+            _discard(stream)
+        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+
+
 def _say(*lines: str) -> None:
     """To standard error, where that can be written."""
     try:

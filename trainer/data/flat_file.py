@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import UserError
+from trainer.errors import UserError, kind_of
 
 
 class FlatFile:
@@ -34,16 +34,16 @@ class FlatFile:
         try:
             return self.path.open("rb", buffering=0)
         except OSError as error:
-            raise self._error(error.strerror) from error
+            raise self._error(error) from error
 
-    def _error(self, why: str | None) -> UserError:
-        return UserError(f"data: {str(self.path)!r} cannot be read: {why}.")
+    def _error(self, error: OSError) -> UserError:
+        return kind_of(error)(f"data: {str(self.path)!r} cannot be read: {error.strerror}.")
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """``count`` numbers from ``start`` on.
 
         Raises:
-            UserError: they are not there, or cannot be read.
+            UserError: they are not there; TransientError: the disk fails.
         """
         found = np.empty(count, self.dtype)
         into, done = found.view(np.uint8), 0
@@ -52,9 +52,9 @@ class FlatFile:
                 position = start * self.dtype.itemsize + done
                 read = os.preadv(self._file.fileno(), [into[done:]], position)
             except OSError as error:
-                raise self._error(error.strerror) from error
+                raise self._error(error) from error
             if not read:
-                raise self._error("it ends early")
+                raise UserError(f"data: {str(self.path)!r} cannot be read: it ends early.")
             done += read
         return found
 

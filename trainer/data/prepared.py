@@ -16,7 +16,7 @@ from trainer.data.encoding import SPLITS
 from trainer.data.manifest import Manifest, Shard, read_json
 from trainer.data.plan import FORMAT, digest
 from trainer.data.shards import Place, TokenStream, checksum_problem, size_problem
-from trainer.errors import UserError
+from trainer.errors import UserError, kind_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def read_manifest(directory: Path) -> Manifest:
             more = "does not exist; `python -m trainer prepare` writes such a directory"
         raise UserError(f"{where} {more}.") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{where} is damaged: its manifest cannot be read ({error}).") from None
+        why = f"{where} is damaged: its manifest cannot be read ({error})."
+        raise kind_of(error)(why) from None
 
 
 def open_prepared(directory: Path) -> Prepared:
@@ -95,7 +96,7 @@ def open_prepared(directory: Path) -> Prepared:
     try:
         text = (directory / "tokenizer.json").read_bytes()
     except OSError as error:
-        raise UserError(f"{where}: tokenizer.json: {error.strerror}; {again}.") from None
+        raise kind_of(error)(f"{where}: tokenizer.json: {error.strerror}; {again}.") from None
     if hashlib.sha256(text).hexdigest() != manifest.tokenizer_sha256:
         raise UserError(f"{where}: tokenizer.json is not what was written; {again}.")
     tokenizer = Tokenizer.from_str(text.decode())

@@ -27,7 +27,7 @@ from trainer.formats import FIRST, adapter, check_format, read_plain
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.runs.checkpoint_files import MANIFEST, damage, damage_together
+from trainer.runs.checkpoint_files import MANIFEST, damage, damage_together, visible_damage
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.index import read_index
 from trainer.runs.mark import check_mark
@@ -179,15 +179,16 @@ def find_checkpoint(given: str) -> Path:
     )
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's ``state.json``, after its files were checked against the manifest.
+def read_state(path: Path, hashed: bool = True) -> dict[str, Any]:
+    """A checkpoint's ``state.json``, after its files were checked against the manifest; without
+    ``hashed`` by their sizes alone.
 
     Raises:
         UserError: the checkpoint is damaged, or of a newer format.
     """
     if path.parent.name == "checkpoints":
         check_mark(path.parent.parent)
-    if (wrong := damage(path)) is not None:
+    if (wrong := (damage if hashed else visible_damage)(path)) is not None:
         others = sorted(
             p.parent.name for p in path.parent.glob(f"*/{MANIFEST}") if p.parent != path
         )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from trainer.cores import core_numbers
-from trainer.errors import TransientError, UserError
+from trainer.errors import PreemptedError, TransientError, UserError
 from trainer.runs.config import RunConfig
 
 T = TypeVar("T")
@@ -173,6 +175,33 @@ def shutdown_distributed() -> None:
         dist.destroy_process_group()
 
 
+@contextmanager
+def process_group(config: RunConfig) -> Iterator[Ranks]:
+    """The process group of a run, for what all its ranks do together.
+
+    It is destroyed where that ends well, or is stopped on all ranks. Any other error may be that of
+    one rank, whose peers sit in a collective: NCCL would wait for them before anyone knows why. So
+    the error is said at once and the group stays, and the program ends without it
+    (:func:`trainer.commands.exit_codes.leaving_ranks`).
+
+    Raises:
+        UserError: as :func:`init_distributed`.
+    """
+    ranks = init_distributed(config)
+    try:
+        yield ranks
+    except PreemptedError:
+        shutdown_distributed()
+        raise
+    except BaseException as error:
+        if ranks.world_size == 1:
+            shutdown_distributed()
+        elif not isinstance(error, UserError):  # that is said in a line of its own
+            traceback.print_exc()
+        raise
+    shutdown_distributed()
+
+
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call ``function`` on rank 0 alone and broadcast its result, or its error, to all: what a disk
     does to one rank is said by all, instead of a lost connection by the others. These wait up to
@@ -183,17 +212,42 @@ def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = No
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
-    outcome: list[tuple[T | None, type[UserError], tuple[str, ...]]] = [(None, UserError, ())]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [(function(), UserError, ())]
-        except UserError as error:
-            outcome = [(None, type(error), tuple(error.problems))]
-        except OSError as error:
-            where = error.filename or "the first process"
-            outcome = [(None, TransientError, (f"{where}: {error.strerror or error}.",))]
+    outcome = [_outcome(function) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(outcome, group=group or waiting_group())
-    result, kind, problems = outcome[0]
+    return _result(outcome[0])  # type: ignore[arg-type]
+
+
+def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Call ``function`` on every rank; the results of all, in the order of ranks. An error of any
+    is raised on all, so that none waits in the next collective for one that has left. ``group``: as
+    of :func:`on_rank_zero`.
+
+    Raises:
+        UserError: on all ranks, the first that was raised; TransientError, where OSError was.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [function()]
+    outcomes: list[_Outcome[T] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, _outcome(function), group=group or waiting_group())
+    return [_result(outcome) for outcome in outcomes]  # type: ignore[arg-type]
+
+
+_Outcome = tuple[T | None, type[UserError], tuple[str, ...]]
+"""What a function returned, or the kind of error that it raised, and its problems."""
+
+
+def _outcome(function: Callable[[], T]) -> _Outcome[T]:
+    try:
+        return function(), UserError, ()
+    except UserError as error:
+        return None, type(error), tuple(error.problems)
+    except OSError as error:
+        where = error.filename or f"process {dist.get_rank()}"
+        return None, TransientError, (f"{where}: {error.strerror or error}.",)
+
+
+def _result(outcome: _Outcome[T]) -> T:
+    result, kind, problems = outcome
     if problems:
         raise kind(*problems)
     return result  # type: ignore[return-value]

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from trainer.data.files import one_line
 from trainer.data.tokenizer import end_of_text, vocabulary_size
-from trainer.errors import UserError
+from trainer.errors import UserError, kind_of
 from trainer.formats import Count, adapter, first_problem, read_plain
 from trainer.model.config import ModelConfig
 from trainer.positional.stored_layout import StoredLayout, in_todays_form, read_layout
@@ -167,7 +167,7 @@ def read_saved(checkpoint: Path) -> dict[str, Any]:
         state = read_plain(checkpoint / STATE)
         _check(state)
     except (OSError, ValueError) as error:
-        raise _damaged(checkpoint, str(error)) from error
+        raise _damaged(checkpoint, error) from error
     return state
 
 
@@ -182,7 +182,7 @@ def check_resumable(checkpoint: Path, state: dict[str, Any]) -> None:
         if re.fullmatch(r"step-\d+", checkpoint.name) and int(checkpoint.name[5:]) != state["step"]:
             raise ValueError(f"step: {state['step']}")
     except ValueError as error:
-        raise _damaged(checkpoint, str(error)) from error
+        raise _damaged(checkpoint, error) from error
 
 
 def callback_states(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -195,8 +195,8 @@ def callback_states(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return states
 
 
-def _damaged(checkpoint: Path, why: str) -> UserError:
-    return UserError(f"checkpoint: {STATE} of {checkpoint.name!r} is damaged: {why}.")
+def _damaged(checkpoint: Path, error: Exception) -> UserError:
+    return kind_of(error)(f"checkpoint: {STATE} of {checkpoint.name!r} is damaged: {error}.")
 
 
 def _as(kind: type[Any], state: dict[str, Any]) -> Any:

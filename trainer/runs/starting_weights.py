@@ -26,7 +26,8 @@ OF_MODEL = "model."
 
 
 def starting_weights(config: ModelConfig) -> Pretrained | None:
-    """The model that ``model.from_pretrained`` or ``model.from_run`` names; no weights are read.
+    """The model that ``model.from_pretrained`` or ``model.from_run`` names; no weights are read,
+    nor hashed: who takes them does, see ``damage_together``.
 
     Raises:
         UserError: there is none, it is damaged, or both are given.
@@ -52,12 +53,12 @@ def run_of(given: str) -> RunConfig:
     """
     path = _checkpoint(given)
     what = f"model.from_run: the configuration in {str(path)!r}"
-    return saved_config(read_state(path)["config"], what)
+    return saved_config(read_state(path, hashed=False)["config"], what)
 
 
 def _of_run(given: str) -> Pretrained:
     path = _checkpoint(given)
-    state, index = read_state(path), read_index(path)
+    state, index = read_state(path, hashed=False), read_index(path)
     config, layout = model_config(state), Layout.from_dict(state["layout"])
     with torch.device("meta"):
         shapes = dict(Decoder(config, layout).named_parameters())

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from trainer.errors import UserError
+from trainer.errors import TransientError, UserError
 from trainer.model.decoder import Decoder
 from trainer.runs.index import read_index
 
@@ -117,7 +117,8 @@ def load(
     takes seconds.
 
     Raises:
-        UserError: its files cannot be read as its index says.
+        TransientError: its files, which were whole when they were hashed, cannot be read as its
+            index says: a disk has failed, or another rank.
     """
     alone = alone or not dist.is_initialized()
     with warnings.catch_warnings():
@@ -127,7 +128,8 @@ def load(
         # Damaged files may raise anything; of several ranks' reports DCP makes a BaseException.
         except (Exception, CheckpointException) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"checkpoint: {directory.name!r} cannot be read: {reason}") from error
+            why = f"checkpoint: {directory.name!r} cannot be read: {reason}"
+            raise TransientError(why) from error
 
 
 def save(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> None:

@@ -20,14 +20,14 @@ from trainer.report.atomic import write_atomically
 from trainer.report.outcomes import Result
 from trainer.report.reach import HEAD, Reaches, by_length
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import on_rank_zero
+from trainer.runs.ranks import current_ranks, on_rank_zero
 
 log = logging.getLogger(__name__)
 
 
 def other_loggers(config: RunConfig) -> list[Logger]:
     """The configured loggers, made by all ranks together; wandb is offline where no key is
-    configured.
+    configured, or where it cannot be reached.
 
     Raises:
         UserError: TensorBoard is asked for and not installed.
@@ -50,21 +50,38 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
     from lightning.pytorch.loggers import WandbLogger
 
     settings = config.logger
-    logger = WandbLogger(
-        name=dashboard_name(config),
-        group=config.name,
-        project=settings.project,
-        entity=settings.entity,
-        id=identity,
-        resume="allow",
-        save_dir=config.run_dir,
-        # Not Lightning's `offline`, which sets a deprecated variable for the whole process.
-        mode="offline" if settings.offline or not has_wandb_key() else None,
-        experiment=_kept.pop(identity, None) if _kept is not None else None,
-        reinit="create_new",  # that of the run stays open while its controls train
-        settings=wandb.Settings(silent=True),  # a screen of history otherwise
-    )
-    logger._wandb_init.pop("anonymous", None)  # wandb warns of it, whatever its value
+
+    def made(mode: str | None, identity: str = identity) -> WandbLogger:
+        logger = WandbLogger(
+            name=dashboard_name(config),
+            group=config.name,
+            project=settings.project,
+            entity=settings.entity,
+            id=identity,
+            resume="allow",
+            save_dir=config.run_dir,
+            # Not Lightning's `offline`, which sets a deprecated variable for the whole process.
+            mode=mode,
+            experiment=_kept.pop(identity, None) if _kept is not None else None,
+            reinit="create_new",  # that of the run stays open while its controls train
+            settings=wandb.Settings(silent=True),  # a screen of history otherwise
+        )
+        logger._wandb_init.pop("anonymous", None)  # wandb warns of it, whatever its value
+        return logger
+
+    if settings.offline or not has_wandb_key():
+        return made("offline")
+    apart = f"{identity}-offline"  # what has failed keeps its id to itself
+    if _kept and apart in _kept:
+        return made("offline", apart)
+    logger = made(None)
+    if current_ranks().is_rank_zero:
+        try:
+            _ = logger.experiment  # which connects; Lightning would not before fit
+        except Exception as error:  # whatever it is, it need not stop a run
+            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            log.warning("Weights & Biases cannot be reached (%s): it is logged offline", why)
+            return made("offline", apart)
     return logger
 
 

@@ -21,6 +21,7 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
+from trainer.runs.checkpoint_files import damage_together
 from trainer.runs.checkpoints import check_same_model, description
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
@@ -223,6 +224,10 @@ def _decoder(
             f"model.from_run: ranks found different checkpoints ({', '.join(sorted(found))}); name "
             "one, since the run still trains."
         )
+    if weights is not None and config.model.from_run is not None:
+        path = Path(weights.name)
+        if (wrong := damage_together(path)) is not None:
+            raise UserError(f"model.from_run: {path.name!r} is damaged: {wrong}.")
     model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
     if start.checkpoint is not None:
         check_same_model(start.state, model, start.checkpoint.name)

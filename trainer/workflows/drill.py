@@ -26,7 +26,7 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError
 from trainer.runs.checkpoints import regular_checkpoints, step_name
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import init_distributed, shutdown_distributed
+from trainer.runs.ranks import process_group
 from trainer.runs.same_run import compare
 from trainer.training.callbacks import checkpointing
 from trainer.training.run import train
@@ -200,13 +200,11 @@ def _train(config: RunConfig, corpus: Corpus, fault: Fault | None) -> int:
         _die_while_saving(step_name(fault.step))
     elif fault is not None:
         more.append(SendSignal(fault))
-    init_distributed(config)
     try:
-        train(config, corpus, callbacks=more)
+        with process_group(config):
+            train(config, corpus, callbacks=more)
     except PreemptedError:
         return REQUEUE_EXIT_CODE
-    finally:
-        shutdown_distributed()
     return 0
 
 

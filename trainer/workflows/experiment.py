@@ -34,15 +34,14 @@ from trainer.runs.phases import Phase, phases_of
 from trainer.runs.ranks import (
     Ranks,
     all_gather,
-    init_distributed,
     on_rank_zero,
-    shutdown_distributed,
+    process_group,
 )
 from trainer.runs.run_lock import RunLock
 from trainer.runs.spread import spread_problems
 from trainer.runs.starting_point import epochs_read
 from trainer.training.callbacks.benchmarks import benchmark_problems
-from trainer.training.callbacks.preemption import stopping_between_files
+from trainer.training.callbacks.preemption import heeding_signals, stopping_between_files
 from trainer.training.devices import (
     device_problems,
     open_gpus,
@@ -84,8 +83,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         name: control_config(plain(config), name) for name in config.controls
     }
     set_environment(config)
-    ranks = init_distributed(config)
-    try:
+    with process_group(config) as ranks:
         set_threads(config)
         callbacks = make_all_callbacks(configs)
         opened: list[Corpus] = []
@@ -98,14 +96,13 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
             open_gpus(config, ranks)
             say_epochs(config, corpus)
             say_long_warmups(configs)
-        runs = {
-            name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
-            for name, arm in configs.items()
-        }
+        with heeding_signals():
+            runs = {
+                name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
+                for name, arm in configs.items()
+            }
         configs = {name: run.config for name, run in runs.items()}
         share = evaluation_share([run.checkpoint for run in runs.values()], ranks)
-    finally:
-        shutdown_distributed()
     if share is None:
         return None
     directory = Path(config.run_dir)

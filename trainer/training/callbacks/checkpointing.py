@@ -28,7 +28,7 @@ from trainer.runs.checkpoints import (
     step_name,
 )
 from trainer.runs.config import RunConfig
-from trainer.runs.ranks import on_rank_zero
+from trainer.runs.ranks import on_all_ranks, on_rank_zero
 from trainer.runs.state import Tensors, save, tensors_of
 from trainer.training.callbacks.steps import ends_step
 
@@ -156,14 +156,10 @@ class Checkpointing(L.Callback):
         if self._group is not None:
             rank = dist.get_rank()
         try:
-            if rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+            # Before any rank makes it.
+            on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True), self._group)
             save(tensors, partial, self._group)
-            mine = digests(partial, f"__{rank}_*")
-            parts: list[Any] = [mine]
-            if self._group is not None:
-                parts = [None] * dist.get_world_size()
-                dist.all_gather_object(parts, mine, group=self._group)
+            parts = on_all_ranks(lambda: digests(partial, f"__{rank}_*"), self._group)
 
             def complete() -> None:
                 write_durably(partial / STATE, json.dumps(state))

@@ -13,7 +13,8 @@ import os
 import signal
 import time
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -39,6 +40,45 @@ and checkpoints take long."""
 ECHO = 10.0
 
 
+class Notice:
+    """``asked``: the first signal that came. A second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._at = 0.0
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        now = time.monotonic()
+        if self.asked:
+            if now - self._at < ECHO and number != signal.SIGINT:
+                return
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.asked, self._at = signal.Signals(number).name, now
+
+
+_standing: Notice | None = None
+"""That of :func:`heeding_signals`, within it."""
+
+
+@contextmanager
+def heeding_signals() -> Iterator[None]:
+    """Within it SIGTERM and SIGUSR1 are heeded between trainings too, while weights are read or
+    compiled programs dropped: the run stops after its next step. A batch script may have left them
+    ignored."""
+    global _standing  # noqa: PLW0603
+    _standing = Notice()
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, _standing.on_signal) for number in numbers}
+    try:
+        yield
+    finally:
+        _standing = None
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Preemption(L.Callback):
     """Stops the run when it was asked to; ``reason`` then says why.
 
@@ -49,14 +89,20 @@ class Preemption(L.Callback):
         self.config, self.checkpointing, self.began = config, checkpointing, began
         self._step_ends: deque[float] = deque(maxlen=20)
         self.reason: str | None = None
-        self.asked: str | None = None
-        self._asked_at = 0.0
+        self._notice = _standing or Notice()
+        self._limit: str | None = None  # that has been reached
         self._vote = Vote()
         self._handlers: dict[int, Any] = {}
 
+    @property
+    def asked(self) -> str | None:
+        """The signal, or the name of the limit."""
+        return self._notice.asked or self._limit
+
     def on_train_start(self, *_: Any) -> None:
         """Install the signal handlers; Lightning's own would act in the middle of a step."""
-        self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        heed = self._notice.on_signal
+        self._handlers = {number: signal.signal(number, heed) for number in SIGNALS}
 
     def on_train_end(self, *_: Any) -> None:
         """Restore the signal handlers from before."""
@@ -64,15 +110,6 @@ class Preemption(L.Callback):
             signal.signal(number, handler)
 
     on_exception = on_train_end
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.asked:
-            if now - self._asked_at < ECHO and number != signal.SIGINT:
-                return
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.asked, self._asked_at = signal.Signals(number).name, now
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
@@ -83,7 +120,7 @@ class Preemption(L.Callback):
         self._step_ends.append(time.time())
         limit, name = deadline(self.config, self.began, self._margin())
         if self.asked is None and time.time() > limit:
-            self.asked = name
+            self._limit = name
         if not self._vote.agreed(self.asked is not None):
             return
         self.reason = self.asked or "another rank"
