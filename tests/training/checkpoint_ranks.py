@@ -44,7 +44,12 @@ def saving():
 names = {"tensors_of": lambda *_: {}, "save": lambda *_: None, "digests": lambda *_: {}}
 names |= {"write_durably": lambda *_: None, "publish": publish}
 model = SimpleNamespace(timer=SimpleNamespace(enter=lambda _: None), model=None)
-trainer = SimpleNamespace(global_step=7, lightning_module=model, optimizers=[None])
+trainer = SimpleNamespace(
+    global_step=7,
+    lightning_module=model,
+    optimizers=[None],
+    strategy=SimpleNamespace(root_device=torch.device("cpu")),
+)
 with mock.patch.multiple(checkpointing, **names):
     print("written:", saving())
     with mock.patch.object(checkpointing, "digests", stale):
