@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import torch
+
 from tests.training.test_checkpoint_callbacks import steps_saved
 from trainer.errors import UserError
 from trainer.runs.config import RunConfig, StrategyConfig
