@@ -157,6 +157,8 @@ def compare(schema, given, path):
         (["positional.encodings.rope.bas=2"], "rope.bas: unknown key. Did you mean 'base'?"),
         (["name=../out"], "name: '../out' names a directory under runs/"),
         (["seed=[1"], "expected key=value"),
+        (["drope_demo"], "an experiment is named by +experiment=drope_demo."),
+        (["data.files=a.txt"], "Of this one alone it is data.files=[a.txt]."),
         (["name=~/x"], """in quotes: 'name="~/x"'"""),
         (["data.files=[~/a, b]"], """in quotes: 'data.files=["~/a","b"]'"""),
         (["seed=0,1"], "seed=0,1: several values; write seed=[...] for a list, or --multirun"),
@@ -219,3 +221,21 @@ def test_every_evaluation_and_analysis_has_a_kind_that_exists():
         for option in FILES.options(group):
             composed = compose_words([f"{group}={option}"], root)
             assert composed.without_kind(group)[1] in known
+
+
+@pytest.mark.parametrize("nothing", ["{}", "null"])
+def test_nothing_in_the_place_of_controls_leaves_an_experiments_out(nothing):
+    assert read_config(["+experiment=drope_demo"]).controls
+    assert read_config(["+experiment=drope_demo", f"controls={nothing}"]).controls == {}
+
+
+def test_what_the_model_of_another_run_has_already_is_not_given_beside_it(finished):
+    """It would be left out without a word."""
+    config, _ = finished
+    begin = [f"model.from_run={config.run_dir}", "model.qk_norm.when=after_drop"]
+    found = problems(
+        *begin, "positional=alibi", "model.hidden_size=128", "positional.layers=[nope]"
+    )
+    for key in ("positional", "model.hidden_size", "positional.layers"):
+        assert any(p.startswith(f"{key}: the model that model.from_run names") for p in found)
+    assert read_config(begin).model.hidden_size == config.model.hidden_size

@@ -67,7 +67,13 @@ def test_every_experiment_is_planned_without_network(capsys, tmp_path, monkeypat
     # At 128k half a million tokens are four sequences.
     gpus = "slurm.gpus_per_node=4" if name == "rope_id_128k" else "slurm.gpus_per_node=8"
     out = said(capsys, *f"+experiment={name}".split(), f"data.cache_dir={tmp_path}", gpus)
-    for title in ("Parameters", "Training", "One GPU", "Time at 40% of the peak", "Disk"):
+    for title in (
+        "Parameters",
+        "Training",
+        "Memory of each GPU",
+        "Time at 40% of the peak",
+        "Disk",
+    ):
         assert title in out
     if isinstance(told := COSTS.get(name), list):  # of small ones it is minutes on a CPU
         a100, h100, *_ = re.findall(r"([\d,]+) GPU-hours", out)

@@ -5,9 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from trainer.report import plotting
+from trainer.report import saving
 from trainer.report.dark import COLOURS, ON_BRIGHT, follows_scheme
-from trainer.report.plotting import Frame, Series, blank, draw, paper_style, save
+from trainer.report.plotting import Frame, Series, blank, draw, paper_style
+from trainer.report.saving import save
 
 
 def luminance(colour):
@@ -53,7 +54,7 @@ def test_every_element_of_a_colour_gets_its_counterpart(drawing):
 def test_a_large_picture_within_a_drawing_is_a_coarse_one(tmp_path, monkeypatch):
     sizes = []
     for limit in (10**6, 100):
-        monkeypatch.setattr(plotting, "LARGEST_SVG", limit)
+        monkeypatch.setattr(saving, "LARGEST_SVG", limit)
         with paper_style():
             figure = blank(2)
             points = np.random.default_rng(0).random((2, 500))
@@ -63,7 +64,7 @@ def test_a_large_picture_within_a_drawing_is_a_coarse_one(tmp_path, monkeypatch)
 
 
 def test_a_cloud_of_many_points_is_one_picture_and_the_rest_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(plotting, "LARGEST_SVG", 10_000)
+    monkeypatch.setattr(saving, "LARGEST_SVG", 10_000)
     with paper_style():
         figure = blank(2)
         figure.add_subplot().scatter(*np.random.default_rng(0).random((2, 500)))

@@ -10,7 +10,8 @@ from matplotlib.text import Text
 
 from trainer.report.frames import perplexity_axis
 from trainer.report.panels import pair
-from trainer.report.plotting import Frame, Series, draw, paper_style, save
+from trainer.report.plotting import Frame, Series, draw, paper_style
+from trainer.report.saving import save
 
 NAME = r"costs $\frac$ or \$5"
 """As a formula it has no meaning, and matplotlib would refuse it."""

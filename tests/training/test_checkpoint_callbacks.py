@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.program import run_ranks
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
-from trainer.training.callbacks import timed_checkpoints
+from trainer.training.callbacks import checkpointing, timed_checkpoints
 
 ALONE = Ranks()
 
@@ -54,6 +56,33 @@ def steps_saved(minutes, every=1000, ranks=ALONE, clock=1.0):
 )
 def test_a_checkpoint_is_saved_so_long_after_the_last_one(minutes, every, expected):
     assert steps_saved(minutes, every) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda:3", [torch.device("cuda:3")]), ("cpu", [])]
+)
+def test_the_thread_that_writes_uses_its_ranks_gpu(monkeypatch, tmp_path, device, expected):
+    """By itself a new thread uses the first one, where every rank would then hold memory."""
+    chosen, written = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(checkpointing, "tensors_of", lambda *_: {})
+    monkeypatch.setattr(
+        checkpointing.Checkpointing,
+        "_write",
+        lambda self, *what: written.append((what, threading.current_thread().name)),
+    )
+    callback = checkpointing.Checkpointing(RunConfig(), tmp_path, lambda trainer: {"step": 7})
+    module = SimpleNamespace(timer=SimpleNamespace(enter=lambda _: None), model=None)
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer = SimpleNamespace(
+        global_step=7, lightning_module=module, optimizers=[None], strategy=strategy
+    )
+    callback.save(trainer, "step-000007")
+    assert callback.finish() is None
+    ((what, thread),) = written
+    assert what == ({}, {"step": 7}, "step-000007")
+    assert thread.startswith("checkpoint")
+    assert chosen == expected
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from trainer.training.devices import (
     numerics,
     open_gpus,
     set_environment,
+    set_threads,
 )
 from trainer.training.lightning_trainer import make_trainer
 
@@ -105,6 +106,22 @@ def test_a_run_on_the_cpu_sets_nothing():
     before = dict(os.environ)
     set_environment(with_trainer(accelerator="cpu", deterministic=True))
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 7), ("3", 3)])
+def test_blocks_are_compiled_by_a_ranks_share_of_the_cores(monkeypatch, given, expected):
+    from torch._inductor import config as inductor
+    from torch._inductor.async_compile import get_compile_threads
+
+    threads = torch.get_num_threads()
+    if given is None:
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", given)
+    with inductor.patch(compile_threads=3):
+        set_threads(with_trainer(threads=7, compile=True))
+        assert get_compile_threads() == expected
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("tf32", "expected"), [(True, "high"), (False, "highest")])

@@ -22,6 +22,7 @@ from trainer.runs import checkpoint_files
 from trainer.runs.checkpoint_files import MANIFEST
 from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import label
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.training.callbacks.preemption import Preemption
@@ -262,6 +263,27 @@ def test_a_run_may_begin_with_the_weights_of_another(run, whole):
     assert states[0]["layout"] == states[1]["layout"]
     assert states[0]["tokenizer"] == states[1]["tokenizer"]
     assert trained.effects == {}
+
+
+def test_a_run_that_begins_with_a_dropped_model_is_called_so_and_drops_nothing_again(
+    base, finished, tmp_path
+):
+    whole, _ = finished
+    early = str(checkpoint_of(whole, 6))
+    begun = {**base, "run_dir": str(tmp_path / "new")}
+
+    def config(from_run, norms="after_drop", **changes):
+        model = {"from_run": from_run, "qk_norm": {"when": norms}}
+        return parse(RunConfig, merged(begun, {"model": model, **changes}))
+
+    last = config(whole.run_dir, drop={"at": None})
+    assert (label(last), last.positional.layers) == ("DroPE", ["nope"])
+    assert label(config(whole.run_dir, drop={"at": None}, label="mine")) == "mine"
+    before = config(early, drop={"at": None}, norms="never")
+    assert (label(before), before.positional) == ("RoPE", whole.positional)
+    with pytest.raises(UserError, match="'nope' is what the layers to drop have already"):
+        config(whole.run_dir)
+    assert label(config(early)) == "DroPE"
 
 
 def test_the_run_that_another_begins_with_is_hashed_when_its_weights_are_taken(

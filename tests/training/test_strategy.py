@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,15 +13,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.small_runs import trained_in
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
+from trainer.data.corpus import prepare_corpus
 from trainer.model.config import ModelConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
 from trainer.runs.spread import shard_size, spread_problems
 from trainer.training import strategy
 from trainer.training.callbacks.checkpointing import group_of_threads
 from trainer.training.module import make_decoder
+from trainer.training.run import train
 from trainer.training.strategy import (
     checkpoint_activations,
     device_mesh,
@@ -188,21 +191,31 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_does():
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_what_training_held_is_given_up_and_not_copied(alone, base, tmp_path, monkeypatch, name):
     """Lightning copies weights and the optimizer's state to the host; with every stretch and
-    control that ends, on all ranks of a node at once."""
-    ended = []
-    teardown = strategy.Released.teardown
+    control that ends, on all ranks of a node at once. The last hooks still see them."""
+    ended, seen = [], []
+    teardown = strategy.Uncopied.teardown
+    monkeypatch.setattr(
+        strategy.Uncopied,
+        "teardown",
+        lambda self: ended.append((self.lightning_module, self.optimizers[0])) or teardown(self),
+    )
 
-    def watched(self):
-        teardown(self)
-        ended.append((list(self.lightning_module.parameters()), self.optimizers[0].state))
+    class Last(L.Callback):
+        def on_fit_end(self, trainer, module):
+            seen.append(any(p.is_meta for p in module.parameters()))
 
-    monkeypatch.setattr(strategy.Released, "teardown", watched)
+        def teardown(self, trainer, module, stage):
+            seen.append(any(p.is_meta for p in module.parameters()))
+
     monkeypatch.setattr(strategy.Strategy, "teardown", lambda self: pytest.fail("copies"))
-    changes = {"strategy": {"name": name}, "trainer": {"max_steps": 8}, "evaluation": {}}
-    trained_in(tmp_path / "run", base, **changes)
-    ((parameters, state),) = ended
-    assert all(p.is_meta for p in parameters)
-    assert not state
+    changes = {"strategy": {"name": name}, "trainer": {"max_steps": 8}}
+    config = parse(RunConfig, merged({**base, "run_dir": str(tmp_path / "run")}, changes))
+    (tmp_path / "run").mkdir()
+    train(config, prepare_corpus(config.data, config.tokenizer), callbacks=[Last()])
+    assert seen == [False, False]
+    ((module, optimizer),) = ended
+    assert all(p.is_meta for p in module.parameters())
+    assert not optimizer.state
 
 
 def test_stretches_and_controls_share_their_groups(alone):

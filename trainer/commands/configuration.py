@@ -25,6 +25,7 @@ from trainer.commands.config_files import (
 )
 from trainer.commands.words import is_for_hydra, parse_words
 from trainer.errors import UserError, did_you_mean
+from trainer.runs.parsing import NAMED_BY_USERS
 
 Values = dict[str, Any]
 
@@ -87,7 +88,8 @@ def compose_words(
     """
     files = files or ConfigFiles()
     defaults = files.default_groups(root)
-    overrides, malformed = parse_words(plain_groups(words, defaults))
+    experiments = files.options("experiment")
+    overrides, malformed = parse_words(plain_groups(words, defaults), experiments)
     problems = [*found, *malformed]
     chosen, others = _sorted(overrides, defaults, files, problems)
     lines = [*chosen.values()]
@@ -100,6 +102,9 @@ def compose_words(
         else:
             keys.append(override)
     _apply(keys, config, problems)
+    for override in keys:  # which Hydra has merged with what was there
+        if override.key_or_group in NAMED_BY_USERS and override.value() == {}:
+            config[override.key_or_group] = {}
     choices = dict(config.hydra.runtime.choices)
     with open_dict(config):
         del config["hydra"]

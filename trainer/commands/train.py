@@ -78,13 +78,31 @@ def read_run(composed: Composed, found: Sequence[str] = (), *, weights: bool = T
     from trainer.runs.parsing import parse, parse_without_weights
 
     values, kind = composed.without_kind("evaluation")
-    problems = [*composed.problems, *found]
+    problems = [*composed.problems, *_ignored(composed), *found]
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
     return (
         parse(RunConfig, values, problems) if weights else parse_without_weights(values, problems)
     )
+
+
+def _ignored(composed: Composed) -> list[str]:
+    """What the command line gives that a model of another run has already."""
+    if composed.values["model"]["from_run"] is None:
+        return []
+    own = ("qk_norm", "attention_backend", "from_pretrained", "from_run")
+    found = []
+    for word in composed.words:
+        key = word.lstrip("+~").partition("=")[0].partition("@")[0]
+        group, _, rest = key.partition(".")
+        of_shape = group == "model" and rest and rest.partition(".")[0] not in own
+        if group == "positional" or of_shape:
+            found.append(
+                f"{key}: the model that model.from_run names has its own, which a run keeps that "
+                "begins with it; leave it out."
+            )
+    return found
 
 
 def execute(config: RunConfig) -> None:

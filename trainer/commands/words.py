@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -11,7 +11,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 
-def parse_words(words: Sequence[str]) -> tuple[list[Override], list[str]]:
+def parse_words(
+    words: Sequence[str], experiments: Collection[str] = ()
+) -> tuple[list[Override], list[str]]:
     """The overrides, and a sentence for each word that is not well formed. Where it only lacks
     quotes, the override that it means is among them, so that nothing else is said to be missing."""
     parser = OverridesParser.create()
@@ -20,7 +22,7 @@ def parse_words(words: Sequence[str]) -> tuple[list[Override], list[str]]:
         try:
             override = parser.parse_override(word)
         except HydraException:
-            problems.append(f"{word!r}: expected key=value, for instance seed=1.")
+            problems.append(_no_override(word, experiments))
             with suppress(HydraException):
                 meant = _quoted(word)
                 found.append(parser.parse_override(meant))
@@ -31,8 +33,14 @@ def parse_words(words: Sequence[str]) -> tuple[list[Override], list[str]]:
             if override.key_or_group:
                 found.append(override)
             else:
-                problems.append(f"{word!r}: expected key=value, for instance seed=1.")
+                problems.append(_no_override(word, experiments))
     return found, problems
+
+
+def _no_override(word: str, experiments: Collection[str]) -> str:
+    if word in experiments:
+        return f"{word!r}: an experiment is named by +experiment={word}."
+    return f"{word!r}: expected key=value, for instance seed=1."
 
 
 def _quoted(word: str) -> str:

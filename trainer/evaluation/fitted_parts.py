@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
 
+from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.layouts import LayoutAt, tempered, with_factors, with_published
@@ -57,23 +59,25 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
     if not any(factor > 1 for factor in config.factors):
         return before
     windows = fitting.at(settings.lengths or config.factors)
-    best = fit_line if settings.fit == "line" else fit_coefficient
+    C = fitting.model.layout.training_length
 
     def tempered_with(coefficient: float) -> LayoutAt:
         return lambda factor: tempered(before(factor), coefficient, per)
 
-    def fit() -> float:
-        return best(
+    def best(on: Mapping[int, Integers]) -> float:
+        return fit_coefficient(
             fitting.model,
             tempered_with,
-            windows,
+            on,
             fitting.text.end_of_text,
             settings.grid,
             fitting.batch_tokens,
             fitting.read,
         )
 
-    C = fitting.model.layout.training_length
+    def fit() -> float:
+        return fit_line(best, windows, C) if settings.fit == "line" else best(windows)
+
     layouts = [before(n / C).to_dict() for n in windows]
     asked = [layouts, plain(settings)]
     coefficient = fitting.kept("temperature", asked, fit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from trainer.errors import did_you_mean
@@ -47,7 +48,7 @@ def choice_texts() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodsConfig:
+class MethodsConfig(ABC):
     """Methods and their settings.
 
     ``methods``: names, or several joined by ``+`` (``yarn+dope``), applied from left to right;
@@ -68,9 +69,9 @@ class MethodsConfig:
     )
 
     @property
+    @abstractmethod
     def factors(self) -> list[float]:
         """The extension factors that methods are set for."""
-        raise NotImplementedError
 
     @property
     def names(self) -> list[str]:

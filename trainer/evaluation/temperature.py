@@ -54,21 +54,16 @@ def fit_coefficient(
 
 
 def fit_line(
-    model: LanguageModel,
-    tempered_with: Callable[[float], Callable[[float], Layout]],
+    best: Callable[[Mapping[int, Integers]], float],
     windows: Mapping[int, Integers],
-    end_of_text: int,
-    grid: Sequence[float],
-    batch_tokens: int,
-    read: Callable[[int, int], None] = lambda sequences, length: None,
+    training_length: int,
 ) -> float:
     """The slope of the line 1 + c ln s through the best scale of every length, by least squares, as
-    YaRN has it; arguments as of :func:`fit_coefficient`."""
+    YaRN has it. ``best``: the coefficient that :func:`fit_coefficient` finds on some windows."""
     above = below = 0.0
     for length, tokens in windows.items():
-        only, log_s = {length: tokens}, math.log(length / model.layout.training_length)
-        best = fit_coefficient(model, tempered_with, only, end_of_text, grid, batch_tokens, read)
-        above, below = above + best * log_s**2, below + log_s**2
+        log_s = math.log(length / training_length)
+        above, below = above + best({length: tokens}) * log_s**2, below + log_s**2
     return above / below
 
 

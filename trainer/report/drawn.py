@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from trainer.report.atomic import write_atomically
-from trainer.report.plotting import save
 from trainer.report.rendering import csv_text
+from trainer.report.saving import save
 
 
 @dataclass(frozen=True)

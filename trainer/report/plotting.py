@@ -7,12 +7,9 @@ multiples: each series in its own panel, over all others in grey, so that eighte
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -22,17 +19,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-from trainer.report.atomic import write_atomically
-from trainer.report.dark import follows_scheme
 
 OVERLAY = 8
 WIDTH = 6.75  # inches, the text width of a two-column paper
-CLOUD_DPI, COARSE_DPI = 200, 120  # of clouds of points that are one picture in a drawing
-LARGEST_SVG = 500_000
-"""Bytes of a drawing whose points are all drawn one by one."""
 
 # Okabe and Ito's colours for all kinds of colour vision, without the yellow that fades on white.
 _COLOURS = ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7")
@@ -127,38 +117,6 @@ def draw(series: Sequence[Series], frame: Frame) -> Figure:
     else:
         _overlay(figure, series, frame)
     return figure
-
-
-def save(figure: Figure, stem: Path) -> Path:
-    """Write ``stem.png`` (300 dpi, white) and ``stem.svg`` (transparent, of the page's colour
-    scheme), without dates; return the latter's path. Clouds of points that would make the SVG
-    larger than :data:`LARGEST_SVG` are one picture in it, a coarse one where it is still large."""
-    path = stem.with_suffix(".svg")
-    for text in figure.findobj(Text):  # in a name, dollars begin no formula
-        text.set_text(re.sub(r"(?<!\\)\$", r"\\$", text.get_text()))
-    png = _rendered(figure, "png", metadata={"Software": None})
-    figure.set_layout_engine(None)  # its places are found: the next format has the same
-    svg = _drawing(figure, CLOUD_DPI)
-    if len(svg) > LARGEST_SVG:
-        for cloud in (cloud for axes in figure.axes for cloud in axes.collections):
-            cloud.set_rasterized(True)
-        svg = _drawing(figure, CLOUD_DPI)
-    if len(svg) > 2 * LARGEST_SVG:
-        svg = _drawing(figure, COARSE_DPI)
-    write_atomically(path.with_suffix(".png"), png)
-    write_atomically(path, follows_scheme(svg.decode()))
-    return path
-
-
-def _drawing(figure: Figure, dpi: int) -> bytes:
-    metadata = {"Date": None, "Creator": None}
-    return _rendered(figure, "svg", transparent=True, dpi=dpi, metadata=metadata)
-
-
-def _rendered(figure: Figure, suffix: str, **options: Any) -> bytes:
-    buffer = BytesIO()
-    figure.savefig(buffer, format=suffix, **options)
-    return buffer.getvalue()
 
 
 def _overlay(figure: Figure, series: Sequence[Series], frame: Frame) -> None:

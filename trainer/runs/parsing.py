@@ -61,6 +61,8 @@ def _type_problem(error: Any) -> str:
     hint = ""
     if error["type"] == "literal_error":
         hint = did_you_mean(str(error["input"]), _quoted(error["ctx"]["expected"]))
+    elif error["type"] == "list_type" and isinstance(error["input"], str | int | float):
+        hint = f" Of this one alone it is {_place(error)}=[{error['input']}]."
     return f"{_place(error)}: got {error['input']!r}; {expected}.{hint}"
 
 
@@ -122,7 +124,7 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) ->
     Raises:
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
     """
-    # `controls=null` on a command line leaves an experiment's out; merging keeps {}.
+    # `controls=null` on a command line leaves an experiment's out.
     empty = {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
     values = values | empty
     config, problems = validated(schema, values)
@@ -170,7 +172,7 @@ def parse_without_weights(values: dict[str, Any], found: Sequence[str] = ()) -> 
 
 def with_trained_shape(config: RunConfig) -> RunConfig:
     """The configuration with the shape of the model whose weights the run begins with, and the
-    encodings of the run that these are from.
+    encodings and the name of the run that these are from.
 
     Raises:
         UserError: there is no such model, its files are damaged, or it cannot have what is asked.
@@ -178,7 +180,7 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     given = config.model
     if not given.is_trained:
         return config
-    from trainer.runs.starting_weights import normalizes, run_of, starting_weights
+    from trainer.runs.starting_weights import encodings_of, normalizes, starting_weights
 
     start = starting_weights(given)
     assert start is not None
@@ -196,7 +198,8 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
         from_run=given.from_run,
     )
     if given.from_run is not None:
-        config = replace(config, positional=run_of(given.from_run).positional)
+        positional, called = encodings_of(given.from_run)
+        config = replace(config, positional=positional, label=config.label or called)
     return replace(config, model=shape)
 
 

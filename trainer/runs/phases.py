@@ -282,7 +282,7 @@ def phase_problems(config: RunConfig) -> list[str]:
 
 def _first_drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
     """What the layout that the run begins with says against its first drop."""
-    if config.model.is_trained or any(phase.rescale for phase in phases):
+    if config.model.from_pretrained is not None or any(phase.rescale for phase in phases):
         return []  # known only when the weights are read
     for phase in phases:
         if phase.drop is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,10 +14,12 @@ from trainer.errors import UserError
 from trainer.interchange.pretrained import Pretrained, read_pretrained
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
+from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoints import find_checkpoint, model_config, read_state
-from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.index import read_index
+from trainer.runs.phases import phases_of
 from trainer.runs.saved_config import saved_config
 from trainer.runs.state import check_shapes, load, tensors_in
 
@@ -45,15 +47,30 @@ def normalizes(layout: Layout) -> bool:
     return any(layer.qk_norm for layer in layout.layers)
 
 
-def run_of(given: str) -> RunConfig:
-    """The configuration of the run that ``model.from_run`` names.
+def encodings_of(given: str) -> tuple[PositionalConfig, str | None]:
+    """The encodings that the checkpoint has which ``model.from_run`` names, and what it is called:
+    None where that follows from them.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
     path = _checkpoint(given)
     what = f"model.from_run: the configuration in {str(path)!r}"
-    return saved_config(read_state(path, hashed=False)["config"], what)
+    state = read_state(path, hashed=False)
+    config, step = saved_config(state["config"], what), state["step"]
+    positional, depth = config.positional, config.model.num_hidden_layers
+    dropped = is_dropped(config, step)
+    for phase in phases_of(config):
+        change = phase.drop
+        if change is None or phase.start >= step or change.heads is not None or change.of_pairs:
+            continue  # what heads and pairs have left has no name
+        chosen = {layer % depth for layer in change.layers or range(depth)}
+        before = [positional.layers[i % len(positional.layers)] for i in range(depth)]
+        layers = [change.to if i in chosen else name for i, name in enumerate(before)]
+        if len(chosen) == depth:
+            layers, positional = [change.to], replace(positional, heads={})
+        positional = replace(positional, layers=layers)
+    return positional, label(config, dropped) if dropped else None
 
 
 def _of_run(given: str) -> Pretrained:

@@ -76,8 +76,11 @@ def set_threads(config: RunConfig) -> None:
     machine, also to compile; all ranks call it together."""
     threads = config.trainer.threads or share_of_cores()
     torch.set_num_threads(threads)
-    # By itself every rank starts as many as the node has cores, up to 32.
-    _set(str(min(threads, 32)), "TORCHINDUCTOR_COMPILE_THREADS")
+    if config.trainer.compile and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config as inductor  # has read the environment by now
+
+        # By itself every rank starts as many workers as the node has cores, up to 32.
+        inductor.compile_threads = min(threads, 32)
 
 
 def set_environment(config: RunConfig) -> None:

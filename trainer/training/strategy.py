@@ -46,16 +46,13 @@ from trainer.runs.spread import shard_size
 SHARDED = ("fsdp2", "hsdp")
 
 
-class Released(ParallelStrategy):
-    """In the end weights and the optimizer's state are given up where they are: Lightning would
-    copy them to the host first, of all ranks of a node at once, though nobody reads them there."""
+class Uncopied(ParallelStrategy):
+    """In the end weights and the optimizer's state stay where they are, for the hooks that follow:
+    Lightning would copy them to the host, of all ranks of a node at once."""
 
     def teardown(self) -> None:
-        """Release what training held."""
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
-        if self.lightning_module is not None:
-            self.model = self.lightning_module.to("meta")
+        """As Lightning's, without the copies; see :func:`releasing`."""
+        self.model = self.lightning_module
         for part in (
             self.cluster_environment,
             self.precision_plugin,
@@ -66,15 +63,27 @@ class Released(ParallelStrategy):
                 part.teardown()
 
 
-class Replicated(Released, DDPStrategy):
+class Replicated(Uncopied, DDPStrategy):
     """DDP."""
 
 
-class Sharded(Released, ModelParallelStrategy):
+class Sharded(Uncopied, ModelParallelStrategy):
     """FSDP2; the model has been put where it belongs when Lightning sees it."""
 
     def model_to_device(self) -> None:
         """With offloading the parameters stay on the CPU."""
+
+
+@contextmanager
+def releasing(module: nn.Module, strategy: Strategy) -> Iterator[None]:
+    """Afterwards what training has held is given up, which its checkpoint has: the trainer and all
+    it refers to are a circle, and else hold it until the next collection."""
+    try:
+        yield
+    finally:
+        for optimizer in strategy.optimizers:
+            optimizer.state.clear()
+        module.to("meta")
 
 
 def lightning_strategy(config: RunConfig, ranks: Ranks) -> Strategy | str:

@@ -65,6 +65,7 @@ from trainer.training.lightning_trainer import make_trainer
 from trainer.training.loggers import close, other_loggers
 from trainer.training.metrics_logger import MetricsFile
 from trainer.training.module import LanguageModule, make_decoder
+from trainer.training.strategy import releasing
 from trainer.training.user_callbacks import states_of
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,8 @@ def train_stretch(
         if to_train:
             first = partial(_first_sample, phases, skips)
             data = TrainingData(samples_of(corpus, phase), here, ranks, start.step, first)
-            trainer.fit(module, datamodule=data)
+            with releasing(module, trainer.strategy):
+                trainer.fit(module, datamodule=data)
             certificate = module.certificate.state()["samples"]
             log.info("%s: what was read has the certificate %s", title, certificate)
         else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.errors import UserError, did_you_mean
 from trainer.report.results import Report, is_known
 from trainer.report.sweep import Sweep, SweptRun, reached
 from trainer.report.sweep_page import write_sweep_report
@@ -72,8 +72,10 @@ def _runs_of(place: Path) -> list[Swept]:
     if (place / RECORD).is_file():
         return read_sweep(place)
     if not (place / "config.yaml").is_file():
+        beside = [path.name for path in place.parent.glob("*") if path.is_dir()]
+        near = did_you_mean(place.name, beside) if not place.exists() else ""
         raise UserError(
-            f"runs: {str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD})."
+            f"runs: {str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD}).{near}"
         )
     return [Swept(str(place))]
 

@@ -80,7 +80,7 @@ def plan(request: PlanRequest) -> Iterator[Section]:
         begin = config.drop_step or 0 if begin == "drop" else begin
         operations[name] = flops(control_config(plain(config), name, not request.missing), begin)
     yield Section("Training", list(_training(config, corpus, operations)))
-    yield Section("One GPU", list(_memory(replace(request, config=config), model)))
+    yield Section("Memory of each GPU", list(_memory(replace(request, config=config), model)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
     yield Section("Disk", list(_disk(config, counted["in all"], vocab)))
     if missing := [*request.missing, *_missing_text(corpus)]:

@@ -13,11 +13,10 @@ from trainer.analysis.averages import Array
 from trainer.analysis.pairs import Side
 from trainer.analysis.studies.arrays import mean_over_heads
 from trainer.analysis.studies.attenuation import NAMES
-from trainer.report.geometry.entropy_figures import (
+from trainer.report.geometry.entropy_figures import Scale, heat_maps
+from trainer.report.geometry.entropy_points import (
     HeadColumn,
-    Scale,
     head_columns,
-    heat_maps,
     layer_panels,
     pair_scatter,
 )

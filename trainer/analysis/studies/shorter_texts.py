@@ -13,7 +13,7 @@ from trainer.analysis.studies.arrays import stacked
 from trainer.analysis.studies.attenuation import NAMES
 from trainer.analysis.studies.part import Part
 from trainer.analysis.studies.study import Target
-from trainer.report.geometry.entropy_figures import pair_scatter
+from trainer.report.geometry.entropy_points import pair_scatter
 from trainer.report.geometry.section import Picture
 
 NEAR = 2

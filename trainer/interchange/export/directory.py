@@ -148,7 +148,10 @@ def _gate(
     dtype: str,
 ) -> float | None:
     if not transformers_is_here():
-        log.warning("transformers is not installed: what was written was not loaded and compared")
+        log.warning(
+            "transformers is not installed (pip install 'unrope[export]'): what was written was "
+            "not loaded and compared"
+        )
         return None
     if dtype != "float32":
         round_weights(model, plan, DTYPES[dtype])

@@ -16,8 +16,9 @@ import numpy as np
 from trainer.report.atomic import write_atomically
 from trainer.report.geometry.glance import glance
 from trainer.report.geometry.section import Picture, Section
-from trainer.report.plotting import WIDTH, paper_style, save
+from trainer.report.plotting import WIDTH, paper_style
 from trainer.report.rendering import base64, csv_text, render
+from trainer.report.saving import save
 from trainer.stopping import partial_directory
 
 WIDEST = 52  # rem, of a figure as wide as a text

@@ -35,7 +35,7 @@ from trainer.runs.monitoring import BenchmarksConfig
 from trainer.runs.phases import phase_before
 from trainer.runs.ranks import Ranks, all_gather
 from trainer.training.callbacks.evaluating import evaluating
-from trainer.training.callbacks.monitor import Monitor
+from trainer.training.callbacks.monitor import Remembering
 from trainer.training.callbacks.stability import watch
 from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import LanguageModule
@@ -44,12 +44,14 @@ from trainer.training.strategy import gathered
 log = logging.getLogger(__name__)
 
 
-class Benchmarks(Monitor):
+class Benchmarks(Remembering):
     """Scores of tasks, each on the same questions every time, shared out among the ranks.
 
-    ``history``, its state, holds all of them; the next row of metrics has the last ones. A run that
-    begins with trained weights is measured before its first step too.
+    The next row of metrics has the last ones. A run that begins with trained weights is measured
+    before its first step too.
     """
+
+    kind = Milestone
 
     def __init__(
         self,
@@ -64,15 +66,6 @@ class Benchmarks(Monitor):
         self.tasks, self.lengths = _tasks(config, corpus, ranks)
         self.encoder = Encoder(corpus.tokenizer, config.data.sequence_length, add_bos=True)
         self.questions = _questions(self.asked, ranks)
-        self.history: list[Milestone] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """All measurements."""
-        return {"history": [milestone.to_dict() for milestone in self.history]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore them."""
-        self.history = [Milestone.from_dict(one) for one in state_dict["history"]]
 
     def is_due(self, module: LanguageModule, step: int) -> bool:
         """Whether the step crossed a multiple of the steps, or of the tokens."""

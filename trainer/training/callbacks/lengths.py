@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
 
 import lightning as L
 import torch
@@ -18,16 +17,18 @@ from trainer.report.results import Reach
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.evaluating import evaluating
-from trainer.training.callbacks.monitor import Monitor
+from trainer.training.callbacks.monitor import Remembering
 from trainer.training.callbacks.transitions import Transitions
 from trainer.training.module import LanguageModule
 
 
-class Lengths(Monitor):
+class Lengths(Remembering):
     """Retrieval and held-out loss at several lengths, on the same validation text every time.
 
-    ``history``, its state, holds all measurements; the next row of metrics has the last of them.
+    The next row of metrics has the last of them.
     """
+
+    kind = Reach
 
     def __init__(
         self,
@@ -41,15 +42,6 @@ class Lengths(Monitor):
         super().__init__(config, config.monitor.lengths_every, transitions)
         self.add_metrics = add_metrics
         self.perplexity, self.statements = measurements(config, corpus, ranks)
-        self.history: list[Reach] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """All measurements."""
-        return {"history": [reach.to_dict() for reach in self.history]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore them."""
-        self.history = [Reach.from_dict(reach) for reach in state_dict["history"]]
 
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Each rank reads its part; all have the same numbers afterwards."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 
+from trainer.report.results import Json
 from trainer.runs.config import RunConfig
 from trainer.training.callbacks.steps import begins_step, ends_step
 from trainer.training.callbacks.transitions import Transitions
@@ -47,3 +48,21 @@ class Monitor(L.Callback, ABC):
         due = self.is_due(module, step) or step in self.fixed or module.phase_ended
         if ends_step(trainer, index) and due:
             self.measure(trainer, module)
+
+
+class Remembering(Monitor):
+    """A monitor whose ``history``, its state, holds all its measurements, each a ``kind``."""
+
+    kind: ClassVar[type[Json]]
+
+    def __init__(self, config: RunConfig, every: int, transitions: Transitions) -> None:
+        super().__init__(config, every, transitions)
+        self.history: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """All measurements."""
+        return {"history": [one.to_dict() for one in self.history]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore them."""
+        self.history = [self.kind.from_dict(one) for one in state_dict["history"]]

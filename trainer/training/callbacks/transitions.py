@@ -19,6 +19,7 @@ from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.drop import dropped_layout, shrunk
 from trainer.recalibration.gain import input_sizes, set_gains
 from trainer.runs.phases import Phase, phase_at
+from trainer.runs.ranks import all_gather
 from trainer.training.callbacks.evaluating import evaluating
 from trainer.training.callbacks.steps import begins_step, ends_step
 from trainer.training.module import LanguageModule
@@ -169,19 +170,28 @@ class Transitions(L.Callback):
 
     def losses(self, module: LanguageModule, phase: Phase) -> list[float]:
         """Of every sequence of the fixed batch."""
+        rank, ranks = module.ranks.rank, module.ranks.world_size
         with evaluating(module) as model:
-            parts = self._micro_batches(module, phase)
-            return torch.cat([model.token_losses(*x).mean(dim=1) for x in parts]).tolist()
+            parts = self._micro_batches(module, phase, ranks)
+            if len(parts) % ranks:  # fewer sequences than ranks, which all read them then
+                rank, ranks = 0, 1
+            own = [model.token_losses(*x).mean(dim=1) for x in parts[rank::ranks]]
+            mine = torch.stack(own).tolist()
+        of_ranks = [mine] if ranks == 1 else all_gather(mine)
+        return [loss for row in zip(*of_ranks, strict=True) for part in row for loss in part]
 
-    def _micro_batches(self, module: LanguageModule, phase: Phase) -> list[tuple[Tensor, Tensor]]:
+    def _micro_batches(
+        self, module: LanguageModule, phase: Phase, shared: int = 1
+    ) -> list[tuple[Tensor, Tensor]]:
         """The fixed batch, inputs and targets, in parts of one size, no larger than those that the
-        run trains on."""
+        run trains on, and as many for each of the ranks that share them, where that can be."""
         if self._batch is None or self._batch[0] != phase.name:
             self._batch = phase.name, self.effect_batch(phase)
         ids, labels = (self._batch[1][k].to(module.device) for k in ("input_ids", "labels"))
         run, ranks = phase.config.trainer, module.ranks.world_size
         largest = run.batch_size // (run.accumulation(ranks) * ranks)
-        parts = next(n for n in range(-(-len(ids) // largest), len(ids) + 1) if len(ids) % n == 0)
+        fit = [n for n in range(-(-len(ids) // largest), len(ids) + 1) if len(ids) % n == 0]
+        parts = next((n for n in fit if n % shared == 0), fit[0])
         return list(zip(ids.chunk(parts), labels.chunk(parts), strict=True))
 
 
