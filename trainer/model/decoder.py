@@ -47,7 +47,8 @@ class Decoder(LanguageModel):
         if config.vocab_size is None:
             raise ValueError("config.vocab_size must be known when a decoder is built")
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        words = torch.empty(config.vocab_size, config.hidden_size)  # drawn below, and not here too
+        self.embed_tokens = nn.Embedding.from_pretrained(words, freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.layout = layout
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
