@@ -71,7 +71,10 @@ def rows_of(config):
 VARIANTS = {
     "fp32 AdamW": {},
     "bf16": {"trainer": {"precision": "bf16"}},
-    "Muon": {"optimizer": {"name": "muon"}},
+    "Muon, and a temperature": {
+        "optimizer": {"name": "muon"},
+        "positional": {"temperature": {"coefficient": 0.3, "reference": 8, "steps": True}},
+    },
     "accumulation": {"trainer": {"micro_batch_size": 2}},
     "kept optimizer": {"drop": {"optimizer_state": "keep"}},
     "workers": {"data": {"num_workers": 2}},
