@@ -89,7 +89,8 @@ def read_run(composed: Composed, found: Sequence[str] = (), *, weights: bool = T
 
 def _ignored(composed: Composed) -> list[str]:
     """What the command line gives that a model of another run has already."""
-    if composed.values["model"]["from_run"] is None:
+    model = composed.values.get("model")
+    if not isinstance(model, dict) or model.get("from_run") is None:
         return []
     own = ("qk_norm", "attention_backend", "from_pretrained", "from_run")
     found = []
