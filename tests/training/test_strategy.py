@@ -188,7 +188,7 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_does():
     assert not spread_problems(replace(config, strategy=StrategyConfig(name="ddp")), 1, 1)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp2"])
 def test_what_training_held_is_given_up_and_not_copied(alone, base, tmp_path, monkeypatch, name):
     """Lightning copies weights and the optimizer's state to the host; with every stretch and
     control that ends, on all ranks of a node at once. The last hooks still see them."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import (
     DDPStrategy,
     ModelParallelStrategy,
-    ParallelStrategy,
+    SingleDeviceStrategy,
     Strategy,
 )
 from torch import nn
@@ -40,13 +40,13 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
 from trainer.model.initialization import initial_value
 from trainer.runs.config import RunConfig, StrategyConfig
-from trainer.runs.ranks import Ranks, limit_collectives
+from trainer.runs.ranks import Ranks, device_of, limit_collectives
 from trainer.runs.spread import shard_size
 
 SHARDED = ("fsdp2", "hsdp")
 
 
-class Uncopied(ParallelStrategy):
+class Uncopied(Strategy):
     """In the end weights and the optimizer's state stay where they are, for the hooks that follow:
     Lightning would copy them to the host, of all ranks of a node at once."""
 
@@ -54,13 +54,17 @@ class Uncopied(ParallelStrategy):
         """As Lightning's, without the copies; see :func:`releasing`."""
         self.model = self.lightning_module
         for part in (
-            self.cluster_environment,
+            getattr(self, "cluster_environment", None),  # of several processes
             self.precision_plugin,
             self.accelerator,
             self.checkpoint_io,
         ):
             if part is not None:
                 part.teardown()
+
+
+class Single(Uncopied, SingleDeviceStrategy):
+    """One process on one device."""
 
 
 class Replicated(Uncopied, DDPStrategy):
@@ -86,10 +90,10 @@ def releasing(module: nn.Module, strategy: Strategy) -> Iterator[None]:
         module.to("meta")
 
 
-def lightning_strategy(config: RunConfig, ranks: Ranks) -> Strategy | str:
+def lightning_strategy(config: RunConfig, ranks: Ranks) -> Strategy:
     """Lightning's side of the configured strategy."""
     if config.strategy.name == "single":
-        return "auto"
+        return Single(device_of(config, ranks))
     if config.strategy.name == "ddp":
         return Replicated(gradient_as_bucket_view=True, broadcast_buffers=False)
     return Sharded(data_parallel_size=ranks.world_size, tensor_parallel_size=1)
