@@ -45,6 +45,23 @@ def test_a_mistake_of_the_program_has_its_traceback():
         raise OSError("of its own")
 
 
+def test_a_claim_that_is_not_shown_says_why(capsys):
+    claims = [
+        Observation("A", "a paper", True, "50% against 10%."),
+        Observation("B", "a paper", False, "10% [of all] against 50%."),
+        Observation("C", "a paper", None, "Nothing was measured."),
+    ]
+    report = Report("a", 64, (), {}, {}, (), {}, {}, observations=tuple(claims))
+    print_report(report, "runs/x", existing=False)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()[-6:-1]] == [
+        "shown: A (a paper)",
+        "not shown: B (a paper)",
+        "    10% [of all] against 50%.",
+        "not judged: C (a paper)",
+        "    Nothing was measured.",
+    ]
+
+
 def test_names_in_a_report_are_no_markup(capsys):
     claim = Observation("[ours] beats [/bold]", "a [paper]", True, "")
     report = Report("a", 64, (), {}, {}, (), {}, {}, observations=(claim,))

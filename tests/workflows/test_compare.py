@@ -321,6 +321,29 @@ def test_words_have_a_figure_too(changes):
     assert titles == list(plan.head[-4:])
 
 
+@pytest.mark.parametrize(("loss", "retrieval"), [(True, True), (True, False), (False, True)])
+def test_a_figure_says_what_it_shows(loss, retrieval):
+    found = compared_by({"seed": 1}, {"seed": 2})
+    runs = tuple(
+        replace(
+            run,
+            reached=[
+                replace(
+                    at,
+                    loss=at.loss if loss else None,
+                    retrieval=at.retrieval if retrieval else None,
+                )
+                for at in run.reached
+            ],
+        )
+        for run in found.runs
+    )
+    (plan,) = sweep_figure(replace(found, runs=runs))
+    assert ("loss" in plan.caption, "loss" in plan.alt.lower()) == (loss, loss)
+    assert ("etrieval" in plan.caption, "etrieval" in plan.alt) == (retrieval, retrieval)
+    assert plan.caption.endswith("Bars: 95% intervals over trials.") == retrieval
+
+
 class Page(HTMLParser):
     """What a page refers to, and the texts of its first table's rows."""
 

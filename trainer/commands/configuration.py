@@ -3,7 +3,7 @@ once."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,6 +252,14 @@ def _unresolved(tree: Any, key: str) -> bool:
     return isinstance(tree, list) and any(_unresolved(value, key) for value in tree)
 
 
+def _below(key: str, tree: dict[str, Any]) -> Iterator[str]:
+    """Where a key stands in the groups of a tree, at any depth."""
+    for name, below in tree.items():
+        if isinstance(below, dict) and name != "hydra":
+            found = [key] if key in below else _below(key, below)
+            yield from (f"{name}.{one}" for one in found)
+
+
 def _key_problem(override: Override, base: Any) -> str | None:
     """What is wrong with the key of ``a.b.c=value``: it must exist, or lie in a free-form group."""
     place = base
@@ -268,6 +276,8 @@ def _key_problem(override: Override, base: Any) -> str | None:
             if free and "mean" not in near:
                 return f"{'.'.join(path)}: not set yet; write +{override.input_line}"
             prefix = f"{where}." if where else ""
+            if "mean" not in near and (deeper := list(_below(key, place))):
+                near = f" Did you mean {' or '.join(f'{prefix}{one}' for one in deeper)}?"
             return f"{prefix}{key}: unknown key.{near}"
         place = place[key]
     return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
+from rich.padding import Padding
 from rich.text import Text
 
 from trainer.report.health import troubles
@@ -73,6 +74,8 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     for observation in report.observations:
         said = f"{marks[observation.shown]}: {escape(observation.claim)}"
         out.print(f"{said} [dim]({escape(observation.source)})[/]")
+        if not observation.shown:
+            out.print(Padding(Text(observation.evidence, style="dim"), (0, 0, 0, 4)))
     for note in report.notes:
         out.print(f"Note: {note}", highlight=False, markup=False)
     if existing:

@@ -23,6 +23,10 @@ _WIDE = 8  # a key whose values span more than this factor has a logarithmic axi
 _CROWDED = 12  # characters of the names of ticks that stand beside each other
 _MAP = colormaps["cividis"].with_extremes(bad=UNKNOWN)
 _BARS = "Bars: 95% intervals over trials."
+_WHAT = {
+    "loss": "held-out loss in nats per token on the same last tokens at every length",
+    "retrieval": "retrieval in %",
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
     shown = measures(sweep)
     if not shown:
         return
-    along = axes(sweep)
+    along, kinds = axes(sweep), list(dict.fromkeys(one.title.split()[0] for one in shown))
+    said = ", and ".join(_WHAT[one] for one in kinds)
     draw: Callable[[], Figure]
     if along:
         what = f"over {', '.join(sweep.titles[axis.key] for axis in along)}"
@@ -62,9 +67,10 @@ def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
     yield Plan(
         "sweep",
         f"The runs of the sweep {what}",
-        "Held-out loss in nats per token on the same last tokens at every length, and retrieval in "
-        f"%, of every run {what}, at the training length and at the longest. {_BARS}",
-        f"Loss and retrieval of every run {what}; the same numbers are in the table.",
+        f"{said[0].upper()}{said[1:]} of every run {what}, at the training length and at the "
+        f"longest.{f' {_BARS}' if 'retrieval' in kinds else ''}",
+        f"{' and '.join(kinds).capitalize()} of every run {what}; the same numbers are in the "
+        "table.",
         draw,
         ("run", *sweep.keys, *(one.title.replace("\n", " ") for one in shown)),
         [
