@@ -173,6 +173,7 @@ def test_a_sweep_ends_in_the_table_of_its_runs(sweeps):
 
 def test_a_sweep_says_its_table_on_the_terminal(sweeps):
     said = sweeps[3]["out"]
+    assert [path.name for path in (sweeps[0] / "multirun").iterdir() if path.is_dir()] == ["rate"]
     assert "Comparison: multirun/rate/report.html" in said
     assert max(map(len, said.splitlines())) <= 100
 
