@@ -20,6 +20,7 @@ from trainer.runs.job_files import ask_for_requeue
 from trainer.runs.phases import phases_of, with_ends
 from trainer.runs.ranks import all_gather, on_rank_zero
 from trainer.runs.starting_point import rewind_run, starting_point
+from trainer.training.callbacks.garbage import set_modules_aside
 from trainer.training.devices import numerics
 from trainer.training.stretch import Around, Trained, train_stretch
 from trainer.training.user_callbacks import make_callbacks
@@ -72,6 +73,7 @@ def train(
     began, clock, rewinds = time.time(), time.perf_counter(), 0
     skips, given = None, config
     own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
+    set_modules_aside()
     if config.trainer.compile:
         torch.compiler.reset()  # shapes of another run of this process would count as dynamic
     while True:
