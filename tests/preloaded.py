@@ -1,5 +1,7 @@
 """What processes that tests/program.py starts have imported and read before they are forked."""
 
+import gc
+
 import torch
 
 import trainer.report.writing
@@ -10,3 +12,5 @@ from trainer.data.corpus import prepare_corpus
 
 torch.set_num_threads(1)
 prepare_corpus(DataConfig(), TokenizerConfig())  # keeps the text of Python's documentation
+gc.collect()
+gc.freeze()  # as a collection would copy every page that it marks
