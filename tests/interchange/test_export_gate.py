@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from tests import program
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
 from trainer.interchange.export import directory as export_directory
@@ -32,6 +35,17 @@ def bilingual(tiny_decoder):
     return build
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """The gate's process has imported transformers already, which takes longer than the gate; it
+    keeps code of models, which is for processes of their own, where the user has it."""
+
+    def run(words, *, env, **_):
+        return program.run(*words[2:], cwd=Path.cwd(), **env)
+
+    monkeypatch.setattr(gate, "subprocess", SimpleNamespace(run=run))
+
+
 def test_the_gate_loads_code_in_a_fresh_process(bilingual, tmp_path):
     model, tokenizer = bilingual(layers=["alibi"], heads={"rope_id": 0.5}, training_length=80)
     exported = export_model(model, tokenizer, 0, tmp_path / "a" / "out")
@@ -46,9 +60,11 @@ def test_the_gate_loads_code_in_a_fresh_process(bilingual, tmp_path):
 
 @pytest.mark.parametrize("heads", [{}, {"nope": 0.5}], ids=["native", "custom"])
 def test_frequencies_that_follow_the_length_are_compared_without_a_cache_beyond_it(
-    bilingual, tmp_path, caplog, heads
+    bilingual, tmp_path, caplog, heads, request
 ):
     """Where transformers keeps keys as they were rotated when they were read."""
+    if not heads:
+        request.getfixturevalue("forked")
     model, tokenizer = bilingual(heads=heads)
     model.layout = model.layout.map(lambda s: dynamic(s, ntk_aware, 32, 2.0))
     with caplog.at_level("INFO"):
@@ -58,6 +74,7 @@ def test_frequencies_that_follow_the_length_are_compared_without_a_cache_beyond_
     assert "Beyond 32 tokens without a cache alone" in caplog.text
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_gate_without_a_cache_still_sees_other_frequencies(bilingual, tmp_path, monkeypatch):
     model, tokenizer = bilingual()
     right = model.layout.map(lambda s: dynamic(s, ntk_aware, 32, 2.0))
@@ -72,6 +89,7 @@ def test_a_gate_without_a_cache_still_sees_other_frequencies(bilingual, tmp_path
         export_model(model, tokenizer, 0, tmp_path / "out")
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_gate_compares_what_was_rounded(bilingual, tmp_path):
     """Folded factors too, in another order: the logits are those of the weights in the file."""
     model, tokenizer = bilingual(encodings={"rope": {"rotary_fraction": 0.25}})
@@ -85,6 +103,7 @@ def test_the_gate_compares_what_was_rounded(bilingual, tmp_path):
     )
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_gate_keeps_nothing_that_differs(bilingual, tmp_path, monkeypatch):
     """Though it differs beyond the training length alone, by a temperature."""
     model, tokenizer = bilingual()
