@@ -53,6 +53,15 @@ def test_a_temperature_is_of_all_heads_or_of_those_that_do_not_rotate():
     assert layout(temperature=TemperatureConfig()) == layout()
 
 
+def test_a_temperature_for_heads_that_are_not_there_is_refused():
+    free = TemperatureConfig(coefficient=0.1, heads="free")
+    with pytest.raises(UserError, match="no head of these layers is free of rotation"):
+        layout(layers=["rope"], temperature=free)
+    with pytest.raises(UserError, match="does not rotate among the first 4"):
+        layout(layers=["rope"] * 4 + ["nope"], temperature=free)
+    assert layout(layers=["rope"], heads={"nope": 0.5}, temperature=free)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [

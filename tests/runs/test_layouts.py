@@ -9,11 +9,16 @@ TEMPERED = PositionalConfig(temperature=TemperatureConfig(coefficient=0.1, refer
 
 
 def test_an_encoding_beside_a_trained_temperature_is_dropped_at_once():
-    assert layout_problems(TEMPERED, ModelConfig(), 64, ChangeConfig()) == []
-    (problem,) = layout_problems(TEMPERED, ModelConfig(), 64, ChangeConfig(anneal_steps=5))
+    assert layout_problems(TEMPERED, ModelConfig(), 64, {"drop": ChangeConfig()}) == []
+    (problem,) = layout_problems(
+        TEMPERED, ModelConfig(), 64, {"drop": ChangeConfig(anneal_steps=5)}
+    )
     assert problem == (
         "drop.anneal_steps: with positional.temperature an encoding is dropped at once; expected 0."
     )
     assert (
-        layout_problems(PositionalConfig(), ModelConfig(), 64, ChangeConfig(anneal_steps=5)) == []
+        layout_problems(
+            PositionalConfig(), ModelConfig(), 64, {"drop": ChangeConfig(anneal_steps=5)}
+        )
+        == []
     )

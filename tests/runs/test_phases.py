@@ -107,8 +107,25 @@ IMPOSSIBLE = {
     "phases.a.rescale.method: unknown method 'yarm'. Did you mean 'yarn'?": {
         "a": {"steps": 1, "rescale": {"method": "yarm"}}
     },
-    "phases.a.rescale.factor: expected 1 or more, got 0.5.": {
+    "phases.a.rescale.factor: expected more than 1, which changes nothing, and at most": {
         "a": {"steps": 1, "rescale": {"factor": 0.5}}
+    },
+    "phases.b.rescale: its sequences of 32 tokens are not longer than those before": {
+        "a": {"steps": 1}, "b": {"steps": 1, "rescale": {}}
+    },
+    "phases.c.drop.to: 'nope' is what the layers to drop have already": {
+        "a": {"steps": 1}, "b": {"steps": 1, "drop": {}}, "c": {"steps": 1, "drop": {}}
+    },
+    "phases.c.drop: nothing of pairs slower than 20 tokens a turn rotates": {
+        "a": {"steps": 1},
+        "b": {"steps": 1, "drop": {"slower_than": 10}},
+        "c": {"steps": 1, "drop": {"slower_than": 20}},
+    },
+    "phases.b.drop.slower_than: pairs slower than 10 or faster than 20 are all": {
+        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"slower_than": 10, "faster_than": 20}}
+    },
+    "phases.a.until.every: expected at most 5, the phase's steps, got 100": {
+        "a": {"steps": 5, "until": {"flat": 0.1}}
     },
     "phases.b.rescale: give it a phase apart from phases.b.drop.": {
         "a": {"steps": 1}, "b": {"steps": 1, "rescale": {}, "drop": {}}
@@ -138,7 +155,7 @@ IMPOSSIBLE = {
         "a": {"steps": 1, "until": {"back_within": 0.1}}
     },
     "phases.b.schedule: needed, since 'a' may end early": {
-        "a": {"steps": 1, "until": {"flat": 0.1}}, "b": {"steps": 1}
+        "a": {"steps": 1, "until": {"every": 1, "flat": 0.1}}, "b": {"steps": 1}
     },
     "phases: 'a/b': expected letters, digits and ._+- only.": {"a/b": {"steps": 1}},
 }  # fmt: skip
@@ -171,7 +188,7 @@ def test_a_drop_of_the_run_beside_phases_is_refused():
             "from step 0 on the run reads other samples than the control.",
         ),
         (
-            {"phases": {"a": {"steps": 40, "until": {"flat": 0.1}}}},
+            {"phases": {"a": {"steps": 40, "until": {"every": 10, "flat": 0.1}}}},
             {"branch": 32},
             "'a' may end early, so that step 32 may lie behind it.",
         ),

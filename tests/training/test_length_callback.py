@@ -32,6 +32,7 @@ from trainer.training.callbacks.evaluating import evaluating
 from trainer.training.callbacks.lengths import measurements
 from trainer.training.callbacks.metrics import Metrics
 from trainer.training.timers import StepTimer
+from trainer.workflows.experiment import run_experiment
 
 LENGTHS = {"lengths_every": 4, "lengths": [1, 2, 4], "trials": 6, "windows": 3}
 BOTH = {"monitor": {**LENGTHS, "probe_every": 4}}
@@ -180,9 +181,12 @@ def test_without_needles_there_is_loss_alone(run):
     assert not any(key.startswith("length/retrieval") for row in rows_of(config) for key in row)
 
 
-def test_too_little_text_is_said_before_the_first_step(run):
+def test_too_little_text_is_said_before_there_is_a_run(base, tmp_path):
+    run_dir = tmp_path / "run"
+    changes = {"run_dir": str(run_dir), "monitor": {**LENGTHS, "lengths": [1, 1000]}}
     with pytest.raises(UserError, match=r"monitor\.lengths: the validation text has \d+ tokens"):
-        run(monitor={**LENGTHS, "lengths": [1, 1000]})
+        run_experiment(parse(RunConfig, merged(base, changes)))
+    assert not run_dir.exists()
 
 
 def test_impossible_values_are_named(base):

@@ -27,7 +27,8 @@ from trainer.runs.directory import open_run_directory, plain
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.sweep import Swept, failure, noting_failure, open_sweep
-from trainer.workflows.compare import compared
+from trainer.workflows.compare import compare_runs, compared
+from trainer.workflows.compare_request import CompareRequest
 
 TRIALS = 40
 WINDOWS = 6
@@ -281,6 +282,7 @@ def test_a_run_alone_stands_for_itself_and_its_controls(place):
     controls = {f"c{n}": {"label": f"c{n}", "optimizer": {"lr": n / 1000}} for n in (1, 3)}
     fabricate(configured("alone", label="first", optimizer={"lr": 0.002}, controls=controls))
     main(["compare", "runs/alone", "output=out"])
+    main(["compare", "runs/alone"])
     found = compared(place / "multirun/alone")
     assert found.names == ("optimizer.lr=0.002", "optimizer.lr=0.001", "optimizer.lr=0.003")
     (axis,) = axes(found)
@@ -364,6 +366,17 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.rows and data.strip():
             self.rows[-1].append(data.strip())
+
+
+def test_a_comparison_elsewhere_leaves_nothing_in_the_directory_of_sweeps(place):
+    for n in (1, 2):
+        fabricate(configured(f"apart_{n}", seed=n))
+    main(["compare", "runs/apart_1", "runs/apart_2", "output=elsewhere"])
+    assert Path("elsewhere/report.html").is_file()
+    Path("runs/apart_2/report.json").write_text("[]")
+    with pytest.raises(UserError, match=r"^runs: .*apart_2/report.json is not a report"):
+        compare_runs(CompareRequest(["runs/apart_1", "runs/apart_2"]))
+    assert not list(Path("multirun").glob("apart*"))
 
 
 def test_the_page_needs_nothing_else_and_links_to_the_runs(sweeps, monkeypatch):

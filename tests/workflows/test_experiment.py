@@ -21,7 +21,8 @@ from trainer.runs.parsing import control_config, parse
 from trainer.workflows import experiment
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.evaluation_request import EvaluationRequest
-from trainer.workflows.experiment import label_problems, run_experiment, say_long_warmups
+from trainer.workflows.experiment import label_problems, run_experiment
+from trainer.workflows.remarks import say_long_warmups, say_unreached_encodings
 from trainer.workflows.training_text import open_corpus
 
 EXPECTED = {
@@ -77,6 +78,14 @@ def test_a_learning_rate_that_never_reaches_its_peak_is_named(caplog):
     say_long_warmups({"main": config})
     (said,) = caplog.messages
     assert said.startswith("schedule.warmup_steps: 50 steps, but DroPE has 20 in this phase")
+
+
+def test_an_encoding_that_stands_beyond_the_last_layer_is_named(caplog):
+    config = read_config(["positional=irope"])
+    say_unreached_encodings({"main": config})
+    assert caplog.messages == [
+        "positional.layers: of a pattern of 4 layers rope + nope has 3, none with nope"
+    ]
 
 
 EVALUATION = {

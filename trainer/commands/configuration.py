@@ -217,8 +217,11 @@ def _apply(keys: list[Override], config: DictConfig, problems: Sequence[str]) ->
     try:
         ConfigLoaderImpl._apply_overrides_to_config(keys, config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        said = str(error.__cause__ or error)
-        raise UserError(*problems, " ".join(said.split())) from error
+        said = " ".join(str(error.__cause__ or error).split())
+        if "DictConfig with ListConfig" in said and (key := said.rpartition("full_key: ")[2]):
+            key = key.partition(" ")[0]
+            said = f"{key}: expected keys with values, as in {key}={{a: 1}}, got a list."
+        raise UserError(*problems, said) from error
 
 
 def _plain(

@@ -58,6 +58,11 @@ def read(composed: Composed) -> PlanRequest:
         config, missing = read_run(composed, problems, weights=False), weights
     on_a_node = max(own.slurm.gpus_per_node, 1)
     ranks = 1 if config.strategy.name == "single" else own.slurm.nodes * on_a_node
+    if config.strategy.name == "single" and own.slurm.nodes > 1:
+        problems.append(
+            f"strategy: 'single' uses one GPU, but slurm.nodes is {own.slurm.nodes}; choose "
+            "strategy=ddp, fsdp2 or hsdp."
+        )
     for phase in phases_of(config):
         problems += spread_problems(phase.config, ranks, on_a_node)
     if problems:

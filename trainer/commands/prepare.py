@@ -32,6 +32,8 @@ def read(composed: Composed) -> PrepareRequest:
     values = {key: value for key, value in composed.values.items() if key not in OWN}
     own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
     problems += [*number_problems(own), *own.prepare.problems()]
+    if own.verify and own.prepare.part != PrepareConfig.part:
+        problems.append("prepare.part: verify=true reads the whole text; leave it out.")
     config = read_run(replace(composed, values=values), problems)
     return PrepareRequest(config, own.prepare, own.verify)
 

@@ -68,6 +68,9 @@ class SlurmConfig:
             found.append(f"signal_seconds: expected 1 to 65535, got {self.signal_seconds}.")
         if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", str(self.time)):
             found.append(f"time: expected minutes, 24:00:00 or 2-12:00:00, got {self.time!r}.")
+        mem = str(self.mem or 0)
+        if mem.isprintable() and not re.fullmatch(r"\d+[KMGTkmgt]?", mem):
+            found.append(f"mem: expected MB, or a number with a unit as in 64G, got {self.mem!r}.")
         found += [
             f"{key}: expected one line, got {value!r}."
             for key, given in asdict(self).items()

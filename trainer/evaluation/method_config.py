@@ -92,6 +92,8 @@ class MethodsConfig(ABC):
             found.append(f"evaluation.fit_windows: expected 1 or more, got {self.fit_windows}.")
         for name in self.names:
             found += part_problems(name)
+        if "weighted_rope" in self.parts and not self.weighted_rope:
+            found.append("evaluation.weighted_rope: expected one rule or more, got none.")
         groups = (self.temperature, self.dynamic_ntk, self.longrope, self.dope)
         for group in (*groups, *self.weighted_rope):
             found += group.problems()

@@ -47,13 +47,18 @@ class TemperatureConfig:
             )
         return found
 
+    def reaches(self, spectrum: Spectrum) -> bool:
+        """Whether it changes anything for a head of that spectrum."""
+        free = not (spectrum.rotates or spectrum.alibi)
+        return not self.is_none and (self.heads == "all" or free)
+
     def on(self, spectrum: Spectrum) -> Spectrum:
         """The spectrum of a head with it.
 
         Raises:
             UserError: its encoding has a temperature of its own.
         """
-        if self.is_none or (self.heads == "free" and (spectrum.rotates or spectrum.alibi)):
+        if not self.reaches(spectrum):
             return spectrum
         if spectrum.temperature != Temperature():
             raise UserError(
@@ -139,6 +144,14 @@ def build_layout(
                 f"positional.windows: a window of {window} tokens does not fit the training length "
                 f"of {training_length}; expected 1 to {training_length}, or null for none."
             )
+    reached = {*config.layers[:num_layers], *config.heads}
+    of_free = config.temperature.heads == "free" and not config.temperature.is_none
+    if of_free and not any(s and config.temperature.reaches(s) for s in map(spectra.get, reached)):
+        problems.append(
+            "positional.temperature.heads: no head of these layers is free of rotation; expected "
+            f"'all', or an encoding that does not rotate among the first {num_layers} of "
+            "positional.layers."
+        )
     counts: dict[str, int] = {}
     for name, share in config.heads.items():
         heads = share * num_key_value_heads

@@ -14,11 +14,11 @@ class ChangeConfig:
 
     ``layers``: indices, null for all. ``heads``: of these layers only such key-value heads, null
     for all. ``slower_than``, ``faster_than``: of these heads only pairs that take more, or fewer,
-    than so many tokens to turn once. ``to``: the encoding that replaces it. ``anneal_steps``: 0 is
-    at once; else it shrinks to nothing over so many steps, as ``anneal`` says: the ``angles`` of
-    all pairs, or the share of ``heads`` of every layer that still rotate. ``qk_norm_gain``: where
-    QK-norm comes on at the drop, its gain is 1 or matched to the RMS that queries and keys have on
-    the effect batch.
+    than so many tokens to turn once; with both, those of either kind. ``to``: the encoding that
+    replaces it. ``anneal_steps``: 0 is at once; else it shrinks to nothing over so many steps, as
+    ``anneal`` says: the ``angles`` of all pairs, or the share of ``heads`` of every layer that
+    still rotate. ``qk_norm_gain``: where QK-norm comes on at the drop, its gain is 1 or matched to
+    the RMS that queries and keys have on the effect batch.
     """
 
     layers: list[int] | None = None
@@ -34,6 +34,22 @@ class ChangeConfig:
     def of_pairs(self) -> bool:
         """Whether some pairs of a head may be dropped, and others not."""
         return self.slower_than is not None or self.faster_than is not None
+
+    @property
+    def of_what(self) -> str:
+        """The choice in words, ``" of layers 0, 1"``; empty for all."""
+        found = [
+            f"{name} {', '.join(map(str, chosen))}"
+            for name in ("layers", "heads")
+            if (chosen := getattr(self, name)) is not None
+        ]
+        pairs = [
+            f"{than} than {value:g} tokens a turn"
+            for than, value in (("slower", self.slower_than), ("faster", self.faster_than))
+            if value is not None
+        ]
+        found += [f"pairs {' or '.join(pairs)}"] if pairs else []
+        return f" of {', '.join(found)}" if found else ""
 
     def change_problems(self, key: str, num_layers: int, num_heads: int, steps: int) -> list[str]:
         """What is impossible in a model of so many layers and key-value heads, one sentence each;
@@ -52,6 +68,12 @@ class ChangeConfig:
         for name in ("slower_than", "faster_than"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 found.append(f"{key}.{name}: expected a number of tokens, got {value}.")
+        if None not in (self.slower_than, self.faster_than) and self.slower_than < self.faster_than:
+            found.append(
+                f"{key}.slower_than: pairs slower than {self.slower_than:g} or faster than "
+                f"{self.faster_than:g} are all; give one of them, or a slower_than above "
+                "faster_than."
+            )
         if self.to != "nope" and (self.of_pairs or self.anneal_steps):
             found.append(
                 f"{key}.to: pairs, and what shrinks over steps, are dropped to nope alone, got "

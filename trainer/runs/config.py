@@ -142,7 +142,7 @@ class RunConfig:
         if not model_problems and self.data.sequence_length > 1:
             # Layouts of published weights come with them; phases are checked by themselves.
             drops = self.drop.step(1, 1) is not None and self.model.from_pretrained is None
-            drop = self.drop if drops and not drop_problems else None
+            drop = {"drop": self.drop} if drops and not drop_problems else {}
             problems = layout_problems(self.positional, self.model, self.data.sequence_length, drop)
             found += [problem for problem in problems if problem not in found]
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from trainer.errors import UserError
@@ -15,8 +16,7 @@ def layout_problems(
     positional: PositionalConfig,
     model: ModelConfig,
     training_length: int,
-    drop: ChangeConfig | None,
-    key: str = "drop",
+    drops: Mapping[str, ChangeConfig],
 ) -> list[str]:
     """One sentence for everything that keeps a layout from being made, or a drop from changing it.
 
@@ -24,9 +24,8 @@ def layout_problems(
         positional: encodings that are registered.
         model: a shape without problems of its own.
         training_length: C, tokens.
-        drop: one without problems of its own, to an encoding that is registered; None where there
-            is none, or none of this layout.
-        key: where the drop stands.
+        drops: of this layout one after the other, by the keys where they stand; without problems of
+            their own, to encodings that are registered.
     """
     try:
         layout = build_layout(
@@ -36,22 +35,27 @@ def layout_problems(
             head_dim=model.head_size,
             training_length=training_length,
         )
-        if drop is None:
-            return []
-        if drop.anneal_steps and not positional.temperature.is_none:
-            return [
-                f"{key}.anneal_steps: with positional.temperature an encoding is dropped at once; "
-                "expected 0."
-            ]
-        at_once = replace(drop, anneal_steps=0)
-        after = dropped_layout(layout, positional, at_once, model.head_size)
-        if drop.anneal_steps and not layout.rotates:
-            return [f"{key}.anneal_steps: nothing rotates, so that no angle could shrink."]
-        if after != layout:
-            return []
+        for key, drop in drops.items():
+            if drop.anneal_steps and not positional.temperature.is_none:
+                return [
+                    f"{key}.anneal_steps: with positional.temperature an encoding is dropped at "
+                    "once; expected 0."
+                ]
+            if drop.anneal_steps and not layout.rotates:
+                return [f"{key}.anneal_steps: nothing rotates, so that no angle could shrink."]
+            at_once = replace(drop, anneal_steps=0)
+            before, layout = layout, dropped_layout(layout, positional, at_once, model.head_size)
+            if layout == before:
+                return [_without_effect(key, drop)]
     except UserError as error:
         return list(error.problems)
-    return [
+    return []
+
+
+def _without_effect(key: str, drop: ChangeConfig) -> str:
+    if drop.of_pairs:
+        return f"{key}: nothing{drop.of_what} rotates, so that nothing would be dropped."
+    return (
         f"{key}.to: {drop.to!r} is what the layers to drop have already, so that nothing would be "
-        "dropped; choose another encoding, or drop=never."
-    ]
+        "dropped; choose another encoding, or no drop."
+    )

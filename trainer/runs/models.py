@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
+from trainer.errors import UserError, did_you_mean
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.config import ModelConfig
@@ -128,6 +128,10 @@ def _find(given: str) -> Candidate:
             computed_by=adapted.computed_by,
         )
     path = Path(given)
+    if path.suffix == ".gguf" and not path.is_file():
+        beside = [file.name for file in path.parent.glob("*.gguf")]
+        near = did_you_mean(path.name, beside)
+        raise UserError(f"checkpoint: there is no file {given!r}.{near}")
     if path.suffix == ".gguf" or (path / "config.json").is_file():
         published = read_pretrained(given)
         return Candidate(

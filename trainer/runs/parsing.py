@@ -16,7 +16,8 @@ from trainer.plugins import load_plugins
 from trainer.runs.branches import branch_problems
 from trainer.runs.config import NAME, RunConfig
 from trainer.runs.numbers import number_problems
-from trainer.runs.phases import phase_problems, with_lengths
+from trainer.runs.phase_problems import phase_problems
+from trainer.runs.phases import with_lengths
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
 """Groups whose keys users choose."""

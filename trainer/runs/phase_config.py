@@ -10,6 +10,8 @@ from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.schedule import ScheduleConfig
 
+LARGEST_FACTOR = 1_000_000
+
 
 @dataclass(frozen=True)
 class RescaleConfig:
@@ -26,8 +28,11 @@ class RescaleConfig:
         if self.method not in RESCALINGS:
             near = did_you_mean(self.method, RESCALINGS)
             found.append(f"{key}.method: unknown method {self.method!r}.{near}")
-        if self.factor is not None and self.factor < 1:
-            found.append(f"{key}.factor: expected 1 or more, got {self.factor}.")
+        if self.factor is not None and not 1 < self.factor <= LARGEST_FACTOR:
+            found.append(
+                f"{key}.factor: expected more than 1, which changes nothing, and at most "
+                f"{LARGEST_FACTOR:,}, got {self.factor:g}."
+            )
         return found
 
 

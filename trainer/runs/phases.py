@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 from trainer.data.config import DataConfig
-from trainer.errors import did_you_mean
-from trainer.positional.encodings import ENCODINGS
 from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.schedule import ScheduleConfig
-from trainer.runs.config import NAME, RunConfig
-from trainer.runs.layouts import layout_problems
+from trainer.runs.config import RunConfig
 from trainer.runs.phase_config import PhaseConfig, RescaleConfig, UntilConfig
 from trainer.runs.saved_state import RECALIBRATION
 
@@ -235,57 +231,3 @@ def kept_steps(config: RunConfig) -> frozenset[int]:
 def tokens_at(config: RunConfig, step: int) -> int:
     """Tokens read after so many steps."""
     return phase_before(phases_of(config), step).tokens_at(step)
-
-
-def phase_problems(config: RunConfig) -> list[str]:
-    """What is impossible in the phases of a run, one sentence each; the rest of it is sound."""
-    found: list[str] = []
-    if not config.phases:
-        return found
-    texts = list(config.data.mixture)
-    for name, phase in config.phases.items():
-        if not NAME.fullmatch(name):
-            found.append(f"phases: {name!r}: expected letters, digits and ._+- only.")
-        found += phase.problems(f"phases.{name}", texts)
-    if config.drop.at is not None or config.drop.at_tokens is not None:
-        found.append("drop: with phases it is one of them that drops; give phases.NAME.drop.")
-    if found or any(phase.steps is None for phase in config.phases.values()):
-        return found  # without steps where the size of a step makes no sense, which is said already
-    phases, model = phases_of(config), config.model
-    for earlier, phase in pairwise(config.phases.items()):
-        if earlier[1].until is not None and phase[1].schedule is None:
-            found.append(
-                f"phases.{phase[0]}.schedule: needed, since {earlier[0]!r} may end early, and the "
-                "run's is laid out over all steps."
-            )
-    for phase in phases:
-        key = f"phases.{phase.name}"
-        found += [
-            f"{key}: {problem}"
-            for problem in (*phase.config.trainer.problems(), *phase.config.data.problems())
-            if not problem.startswith("trainer.profile_steps")
-        ]
-        if phase.drop is not None:
-            found += phase.drop.change_problems(
-                f"{key}.drop",
-                model.num_hidden_layers,
-                model.num_key_value_heads,
-                phase.end - phase.start,
-            )
-            if phase.drop.to not in {*ENCODINGS, *config.positional.encodings}:
-                near = did_you_mean(phase.drop.to, ENCODINGS)
-                found.append(f"{key}.drop.to: unknown encoding {phase.drop.to!r}.{near}")
-            if not phase.start and not model.is_trained:
-                found.append(f"{key}.drop: nothing is trained yet; drop in a later phase.")
-    return found or _first_drop_problems(config, phases)
-
-
-def _first_drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
-    """What the layout that the run begins with says against its first drop."""
-    if config.model.from_pretrained is not None or any(phase.rescale for phase in phases):
-        return []  # known only when the weights are read
-    for phase in phases:
-        if phase.drop is not None:
-            length, key = config.data.sequence_length, f"phases.{phase.name}.drop"
-            return layout_problems(config.positional, config.model, length, phase.drop, key)
-    return []

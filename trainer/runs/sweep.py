@@ -36,10 +36,9 @@ class _Record:
     format: int = FORMAT
 
 
-def open_sweep(parent: Path, runs: Sequence[Swept]) -> Path:
-    """The directory of a sweep under ``parent``, with its record: always the same for the same
-    runs, named by the words that the names of their directories begin with, or else by the
-    first."""
+def place_of_sweep(parent: Path, runs: Sequence[Swept]) -> Path:
+    """The directory of a sweep under ``parent``, there or not: always the same for the same runs,
+    named by the words that the names of their directories begin with, or else by the first."""
     names = [Path(run.run_dir).resolve().name for run in runs]
     begins = os.path.commonprefix(names)
     common = re.sub("[_+=-][^_+=-]*$", "", begins) or begins or names[0]
@@ -48,7 +47,12 @@ def open_sweep(parent: Path, runs: Sequence[Swept]) -> Path:
         record = place / RECORD
         return not record.exists() or _places(read_sweep(place)) == _places(runs)
 
-    place = free_place(parent / common, is_same)
+    return free_place(parent / common, is_same)
+
+
+def open_sweep(parent: Path, runs: Sequence[Swept]) -> Path:
+    """The directory of a sweep under ``parent``, with its record."""
+    place = place_of_sweep(parent, runs)
     text = json.dumps(asdict(_Record(list(runs))), indent=2, ensure_ascii=False)
     write_atomically(place / RECORD, text + "\n")
     return place

@@ -18,7 +18,7 @@ from trainer.runs.descriptions import label
 from trainer.runs.directory import FREE_TO_CHANGE, differences, plain, saved_run, writable_problem
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.origin import made_now
-from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, read_sweep
+from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep
 from trainer.workflows.compare_request import CompareRequest
 
 PARENT = Path("multirun")
@@ -37,17 +37,19 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
     if request.output and (problem := writable_problem(request.output, "output")):
         raise UserError(problem)
     if len(places) == 1 and (places[0] / RECORD).is_file():
-        place = places[0]
+        place, sweep = places[0], compared(places[0])
     else:
         named = [run for given in places for run in _runs_of(given)]
         if len(named) == 1:
             controls = saved_run(places[0]).controls
             named += [Swept(str(places[0] / "controls" / name)) for name in controls]
         runs = list({run.run_dir: run for run in named}.values())
-        if problem := writable_problem(str(PARENT), "output"):
-            raise UserError(problem)
-        place = open_sweep(PARENT, runs)
-    sweep = compared(place)
+        place = place_of_sweep(PARENT, runs)
+        sweep = _beside_each_other(runs, place)
+        if not request.output:
+            if problem := writable_problem(str(PARENT), "output"):
+                raise UserError(problem)
+            open_sweep(PARENT, runs)
     return sweep, write_sweep_report(sweep, made_now(), Path(request.output or place))
 
 
@@ -57,7 +59,10 @@ def compared(place: Path) -> Sweep:
     Raises:
         UserError: what a directory holds is damaged.
     """
-    runs = read_sweep(place)
+    return _beside_each_other(read_sweep(place), place)
+
+
+def _beside_each_other(runs: Sequence[Swept], place: Path) -> Sweep:
     configs = [_config(Path(run.run_dir)) for run in runs]
     settings = _settings(runs, configs)
     found = [
@@ -141,7 +146,12 @@ def _report(place: Path) -> Report | None:
     home = place.resolve()
     home = home.parent.parent if home.parent.name == "controls" else home
     path = home / "report.json"
-    return Report.read(path) if path.is_file() else None
+    try:
+        return Report.read(path) if path.is_file() else None
+    except UserError as error:
+        raise UserError(
+            f"runs: {error} Remove it, and train the run again to have it made."
+        ) from None
 
 
 def _measured_on(report: Report) -> str:

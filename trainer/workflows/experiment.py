@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from trainer.runs.directory import (
 from trainer.runs.job_files import say_run_directory
 from trainer.runs.memory import memory_problems
 from trainer.runs.parsing import control_config
-from trainer.runs.phases import Phase, phases_of
+from trainer.runs.phases import phases_of
 from trainer.runs.ranks import (
     Ranks,
     all_gather,
@@ -39,8 +38,8 @@ from trainer.runs.ranks import (
 )
 from trainer.runs.run_lock import RunLock
 from trainer.runs.spread import spread_problems
-from trainer.runs.starting_point import epochs_read
 from trainer.training.callbacks.benchmarks import benchmark_problems
+from trainer.training.callbacks.lengths import check_monitored_text
 from trainer.training.callbacks.preemption import heeding_signals, stopping_between_files
 from trainer.training.devices import (
     device_problems,
@@ -52,9 +51,8 @@ from trainer.training.loggers import kept_dashboards, log_table, logger_problems
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.experiment_report import make_report
+from trainer.workflows.remarks import say_epochs, say_long_warmups, say_unreached_encodings
 from trainer.workflows.training_text import open_corpus, vocabulary_problems
-
-log = logging.getLogger(__name__)
 
 
 def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
@@ -96,6 +94,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
             open_gpus(config, ranks)
             say_epochs(config, corpus)
             say_long_warmups(configs)
+            say_unreached_encodings(configs)
         with heeding_signals():
             runs = {
                 name: train(arm, corpus, _branch(config, name), user_callbacks=callbacks[name])
@@ -193,6 +192,8 @@ def _open(
         if not config.overwrite or arm is config:  # which takes the controls' directories with it
             check_run_directory(arm)
     opened.append(open_corpus(config, ranks.world_size == 1))
+    for arm in configs.values():
+        check_monitored_text(arm, opened[0])
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():
         lock.acquire(directory)
@@ -231,38 +232,6 @@ def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None 
         raise UserError(*dict.fromkeys(found))
     assert corpus is not None
     return corpus
-
-
-def say_epochs(config: RunConfig, corpus: Corpus) -> None:
-    """Tell how much text there is, and how often the run reads it."""
-    read = epochs_read(corpus, phases_of(config), [])(config.trainer.max_steps)
-    for part in corpus.parts:
-        times = read[part.name]
-        name = "The text" if len(corpus.parts) == 1 else f"The text {part.name!r}"
-        tokens = f"{len(part.text.train):,}"
-        log.info("%s holds %s tokens: this run reads it %.3g times", name, tokens, times)
-
-
-def say_long_warmups(configs: dict[str, RunConfig]) -> None:
-    """Tell which learning rates never reach their peak."""
-    for arm in configs.values():
-        for key, phase in schedules(arm).items():
-            warmup, steps = phase.schedule.warmup_steps, phase.end - phase.origin
-            if warmup > steps > 0:
-                log.warning(
-                    "%s.warmup_steps: %d steps, but %s has %d in this phase: its learning rate "
-                    "does not reach its peak",
-                    *(key, warmup, label(arm), steps),
-                )
-
-
-def schedules(config: RunConfig) -> dict[str, Phase]:
-    """Where the schedules of a run stand, and the last phase that each is of."""
-    phases = phases_of(config)
-    if not config.phases:
-        return dict(zip(("schedule", "drop.schedule"), phases, strict=False))
-    own = {phase.name: config.phases[phase.name].schedule for phase in phases}
-    return {f"phases.{p.name}.schedule" if own[p.name] else "schedule": p for p in phases}
 
 
 def _branch(config: RunConfig, control: str) -> Path | None:

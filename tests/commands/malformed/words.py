@@ -212,6 +212,8 @@ evaluation.longrope.search=needle | evaluation.longrope.search
 evaluation.longrope.factors=none | evaluation.longrope.factors: cannot read 'none'
 evaluation.ruler.squad_file=none | there is no file 'none'
 evaluation.ruler.tasks=[vtt] | unknown task 'vtt'
+"phases=[{steps: 5}]" | phases: expected keys with values
+"+phases.a={steps: 5, until: {flat: 0.1}}" | phases.a.until.every: expected at most 5
 +controls.a=5 | controls.a
 +controls.a.seed=-1 | controls.a: seed
 +controls.a.modell=1 | controls.a: modell: unknown key
@@ -256,6 +258,7 @@ evaluate checkpoint=RUN output=text.txt/x | output: 'text.txt' is a file
 evaluate checkpoint=RUN threads=1000000 | threads: expected at most 1,024
 evaluate checkpoint=RUN text.source=x | text
 evaluate checkpoint=RUN plugins=[none.py] | there is no file 'none.py'
+evaluate checkpoint=RUN evaluation.weighted_rope=[] evaluation.methods=[weighted_rope] | one rule
 evaluate checkpoint=RUN evaluation.methods=[drop+drop] | does one thing twice
 evaluate checkpoint=RUN evaluation=multiple_choice | evaluation
 evaluate checkpoint=RUN evaluation=harness evaluation.tasks=[piqa] | lm-eval is not installed
@@ -275,6 +278,7 @@ analyze checkpoint=RUN +analysis=all output=text.txt | output: 'text.txt' is a f
 analyze checkpoint=RUN +analysis=all output=/proc/x | cannot be written
 generate checkpoint=RUN | prompt: give prompt=
 generate checkpoint=none prompt=a | neither a run directory
+generate checkpoint=none.gguf prompt=a | checkpoint: there is no file 'none.gguf'
 generate checkpoint=RUN prompt=a max_new_tokens=0 | max_new_tokens: expected 1 or more
 generate checkpoint=RUN prompt=a max_new_tokens=1000000000000 | max_new_tokens: expected at most
 generate checkpoint=RUN prompt=a seed=1180591620717411303424 | seed: expected a whole number
@@ -304,6 +308,7 @@ inspect checkpoint=RUN samples=0 | samples
 inspect checkpoint=RUN step=x | step
 prepare prepare.part=3/2 | prepare.part
 prepare prepare.part=x | prepare.part
+prepare verify=true prepare.part=1/2 | prepare.part: verify=true reads the whole text
 prepare prepare.workers=0 | prepare.workers
 prepare prepare.workers=1000000 | prepare.workers: expected at most
 prepare verify=2 | verify
@@ -314,6 +319,8 @@ slurm slurm.gpus_per_node=1 'slurm.partition="a⏎b"' | slurm.partition: expecte
 slurm slurm.gpus_per_node=1 'slurm.mem="1⏎2"' | slurm.mem: expected one line
 slurm slurm.gpus_per_node=1 slurm.extra=[x] | slurm.extra
 slurm slurm.gpus_per_node=1 slurm.time=soon | slurm.time
+slurm slurm.gpus_per_node=1 slurm.mem=lots | slurm.mem: expected MB
+plan slurm.gpus_per_node=1 slurm.nodes=3 | strategy: 'single' uses one GPU
 slurm slurm.gpus_per_node=1 slurm.signal_seconds=0 | slurm.signal_seconds
 slurm slurm.gpus_per_node=1 slurm.directory=text.txt | slurm.directory: 'text.txt' is a file
 slurm slurm.gpus_per_node=1 overwrite=true | overwrite

@@ -71,23 +71,30 @@ class Lengths(Remembering):
             )
 
 
+def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
+    """Whether the validation text is as long as what is read of it.
+
+    Raises:
+        UserError: it is not.
+    """
+    if config.monitor.lengths_every is None:
+        return
+    longest, text = max(config.monitor.lengths), corpus.validation
+    if len(text) < longest * config.data.sequence_length:
+        raise UserError(
+            f"monitor.lengths: the validation text has {len(text)} tokens, fewer than {longest} "
+            "times data.sequence_length; give more text, larger data.validation, or shorter "
+            "lengths."
+        )
+
+
 def measurements(
     config: RunConfig, corpus: Corpus, ranks: Ranks
 ) -> tuple[Perplexity, Statements | None]:
-    """This rank's part of what is read: validation text, with needles where training has them.
-
-    Raises:
-        UserError: the text is shorter than the longest length.
-    """
+    """This rank's part of what is read: validation text, with needles where training has them."""
     monitor, needles, C = config.monitor, config.evaluation.needles, config.data.sequence_length
     lengths = [C * factor for factor in sorted(set(monitor.lengths))]
     text, end = corpus.validation, corpus.end_of_text
-    if len(text) < lengths[-1]:
-        raise UserError(
-            f"monitor.lengths: the validation text has {len(text)} tokens, fewer than "
-            f"{lengths[-1] // C} times data.sequence_length; give more text, larger "
-            "data.validation, or shorter lengths."
-        )
 
     def whole(count: int) -> int:
         return -(-count // ranks.world_size) * ranks.world_size

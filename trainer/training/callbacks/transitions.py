@@ -208,7 +208,7 @@ def describe(phase: Phase) -> str:
     if phase.drop is not None:
         steps = phase.drop.anneal_steps
         over = f" over {steps} steps" if steps else ""
-        return f"dropped the encoding ({phase.drop.to}){over}"
+        return f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}{over}"
     if phase.rescale is not None:
         return f"frequencies rescaled for longer sequences ({phase.rescale.method})"
     length = phase.config.data.sequence_length
