@@ -185,6 +185,31 @@ def test_a_model_is_analysed_under_a_method_set_for_the_length_of_the_text(rope,
         np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+def test_a_file_is_read_whole_in_place_of_held_out_text(rope, tmp_path, capsys):
+    file = tmp_path / "mine.txt"
+    file.write_text("Sentence 7 of a text that is 49 long.\nAnd another one.")
+    words = [f"checkpoint={rope}", "+analysis=matrix_entropy", f"analysis.file={file}"]
+    main(["analyze", *words, f"output={tmp_path / 'page'}", "threads=1"])
+    candidate = find_candidate(str(rope))
+    ids = candidate.tokenizer.encode(file.read_text(), add_special_tokens=False).ids
+    keys = []
+    bos = held_out_corpus(None, candidate).end_of_text
+    text = torch.tensor([[bos, *ids]])
+    capture(candidate.load("cpu").eval(), text, lambda heads: keys.append(heads.rotated_k))
+    record = json.loads((tmp_path / "page" / "matrix_entropy" / "numbers.json").read_text())
+    assert record["tokens"] == len(ids) + 1
+    expected = [[effective_rank(of[0, 0].double().numpy())] for of in keys]
+    found = record["heads"]["key post_ntk"]["effective rank"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    (said,) = refused([*words, "analysis.length=500"], capsys)
+    assert f"analysis.length: {file} has {len(ids)} tokens, too few for a text of 500" in said
+    file.write_text("")
+    (said,) = refused(words, capsys)
+    assert said == f"error: analysis.file: {file} is empty; expected a text."
+    (said,) = refused([*words[:2], "analysis.file=nowhere.txt"], capsys)
+    assert "analysis.file: nowhere.txt is no text that can be read" in said
+
+
 @pytest.mark.parametrize(
     ("method", "said"),
     [

@@ -27,7 +27,8 @@ class AnalysisConfig:
     shown as well (Frequency Entropy, App. F). ``attenuation``: of pairs of extreme frequency
     entropy. ``needle``: for heads of extreme matrix entropy. ``method``: what is done first to the
     layout of the model, for texts of this length: one of the names of ``evaluation.methods`` that
-    chooses nothing on text, or several joined by ``+`` (null: nothing)."""
+    chooses nothing on text, or several joined by ``+`` (null: nothing). ``file``: a text that is
+    read in place of held-out text, whole unless ``length`` says less."""
 
     kind: str = ALL
     length: int | None = None
@@ -41,6 +42,7 @@ class AnalysisConfig:
     attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
     needle: NeedleSettings = field(default_factory=NeedleSettings)
     method: str | None = None
+    file: str | None = None
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
