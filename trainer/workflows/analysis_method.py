@@ -25,7 +25,8 @@ def use_method(model: LanguageModel, of: Candidate, name: str, length: int) -> s
     if isinstance(made, tuple):
         why, titles = made
         raise UserError(f"analysis.method: {of.name} {why.format(titles)}.")
+    # Such a method asks for no text and keeps no choice.
     unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
     C = of.layout.training_length
     model.layout = made.make(unread).layout_at(max(1.0, length / C))
-    return f"{of.name} is read with {made.title}, set for {length:,} tokens of {C:,} in training"
+    return f"{of.name} is read with {made.title}, set for {length:,} tokens of {C:,} in training."
