@@ -10,17 +10,22 @@ import pytest
 import torch
 
 from trainer.__main__ import main
+from trainer.analysis.capture import capture
 from trainer.analysis.names import kinds
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.data.corpus import prepare_corpus
 from trainer.model.config import ModelConfig
+from trainer.positional.rescaling import ntk_aware
 from trainer.runs.config import RunConfig
 from trainer.runs.memory import free_memory, needed_memory
+from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 from trainer.workflows import analyze as analysis
 from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
+from trainer.workflows.analysis_texts import page_texts
 from trainer.workflows.analyze import analyze
+from trainer.workflows.held_out import held_out_corpus
 
 SHORT = ["analysis.length=48", "analysis.texts=2", "threads=1"]
 
@@ -145,6 +150,82 @@ def test_heads_are_shown_with_a_real_question_at_any_depth(rope, tmp_path, capsy
     with pytest.raises(SystemExit):
         main([*words, "analysis.length=48"])
     assert "analysis.needle.kind: a text of 48 tokens has no room" in capsys.readouterr().err
+
+
+def effective_rank(rows):
+    """exp of the entropy of the squared singular values."""
+    power = np.linalg.svd(rows, compute_uv=False) ** 2
+    shares = power / power.sum()
+    return np.exp(-(shares * np.log(shares)).sum())
+
+
+def test_a_model_is_analysed_under_a_method_set_for_the_length_of_the_text(rope, tmp_path, capsys):
+    """DoPE, Fig. 2: Dynamic NTK with alpha = 48 / 32. That a checkpoint itself is left as it was,
+    the second page shows."""
+    words = ["analyze", f"checkpoint={rope}", "+analysis=matrix_entropy", *SHORT]
+    main([*words, f"output={tmp_path / 'ntk'}", "analysis.method=dynamic_ntk_alpha"])
+    assert "read with dynamic NTK (alpha), set for 48 tokens of 32" in capsys.readouterr().out
+    main([*words, f"output={tmp_path / 'plain'}"])
+    candidate = find_candidate(str(rope))
+    model = candidate.load("cpu").eval()
+    layouts = {"plain": model.layout}
+    # s = alpha n / C - (alpha - 1)
+    layouts["ntk"] = model.layout.rescaled(ntk_aware, 1.5 * 1.5 - 0.5)
+    request = AnalysisRequest(str(rope), analysis=AnalysisConfig("matrix_entropy", 48, 2))
+    ids = page_texts(held_out_corpus(request.text, candidate), request.analysis, candidate)
+    for name, layout in layouts.items():
+        keys = []
+        with model.using(layout):
+            capture(model, ids, lambda heads, keys=keys: keys.append(heads.rotated_k))
+        record = json.loads((tmp_path / name / "matrix_entropy" / "numbers.json").read_text())
+        found = np.array(record["heads"]["key post_ntk"]["effective rank"])
+        expected = [
+            [effective_rank(of[:, 0].reshape(-1, of.shape[-1]).double().numpy())] for of in keys
+        ]
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_a_file_is_read_whole_in_place_of_held_out_text(rope, tmp_path, capsys):
+    file = tmp_path / "mine.txt"
+    file.write_text("Sentence 7 of a text that is 49 long.\nAnd another one.")
+    words = [f"checkpoint={rope}", "+analysis=matrix_entropy", f"analysis.file={file}"]
+    main(["analyze", *words, f"output={tmp_path / 'page'}", "threads=1"])
+    candidate = find_candidate(str(rope))
+    ids = candidate.tokenizer.encode(file.read_text(), add_special_tokens=False).ids
+    keys = []
+    bos = held_out_corpus(None, candidate).end_of_text
+    text = torch.tensor([[bos, *ids]])
+    capture(candidate.load("cpu").eval(), text, lambda heads: keys.append(heads.rotated_k))
+    record = json.loads((tmp_path / "page" / "matrix_entropy" / "numbers.json").read_text())
+    assert record["tokens"] == len(ids) + 1
+    expected = [[effective_rank(of[0, 0].double().numpy())] for of in keys]
+    found = record["heads"]["key post_ntk"]["effective rank"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    (said,) = refused([*words, "analysis.length=500"], capsys)
+    assert f"analysis.length: {file} has {len(ids)} tokens, too few for a text of 500" in said
+    file.write_text("")
+    (said,) = refused(words, capsys)
+    assert said == f"error: analysis.file: {file} is empty; expected a text."
+    (said,) = refused([*words[:2], "analysis.file=nowhere.txt"], capsys)
+    assert "analysis.file: nowhere.txt is no text that can be read" in said
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("dope", "analysis.method: 'dope' needs text or another reading of the model"),
+        ("yarm", "analysis.method: unknown method 'yarm'. Did you mean 'yarn'?"),
+    ],
+)
+def test_a_method_that_is_no_layout_is_refused(rope, method, said, capsys):
+    words = [f"checkpoint={rope}", "+analysis=sinks", f"analysis.method={method}"]
+    (found,) = refused(words, capsys)
+    assert said in found
+
+
+def test_a_rescaling_of_a_model_without_rotation_is_refused(drope, capsys):
+    (found,) = refused([f"checkpoint={drope}", "+analysis=sinks", "analysis.method=pi"], capsys)
+    assert re.search("analysis.method: .* has no rotation, so there is nothing to do for PI", found)
 
 
 def test_all_leaves_out_what_does_not_apply_and_compares_with_before_the_drop(

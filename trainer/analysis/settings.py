@@ -86,12 +86,14 @@ class NeedleSettings:
     ``kind``: a ``copy`` of the end of the text at a tenth of it, for which no words are needed; or
     a statement and, at the end of the text, the ``question`` for it. ``depth``: of the statement,
     0 for the beginning and 1 for the end. ``by``: whose entropies rank the heads, those of queries
-    or of the keys that they read.
+    or of the keys that they read; ``ranked_on``: in the page's ``text``, or in the ``prompt`` that
+    has the needle.
     """
 
     kind: Literal["copy", "question"] = "copy"
     depth: float = 0.1
     by: Literal["query", "key"] = "query"
+    ranked_on: Literal["text", "prompt"] = "text"
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""

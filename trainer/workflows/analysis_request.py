@@ -10,6 +10,7 @@ from trainer.analysis.settings import AttenuationSettings, NeedleSettings
 from trainer.analysis.short_time import ShortTime
 from trainer.data.config import DataConfig
 from trainer.errors import did_you_mean
+from trainer.evaluation.method_config import ON_TEXT, part_problems
 from trainer.workflows.request import request_problems
 
 
@@ -24,7 +25,10 @@ class AnalysisConfig:
     the weights. ``seed``: of subsamples. ``frequency_entropy``: the frames of its SpectrumFE.
     ``prefixes``: tokens of shorter texts, the first ones of each, at which frequency entropies are
     shown as well (Frequency Entropy, App. F). ``attenuation``: of pairs of extreme frequency
-    entropy. ``needle``: for heads of extreme matrix entropy."""
+    entropy. ``needle``: for heads of extreme matrix entropy. ``method``: what is done first to the
+    layout of the model, for texts of this length: one of the names of ``evaluation.methods`` that
+    chooses nothing on text, or several joined by ``+`` (null: nothing). ``file``: a text that is
+    read in place of held-out text, whole unless ``length`` says less."""
 
     kind: str = ALL
     length: int | None = None
@@ -37,6 +41,8 @@ class AnalysisConfig:
     prefixes: list[int] = field(default_factory=list)
     attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
     needle: NeedleSettings = field(default_factory=NeedleSettings)
+    method: str | None = None
+    file: str | None = None
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
@@ -57,7 +63,22 @@ class AnalysisConfig:
             found.append(f"analysis.prefixes: expected 6 tokens or more, got {self.prefixes}.")
         of_frames = self.frequency_entropy.problems()
         found += [f"analysis.frequency_entropy.{problem}" for problem in of_frames]
+        found += self._method_problems()
         return found + self.attenuation.problems() + self.needle.problems()
+
+    def _method_problems(self) -> list[str]:
+        if self.method is None:
+            return []
+        found = [
+            f"analysis.method: {part!r} needs text or another reading of the model; expected one "
+            "of the methods that change its layout alone, such as pi, yarn or dynamic_ntk_alpha."
+            for part in self.method.split("+")
+            if part in (*ON_TEXT, "crop", "none")
+        ]
+        said = (
+            problem.removeprefix("evaluation.methods") for problem in part_problems(self.method)
+        )
+        return found or [f"analysis.method{problem}" for problem in said]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,18 +22,22 @@ MOST_TOKENS = 2**24
 
 def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tensor:
     """``[texts, length]`` tokens of the test split, evenly spread, behind a beginning-of-text token
-    each.
+    each; or of a file, whole unless a length is asked for.
 
     Raises:
-        UserError: there is less text.
+        UserError: there is less text, or the file cannot be read.
     """
     C = candidate.layout.training_length
-    tokens = _running(corpus, corpus.test)
-    wanted = config.length or max(2 * C, min(FURTHEST * C, USUAL))
+    if config.file is None:
+        tokens, source = _running(corpus, corpus.test), "the held-out text"
+        wanted = config.length or max(2 * C, min(FURTHEST * C, USUAL))
+    else:
+        tokens, source = _of_file(config.file, candidate), config.file
+        wanted = config.length or len(tokens) + 1
     length = wanted if config.length else min(wanted, len(tokens) + 1)
     if length - 1 > len(tokens):
         raise UserError(
-            f"analysis.length: the held-out text has {len(tokens):,} tokens, too few for a text of "
+            f"analysis.length: {source} has {len(tokens):,} tokens, too few for a text of "
             f"{length:,} behind its beginning-of-text token; at most {len(tokens) + 1:,}, or give "
             "more text."
         )
@@ -40,7 +46,7 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> 
     if texts > fitting:
         raise UserError(
             f"analysis.texts: {texts} texts of {length:,} tokens do not fit the {len(tokens):,} "
-            f"held-out tokens; at most {fitting}."
+            f"tokens of {source}; at most {fitting}."
         )
     return _spread(tokens, texts, length, corpus, candidate)
 
@@ -65,6 +71,17 @@ def choice_texts(
             f"too few for a text of {length:,}; at most {len(tokens) + 1:,}, or give more text."
         )
     return _spread(tokens, len(page), length, corpus, candidate)
+
+
+def _of_file(path: str, candidate: Candidate) -> Integers:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"analysis.file: {path} is no text that can be read: {error}.") from error
+    tokens = np.array(candidate.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+    if not len(tokens):
+        raise UserError(f"analysis.file: {path} is empty; expected a text.")
+    return tokens
 
 
 def _running(corpus: Corpus, stream: TokenStream) -> Integers:

@@ -31,6 +31,7 @@ from trainer.runs.memory import free_memory, needed_memory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
 from trainer.runs.origin import origin
+from trainer.workflows.analysis_method import use_method
 from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.analysis_texts import choice_texts, page_texts
 from trainer.workflows.held_out import held_out_corpus
@@ -70,8 +71,12 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_memory(candidate.config, ids, models=1 if other is None else 2, device=device)
 
+    notes: list[str] = []
+
     def target(of: Candidate) -> Target:
         model = of.load(device).to(DTYPES[config.dtype]).eval()
+        if config.method is not None:
+            notes.append(use_method(model, of, config.method, ids.shape[1]))
         read, chosen = ids.to(device), tuple((a, b) for a, b in config.chosen)
         length = min(read.shape[1], model.layout.training_length)
         depth, asks = config.needle.depth, config.needle.kind == "question"
@@ -96,7 +101,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         )
 
     first = target(candidate)
-    studies, notes = _studies(first, kind)
+    studies, left_out = _studies(first, kind)
     texts, length = ids.shape
     log.info("%s: %s of %s tokens", candidate.name, counted(texts, "text"), f"{length:,}")
     sections = _run(studies, first) if studies else []
@@ -113,7 +118,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         len(ids),
         _encoding(first),
         sections,
-        notes,
+        notes + left_out,
         without_home(json.loads(json.dumps({"checkpoint": request.checkpoint} | asdict(config)))),
         environment(corpus),
         origin([candidate] if other is None else [other, candidate]),

@@ -229,3 +229,18 @@ def test_heads_are_shown_with_a_question_by_the_entropy_of_their_keys(tiny_decod
     (sentence,) = (f for f in section.findings if f.startswith("Of the last token alone"))
     assert f"{lowest:.1%} for lowest effective rank of keys" in sentence
     assert any(f.startswith("The 6 tokens of the question put") for f in section.findings)
+
+
+def test_heads_are_ranked_in_the_text_that_has_the_needle_where_that_is_asked_for(tiny_decoder):
+    model = tiny_decoder()
+    text = torch.randint(50, (1, 80), generator=torch.Generator().manual_seed(8))
+    prompt = NeedlePrompt(IDS, slice(1, 9), 6)
+    for ranked_on, ids in (("text", text), ("prompt", IDS)):
+        needle = NeedleSettings(ranked_on=ranked_on)
+        section = section_of(target_of(model, text, needle=needle, question=prompt))
+        ranks = of_heads(model, "rotated_q", rank, ids)
+        lowest = [divmod(int(i), 4) for i in np.argsort(ranks, axis=None, kind="stable")[:2]]
+        last = np.array(section.numbers["last_token_on_needle"])
+        (sentence,) = (f for f in section.findings if f.startswith("Of the last token alone"))
+        assert f"{np.mean([last[at] for at in lowest]):.1%} for lowest effective rank" in sentence
+        assert ("ranked by what they are in that text" in section.text) == (ranked_on == "prompt")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainer.analysis.averages import Array
+from trainer.analysis.needle_prompt import NeedlePrompt
 from trainer.analysis.needle_view import NeedleView, copied, needle_view
 from trainer.analysis.studies.arrays import plain
 from trainer.analysis.studies.study import Target
@@ -25,6 +26,11 @@ def ranked(scores: Array) -> list[Place]:
     """(layer, head) of ``[layers, heads]``, from the lowest on."""
     order = np.argsort(scores, axis=None, kind="stable")
     return [(int(i), int(j)) for i, j in zip(*np.unravel_index(order, scores.shape), strict=True)]
+
+
+def prompt_of(target: Target) -> NeedlePrompt:
+    """What heads are shown with: the question, or a copy of the text's end."""
+    return target.question or copied(target.ids)
 
 
 class ExtremeHeads:
@@ -51,7 +57,7 @@ class ExtremeHeads:
             if asked
             else ("its last tokens written near its beginning as well", "last queries")
         )
-        prompt = target.question or copied(target.ids)
+        prompt = prompt_of(target)
         self.view: NeedleView = needle_view(target.model, prompt, self.shown)
 
     def findings(self) -> list[str]:

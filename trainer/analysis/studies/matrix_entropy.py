@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from trainer.analysis.averages import Array
-from trainer.analysis.capture import Heads
+from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import MatrixEntropy, Stage, matrix_entropy_of
 from trainer.analysis.pairs import Side
 from trainer.analysis.studies.arrays import mean_over_heads, plain, stacked
-from trainer.analysis.studies.extreme_heads import ExtremeHeads, ranked
+from trainer.analysis.studies.extreme_heads import ExtremeHeads, prompt_of, ranked
 from trainer.analysis.studies.study import Study, Target
 from trainer.report.geometry.entropy_figures import Scale, curves, heat_maps
 from trainer.report.geometry.section import Grid, Picture, Section
@@ -36,7 +36,7 @@ At = tuple[Side, Stage]
 class MatrixEntropyStudy(Study):
     """Band entropies and truncated effective ranks of every head, and its attention on a needle.
 
-    The model is read with its own layout, so that the two stages after the rotation are one.
+    The model is read with one layout, so that the two stages after the rotation are one.
     """
 
     key: ClassVar[str] = "matrix_entropy"
@@ -62,11 +62,10 @@ class MatrixEntropyStudy(Study):
         bands = {at: stacked([one.bands for one in layers]) for at, layers in self._found.items()}
         shown = [BANDS, SHOWN if SHOWN in scores["query", ATTENDING] else ALL]
         by = self.target.needle.by
-        copies = self.target.model.config.num_attention_heads // len(scores[by, ATTENDING][ALL][0])
+        ranks = self._in_the_prompt(by) if self._ranked_apart else scores[by, ATTENDING]
+        copies = self.target.model.config.num_attention_heads // len(ranks[ALL][0])
         ranking = {
-            name + (" of keys" if by == "key" else ""): scores[by, ATTENDING][name].repeat(
-                copies, axis=1
-            )
+            name + (" of keys" if by == "key" else ""): ranks[name].repeat(copies, axis=1)
             for name in shown
         }
         extreme = ExtremeHeads(self.target, ranking)
@@ -79,7 +78,8 @@ class MatrixEntropyStudy(Study):
             "The effective rank is exp of the entropy of all eigenvalues, or of the r largest; for "
             "r = 1 it is 1 over the largest share. A head of low entropy has a few directions in "
             "which all its tokens add up. For attention the text is read again with "
-            f"{extreme.what}: a needle for heads that retrieve.",
+            f"{extreme.what}: a needle for heads that retrieve."
+            + (" These heads are ranked by what they are in that text." * self._ranked_apart),
             (
                 "Σ = Σⱼ kⱼ kⱼᵀ / tr",
                 "H(f) = −tr(Σ(f) log Σ(f)),  0 ≤ H(f) ≤ log 2,  Σ(f): the 2 × 2 block of pair f",
@@ -104,6 +104,21 @@ class MatrixEntropyStudy(Study):
                 **extreme.numbers(),
             },
         )
+
+    @property
+    def _ranked_apart(self) -> bool:
+        return self.target.needle.ranked_on == "prompt"
+
+    def _in_the_prompt(self, side: Side) -> dict[str, Array]:
+        """Scores of all heads in the text that has the needle."""
+        found: list[MatrixEntropy] = []
+        layout = self.target.model.layout
+        capture(
+            self.target.model,
+            prompt_of(self.target).ids[:1],
+            lambda heads: found.append(matrix_entropy_of(heads, side, ATTENDING, layout)),
+        )
+        return _scores(found)
 
     def _band_maps(self, bands: Mapping[At, Array]) -> Picture:
         means = {at: mean_over_heads(values) for at, values in bands.items()}

@@ -1,0 +1,251 @@
+"""DroPE, Theorem B.9 (App. B.3): the spread of states stays within a constant of the first layer's,
+and the constant depends on matrices, heads and depth, not on the length of the text.
+
+First on blocks as the proof has them, where what leaves a block is normalised; then on the decoder
+of this project, which normalises what enters attention and MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.analysis.positional_bias import prefix_spreads
+
+ROUNDING = 1 + 1e-9
+D_K = 3
+
+
+def spread(x):
+    """The largest distance of a row from the mean of a prefix that holds it."""
+    means = np.cumsum(x, axis=0) / np.arange(1, len(x) + 1)[:, None]
+    return max(np.linalg.norm(x[: i + 1] - mean, axis=1).max() for i, mean in enumerate(means))
+
+
+def normalised(x):
+    """Of norm sqrt(d), as the proofs have every state."""
+    return np.sqrt(x.shape[1]) * x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def attended(h, W_Q, W_K, W_V):
+    """z of one causal head without positions."""
+    scores = (h @ W_Q.T) @ (h @ W_K.T).T / np.sqrt(len(W_Q))
+    scores = np.where(np.tri(len(h), dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True) @ (h @ W_V.T)
+
+
+@dataclass
+class Block:
+    """W_Q, W_K and W_V of every head ``[H, 3, D_K, d]``, W_O, and the two matrices of an MLP."""
+
+    heads: np.ndarray
+    W_O: np.ndarray
+    W_1: np.ndarray
+    W_2: np.ndarray
+
+    def __call__(self, h):
+        """The next states, and B: the largest norm of a matrix or Lipschitz constant of the map
+        behind attention, an MLP with its residual and a norm, among states as long as these."""
+        u = h + np.concatenate([attended(h, *one) for one in self.heads], axis=1) @ self.W_O.T
+        after = u + np.maximum(u @ self.W_1.T, 0) @ self.W_2.T
+        mlp = 1 + np.linalg.norm(self.W_1, 2) * np.linalg.norm(self.W_2, 2)
+        norm = np.sqrt(h.shape[1]) / np.linalg.norm(after, axis=1).min()
+        matrices = [W for one in self.heads for W in one] + [self.W_O]
+        return normalised(after), max(mlp * norm, *(np.linalg.norm(W, 2) for W in matrices))
+
+
+def random_blocks(rng, L, H):
+    """With matrices of norm around 1."""
+    d = H * D_K
+    root = 2 * np.sqrt(d)
+    return [
+        Block(
+            rng.normal(size=(H, 3, D_K, d)) / root,
+            *rng.normal(size=(2, d, d)) / root,
+            rng.normal(size=(d, d)) / root,
+        )
+        for _ in range(L - 1)
+    ]
+
+
+def through(blocks, h):
+    """Spreads in front of every layer, and B."""
+    spreads, bounds = [spread(h)], [1.0]
+    for block in blocks:
+        h, bound = block(h)
+        spreads.append(spread(h))
+        bounds.append(bound)
+    return np.array(spreads), max(bounds)
+
+
+def constants(B, L, H):
+    """A_1 of Prop. B.8, with C and epsilon of Theorem B.9.
+
+    The proof takes epsilon = min(1, A_1 / A_2), which keeps the quadratic term below the linear one
+    in the first block alone; here it does in all of them.
+    """
+    A_1 = 2 * B * (1 + 2 * B**2 * np.sqrt(H))
+    A_2 = 2 * B * 2 * B**4 * H
+    return A_1, (2 * A_1) ** (L - 1), min(1, A_1 / A_2) / (2 * A_1) ** max(L - 2, 0)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 2))
+def test_spreads_stay_within_the_theorems_constant_at_any_length(seed, L, H):
+    rng = np.random.default_rng(seed)
+    blocks = random_blocks(rng, L, H)
+    common = rng.normal(size=H * D_K)
+    _, B = through(blocks, normalised(common[None]))  # of states that are all alike, and a margin
+    A_1, C, epsilon = constants(1.1 * B, L, H)
+    for length in (2, 8, 64):
+        noise = rng.normal(size=(length, H * D_K))
+        h = normalised(common + epsilon * np.linalg.norm(common) / 20 * noise)
+        found, measured = through(blocks, h)
+        assert measured <= 1.1 * B
+        assert 1e-11 < found[0] <= epsilon
+        assert (found <= (2 * A_1) ** np.arange(L) * found[0] * ROUNDING).all()
+        assert (found <= C * epsilon).all()
+
+
+def test_the_epsilon_of_the_proof_is_enough_for_one_block_only():
+    """Of the recursion A_1 x + A_2 x^2, said to stay below 2 A_1 x; here A_1 = 3 and A_2 = 4."""
+    first = min(1, 3 / 4)
+    second = 3 * first + 4 * first**2
+    third = 3 * second + 4 * second**2
+    assert second <= 2 * 3 * first
+    assert third > 2 * 3 * second
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_any_attention_spreads_states_linearly(seed):
+    """Weights that sum to one are enough: outputs lie among the values, at most 2 B Delta apart. So
+    Prop. B.7 holds without its quadratic term, for attention with positions too, and Theorem B.9
+    for every epsilon; what needs NoPE is that attention is uniform."""
+    rng = np.random.default_rng(seed)
+    h = normalised(rng.normal(size=(int(rng.integers(2, 9)), 4)))
+    W_V = rng.normal(size=(4, 4))
+    weights = np.tril(rng.exponential(size=(len(h), len(h))) ** 4)
+    z = weights / weights.sum(axis=1, keepdims=True) @ h @ W_V.T
+    assert spread(z) <= 2 * np.linalg.norm(W_V, 2) * spread(h) * ROUNDING
+
+
+def shrinking(share):
+    """A block that takes this share of the mean from every state: what is left is mostly what they
+    differ by, and the norm makes it as long as before."""
+    nothing = np.zeros((D_K, D_K))
+    heads = np.stack([nothing, nothing, np.eye(D_K)])[None]
+    return Block(heads, -share * np.eye(D_K), nothing, nothing)
+
+
+def close_states(rng, noise):
+    return normalised(rng.normal(size=D_K) + noise * rng.normal(size=(16, D_K)))
+
+
+def test_no_constant_holds_at_every_depth():
+    """Ten times the spread with every block, until it is as large as states are."""
+    found, B = through([shrinking(0.9)] * 6, close_states(np.random.default_rng(0), 1e-8))
+    assert (found[1:] / found[:-1] > 5).all()
+    _, C, epsilon = constants(B, 2, 1)
+    assert found[0] < epsilon
+    assert found[1] < C * found[0] < found[-1]
+
+
+def test_no_constant_holds_without_a_bound_on_the_norms_of_states_before_they_are_normalised():
+    """All matrices have a norm of 1 at most; what B has to bound too is Lipschitz constants of
+    normalization layers, and those grow without end as states come near the origin."""
+    h = close_states(np.random.default_rng(0), 1e-8)
+    _, B = through([shrinking(0.5)], h)
+    _, C, _ = constants(B, 2, 1)
+    found, larger = through([shrinking(0.9999)], h)
+    assert found[1] > C * found[0]
+    assert found[1] < constants(larger, 2, 1)[1] * found[0]
+
+
+IDS = torch.randint(50, (1, 256), generator=torch.Generator().manual_seed(1))
+
+
+def decoder(tiny_decoder, embeddings):
+    """Without positions, three layers in float64, with these embeddings ``[50, 32]``."""
+    model = tiny_decoder(layers=["nope"], model={"num_hidden_layers": 3}).double()
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(embeddings)
+    return model
+
+
+def norm_of(weight):
+    return torch.linalg.matrix_norm(weight.detach(), 2).item()
+
+
+def streams(model, ids):
+    """What enters both norms of every block, ``[blocks][2][T, d]``."""
+    found = []
+    hooks = [
+        norm.register_forward_pre_hook(lambda _, args: found.append(args[0][0].detach()))
+        for block in model.layers
+        for norm in (block.input_layernorm, block.post_attention_layernorm)
+    ]
+    with torch.no_grad():
+        model.hidden_states(ids)
+    for hook in hooks:
+        hook.remove()
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def lipschitz_of_norm(norm, x):
+    """Among states as long as ``x``: an RMS norm turns by no more and stretches by less."""
+    root = x.shape[-1] ** 0.5
+    return norm.weight.abs().max().item() * root / x.norm(dim=-1).min().item()
+
+
+def lipschitz_of_mlp(mlp, x):
+    """Of silu(G x) * U x, whose factors are bounded on states as long as ``x``; the slope of silu
+    is at most 1.1."""
+    longest = x.norm(dim=-1).max().item()
+    gate, up, down = (norm_of(m.weight) for m in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    return down * (1.1 * gate * up * longest + up * gate * longest)
+
+
+def bounds(model, ids, delta):
+    """On the spreads of what enters every attention, from the spread ``delta`` of embeddings: with
+    the linear term of Prop. B.8 for a stream, twice a Lipschitz constant for every map."""
+    found = []
+    for block, (x, u) in zip(model.layers, streams(model, ids), strict=True):
+        attention, heads = block.self_attn, block.self_attn.q_proj.out_features // 8
+        entering = 2 * lipschitz_of_norm(block.input_layernorm, x)
+        found.append(entering * delta)
+        values = 2 * norm_of(attention.v_proj.weight) * heads**0.5
+        delta *= 1 + norm_of(attention.o_proj.weight) * values * entering
+        normed = block.post_attention_layernorm(u).detach()
+        mlp = lipschitz_of_mlp(block.mlp, normed)
+        delta *= 1 + 2 * lipschitz_of_norm(block.post_attention_layernorm, u) * mlp
+    return found
+
+
+@pytest.mark.parametrize("noise", [1e-6, 1e-2, 1.0])
+def test_spreads_of_a_decoder_stay_within_its_constant_times_that_of_its_embeddings(
+    tiny_decoder, noise
+):
+    """At any length, by the norms of its own matrices."""
+    generator = torch.Generator().manual_seed(5)
+    common, own = (torch.randn(n, 32, generator=generator).double() for n in (1, 50))
+    model = decoder(tiny_decoder, common + noise * own)
+    for length in (2, 16, 256):
+        ids = IDS[:, :length]
+        delta = spread(model.embed_tokens(ids)[0].detach().numpy())
+        found = prefix_spreads(model, ids)[:3]
+        assert (found <= np.array(bounds(model, ids, delta)) * (1 + 1e-4)).all()
+
+
+def test_spreads_of_normalised_states_do_not_bound_the_next_ones_in_a_decoder(tiny_decoder):
+    """As the theorem is written they would. Embeddings along one line are equal once they are
+    normalised; what attention adds to all alike turns the short ones further than the long."""
+    common = torch.randn(1, 32, generator=torch.Generator().manual_seed(5)).double()
+    model = decoder(tiny_decoder, common * torch.linspace(0.5, 2, 50).double()[:, None])
+    first, second, *_ = prefix_spreads(model, IDS[:, :16])
+    assert first < 1e-3
+    assert second > 0.5

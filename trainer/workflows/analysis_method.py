@@ -1,0 +1,32 @@
+"""A model that is analysed with another layout than it was trained with, as a method of
+``evaluation.methods`` has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.methods import recipe
+from trainer.evaluation.store import Store
+from trainer.model.language_model import LanguageModel
+from trainer.runs.models import Candidate
+
+
+def use_method(model: LanguageModel, of: Candidate, name: str, length: int) -> str:
+    """Give the model the layout that a method, which chooses nothing on text, has for texts of
+    ``length`` tokens, and return a sentence that says so.
+
+    Raises:
+        UserError: there is nothing to do for it in this model.
+    """
+    made = recipe(name, of.layout, EvaluationConfig(methods=[name]), own=of.computed_by is None)
+    if isinstance(made, tuple):
+        why, titles = made
+        raise UserError(f"analysis.method: {of.name} {why.format(titles)}.")
+    # Such a method asks for no text and keeps no choice.
+    unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
+    C = of.layout.training_length
+    model.layout = made.make(unread).layout_at(max(1.0, length / C))
+    return f"{of.name} is read with {made.title}, set for {length:,} tokens of {C:,} in training."
