@@ -99,7 +99,11 @@ class SinksStudy(Study):
                 pictures.keys(),
                 pictures.heads(),
                 *([pictures.attention(self._shown())] if self._maps else []),
-                *([] if "plain" in self.versions else [pictures.without_rotation(of_rows)]),
+                *(
+                    []
+                    if "plain" in self.versions
+                    else [pictures.without_rotation({name: of_rows[name] for name in OF_ROWS})]
+                ),
             ),
             numbers=self._numbers(found, of_rows),
         )
