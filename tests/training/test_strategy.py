@@ -90,6 +90,20 @@ def test_a_block_that_recomputes_is_compiled_without_a_break(tiny_decoder, kind,
         torch.testing.assert_close(found.grad, expected.grad)
 
 
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_what_attention_computes_again_may_be_within_what_a_block_does(tiny_decoder, kind):
+    """Sinks and soft-caps, whose weights backward computes again by themselves."""
+    shape = {"softmax": SoftmaxConfig(learned_scale=True, sinks=True, softcap=2.0)}
+    plain, recomputed = tiny_decoder(model=shape), tiny_decoder(model=shape)
+    for block in recomputed.layers:
+        checkpoint_activations(block, kind)
+    ids = torch.randint(50, (2, 32))
+    for model in (plain, recomputed):
+        model.loss(ids, ids).backward()
+    for expected, found in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+
+
 def test_full_recomputation_keeps_less_than_selective_than_none(tiny_decoder):
     kept = [activations(tiny_decoder, kind) for kind in ("full", "selective", "none")]
     assert kept == sorted(kept)
