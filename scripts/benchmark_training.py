@@ -8,7 +8,10 @@ width 512, MLP 1,376, 8 heads and 4 sequences of 512 tokens. The variants are ou
 NoPE, and ``transformers.LlamaForCausalLM`` as it is and with cos = 1, sin = 0 (how DroPE's released
 code drops RoPE), each eager and compiled (ours block by block). They take turns, step by step, so
 that a drift of the machine touches all alike; a ratio is the median over these rounds, with its
-quartiles.
+quartiles. ``--variants`` chooses others, ratios are then to the first, and ``--length`` another
+length with as many tokens:
+
+    python scripts/benchmark_training.py --variants ours "ours sinks" "ours soft-cap" --length 2048
 
 The ceiling is the best rate of square matrix products of 512 to 2,048 in the same run; its share
 counts 6 x parameters operations a token (without the input embedding) and ignores attention. Memory
@@ -32,28 +35,37 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trainer.model.config import ModelConfig
+from trainer.model.config import ModelConfig, SoftmaxConfig
 from trainer.model.decoder import Decoder
 from trainer.model.linear import onednn_product
 from trainer.positional.config import PositionalConfig, build_layout
 
 BATCH, LENGTH, WIDTH, MLP, LAYERS, HEADS = 4, 512, 512, 1376, 4, 8
 VARIANTS = ("ours", "ours NoPE", "hf", "hf cos=1")
+SOFTMAXES = {
+    "ours learned scale": SoftmaxConfig(learned_scale=True),
+    "ours sinks": SoftmaxConfig(sinks=True),
+    "ours soft-cap": SoftmaxConfig(softcap=50.0),
+    "ours final soft-cap": SoftmaxConfig(final_softcap=30.0),
+}
+"""What the softmax of a variant has beside scores."""
 Step = Callable[[], None]
 
 
 def ours(
-    vocab: int, encoding: str, compiled: bool
+    vocab: int, variant: str, compiled: bool, length: int
 ) -> tuple[torch.nn.Module, Callable[..., torch.Tensor]]:
     """Our decoder and its loss."""
     layout = build_layout(
-        PositionalConfig(layers=[encoding]),
+        PositionalConfig(layers=["nope" if "NoPE" in variant else "rope"]),
         num_layers=LAYERS,
         num_key_value_heads=HEADS,
         head_dim=WIDTH // HEADS,
-        training_length=LENGTH,
+        training_length=length,
     )
-    config = ModelConfig(WIDTH, MLP, LAYERS, HEADS, HEADS, None, vocab, tie_word_embeddings=False)
+    softmax = SOFTMAXES.get(variant, SoftmaxConfig())
+    shape = WIDTH, MLP, LAYERS, HEADS, HEADS, None, vocab
+    config = ModelConfig(*shape, tie_word_embeddings=False, softmax=softmax)
     model = Decoder(config, layout)
     if compiled:
         for block in model.layers:
@@ -90,17 +102,20 @@ def transformers_model(
     return model, lambda ids, labels: forward(input_ids=ids, labels=ids).loss
 
 
-def make_step(variant: str, compiled: bool, vocab: int, precision: str) -> tuple[Step, int]:
+def make_step(
+    variant: str, compiled: bool, vocab: int, precision: str, length: int
+) -> tuple[Step, int]:
     """One training step of a variant, and its number of parameters without the input embedding."""
     torch.manual_seed(0)
     if variant.startswith("ours"):
-        model, loss_of = ours(vocab, "nope" if "NoPE" in variant else "rope", compiled)
+        model, loss_of = ours(vocab, variant, compiled, length)
         model.choose_products("cpu", torch.bfloat16 if precision == "bf16" else None)
     else:
         model, loss_of = transformers_model(vocab, "cos" in variant, compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, vocab, (BATCH, LENGTH + 1), generator=generator)
+    rows = max(1, BATCH * LENGTH // length)
+    tokens = torch.randint(0, vocab, (rows, length + 1), generator=generator)
     ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step() -> None:
@@ -136,11 +151,13 @@ def ceiling(precision: str) -> float:
     return best
 
 
-def peak_memory(variant: str, compiled: bool, vocab: int, precision: str, threads: int) -> float:
+def peak_memory(
+    variant: str, compiled: bool, vocab: int, precision: str, length: int, threads: int
+) -> float:
     """MiB a variant adds to a process of its own at its peak."""
     words = [
         "--alone",
-        json.dumps([variant, compiled, vocab, precision]),
+        json.dumps([variant, compiled, vocab, precision, length]),
         "--threads",
         str(threads),
     ]
@@ -148,9 +165,9 @@ def peak_memory(variant: str, compiled: bool, vocab: int, precision: str, thread
     return float(result.stdout.split()[-1])
 
 
-def run_alone(variant: str, compiled: bool, vocab: int, precision: str) -> None:
+def run_alone(variant: str, compiled: bool, vocab: int, precision: str, length: int) -> None:
     """Print the growth of this process's peak size over three steps, in MiB."""
-    step, _ = make_step(variant, compiled, vocab, precision)
+    step, _ = make_step(variant, compiled, vocab, precision, length)
     before = peak_kib()
     for _ in range(3):
         step()
@@ -165,11 +182,13 @@ def peak_kib() -> int:
 
 def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
     """Measure all variants in turn and put them into a table."""
-    names = [(v, c) for c in ((False, True) if options.compiled else (False,)) for v in VARIANTS]
+    kinds = (False, True) if options.compiled else (False,)
+    names = [(variant, kind) for kind in kinds for variant in options.variants]
+    reference = "hf" if "hf" in options.variants else options.variants[0]
     steps = {}
     for name in names:
         print(f"warming up {name[0]}{' compiled' if name[1] else ''}", file=sys.stderr)
-        steps[name], parameters = make_step(*name, vocab, precision)
+        steps[name], parameters = make_step(*name, vocab, precision, options.length)
         for _ in range(options.warmup):
             steps[name]()
     times: dict[tuple[str, bool], list[float]] = {name: [] for name in names}
@@ -179,21 +198,23 @@ def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
             times[name].append(seconds(steps[name]))
         print(f"round {repeat + 1} of {options.repeats}", file=sys.stderr)
     top = ceiling(precision)
-    tokens = BATCH * LENGTH
+    tokens = max(1, BATCH * LENGTH // options.length) * options.length
     table = Table(
         title=f"{precision}, vocabulary {vocab:,}, {options.threads} threads; "
         f"matrix ceiling {top / 1e12:.2f} TFLOP/s",
         width=100,
     )
-    for column in ("variant", "tokens/s", "of ceiling", "x hf eager", "x hf compiled", "peak MiB"):
+    ratios_to = f"x {reference} eager", f"x {reference} compiled"
+    for column in ("variant", "tokens/s", "of ceiling", *ratios_to, "peak MiB"):
         table.add_column(column, justify="left" if column == "variant" else "right")
     for name in names:
         ratios = [
-            _ratio(times[("hf", compiled)], times[name]) if ("hf", compiled) in times else ""
-            for compiled in (False, True)
+            _ratio(times[(reference, kind)], times[name]) if (reference, kind) in times else ""
+            for kind in (False, True)
         ]
         rate = tokens / median(times[name])
-        memory = peak_memory(*name, vocab, precision, options.threads) if options.memory else None
+        run = *name, vocab, precision, options.length, options.threads
+        memory = peak_memory(*run) if options.memory else None
         table.add_row(
             f"{name[0]}{' compiled' if name[1] else ''}",
             f"{rate:,.0f}",
@@ -217,6 +238,9 @@ def main() -> None:
     parser.add_argument(
         "--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"]
     )
+    choices = (*VARIANTS, *SOFTMAXES)
+    parser.add_argument("--variants", nargs="+", choices=choices, default=list(VARIANTS))
+    parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--vocab", nargs="+", type=int, default=[8192, 50304])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=8)

@@ -40,6 +40,7 @@ from trainer.commands.train import read_config
 from trainer.model.backend_choice import backend_problem
 from trainer.model.backends import BACKENDS, eager, prepared
 from trainer.model.masks import Mask
+from trainer.model.softmax import PLAIN, Softmax
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.same_run import compare
 
@@ -160,7 +161,21 @@ def _masks(rows: int, length: int, heads: int, device: str) -> Iterator[tuple[st
     yield "ALiBi", Mask(slopes=slopes)
 
 
-def _difference(attend: Any, mask: Mask, kv: int, dtype: torch.dtype, device: str) -> float:
+def _cases(name: str, device: str) -> Iterator[tuple[str, Mask, Softmax]]:
+    """What a backend computes."""
+    for title, mask in _masks(2, 384, 8, device):
+        if (name, title) != ("varlen", "ALiBi"):
+            yield title, mask, PLAIN
+    if name != "varlen":
+        yield "soft-cap", Mask(window=64), Softmax(softcap=2.0)
+    if name not in ("varlen", "flash"):
+        sinks = torch.linspace(-1, 3, 8, device=device, requires_grad=True)
+        yield "sinks", Mask(), Softmax(sinks)
+
+
+def _difference(
+    attend: Any, mask: Mask, softmax: Softmax, kv: int, dtype: torch.dtype, device: str
+) -> float:
     """The largest relative difference of an output or gradient from the definition."""
     rows, heads, length, size = 2, 8, 384, 64
     torch.manual_seed(0)
@@ -169,18 +184,19 @@ def _difference(attend: Any, mask: Mask, kv: int, dtype: torch.dtype, device: st
         for count in (heads, kv, kv)
     ]
     weight = torch.randn(rows, heads, length, size, device=device, dtype=dtype)
+    leaves = inputs if softmax.sinks is None else [*inputs, softmax.sinks]
     found = []
     for kernel in (attend, eager):
         ready = prepared(kernel, mask, (rows, length), length, torch.device(device))
-        out = kernel(*inputs, ready)
-        found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)])
+        out = kernel(*inputs, ready, softmax)
+        found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)])
     pairs = zip(*found, strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 @check("every backend within 1e-4 (float32) and 3e-2 (bfloat16) of the definition, backward too")
 def attention(place: Place) -> tuple[str, bool]:
-    """Outputs and gradients of all backends under all masks."""
+    """Outputs and gradients of all backends under all masks, with sinks and soft-caps."""
     device = "cuda" if place.on_gpu else "cpu"
     torch.set_float32_matmul_precision("highest")
     worst: dict[str, float] = {}
@@ -194,11 +210,9 @@ def attention(place: Place) -> tuple[str, bool]:
         for dtype, limit in ERRORS.items():
             if dtype == torch.float32 and name in ("flash", "varlen"):
                 continue
-            for title, mask in _masks(2, 384, 8, device):
-                if name == "varlen" and title == "ALiBi":
-                    continue
+            for title, mask, softmax in _cases(name, device):
                 for kv in (8, 2):
-                    error = _difference(attend, mask, kv, dtype, device)
+                    error = _difference(attend, mask, softmax, kv, dtype, device)
                     key = f"{name} {'fp32' if dtype == torch.float32 else 'bf16'}"
                     worst[key] = max(worst.get(key, 0.0), error)
                     if not error <= limit:

@@ -21,17 +21,27 @@ def softmax(scores):
     return [w / sum(weights) for w in weights]
 
 
-def attend(queries, keys, values, *, factor=1.0, bias=None, sees=None):
-    """One head: lists ``[T][D]``, query i over keys j <= i (``bias(i, j)``, ``sees(i, j)``)."""
+def attend(queries, keys, values, *, factor=1.0, bias=None, sees=None, softcap=None, sink=None):
+    """One head: lists ``[T][D]``, query i over keys j <= i (``bias(i, j)``, ``sees(i, j)``), scores
+    within ``softcap`` and beside a ``sink``."""
     out = []
+
+    def capped(score):
+        return score if softcap is None else softcap * math.tanh(score / softcap)
+
     for i, q in enumerate(queries):
         seen = [j for j in range(i + 1) if sees is None or sees(i, j)]
         scores = [
-            factor * math.fsum(a * b for a, b in zip(q, keys[j], strict=True)) / math.sqrt(len(q))
+            capped(
+                factor
+                * math.fsum(a * b for a, b in zip(q, keys[j], strict=True))
+                / math.sqrt(len(q))
+            )
             + (bias(i, j) if bias else 0.0)
             for j in seen
         ]
-        mixture = list(zip(softmax(scores), (values[j] for j in seen), strict=True))
+        shares = softmax([*scores, *([] if sink is None else [sink])])
+        mixture = list(zip(shares[: len(seen)], (values[j] for j in seen), strict=True))
         out.append([math.fsum(p * v[d] for p, v in mixture) for d in range(len(values[0]))])
     return out
 

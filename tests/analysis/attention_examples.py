@@ -47,6 +47,10 @@ def attention_of(heads, text, head, *, rotated=True):
         first = max(0, i + 1 - (heads.encoding.window or T))
         for j in range(first, i + 1):
             dots[i, j] = float(q[i] @ k[j])
-        scores = [dots[i, j] / math.sqrt(q.shape[1]) - slope * (i - j) for j in range(first, i + 1)]
-        attention[i, first : i + 1] = softmax(scores)
+        products = [dots[i, j] / math.sqrt(q.shape[1]) for j in range(first, i + 1)]
+        if heads.softcap is not None:
+            products = [heads.softcap * math.tanh(x / heads.softcap) for x in products]
+        scores = [x - slope * (i - j) for j, x in enumerate(products, first)]
+        sink = [] if heads.sinks is None else [float(heads.sinks[head])]
+        attention[i, first : i + 1] = softmax([*scores, *sink])[: len(scores)]
     return attention, dots

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis import attention_rows as module
@@ -13,24 +16,35 @@ from trainer.analysis.attention_rows import attention_rows, head_attention
 def expected_rows(attention, dots):
     T = len(attention)
     back = np.arange(T)[:, None] - np.arange(T)
-    logs = np.log(np.where(attention > 0, attention, 1))
+    shared = attention / attention.sum(axis=1, keepdims=True)
+    logs = np.log(np.where(shared > 0, shared, 1))
     return {
         "peak": dots.max(axis=1),
         "sink": attention[:, 0],
         "own": attention.diagonal(),
         "previous": np.append(0, attention.diagonal(-1)),
-        "distance": (attention * back).sum(axis=1),
-        "entropy": -(attention * logs).sum(axis=1),
+        "distance": (shared * back).sum(axis=1),
+        "entropy": -(shared * logs).sum(axis=1),
+        "learned": 1 - attention.sum(axis=1),
     }
 
 
+SOFTMAXES = {
+    "plain": {},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 9.0, 3.0])},
+    "sinks and soft-cap": {"sinks": torch.tensor([0.5, -1.0, 9.0, 3.0]), "softcap": 1.5},
+}
+softmaxes = pytest.mark.parametrize("softmax", SOFTMAXES.values(), ids=SOFTMAXES)
+
+
+@softmaxes
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize(
     ("encoding", "window"), [("rope", None), ("rope", 7), ("rope", 1), ("alibi", None), ("nope", 5)]
 )
-def test_rows_are_those_of_plain_attention(encoding, window, rotated, monkeypatch):
+def test_rows_are_those_of_plain_attention(encoding, window, rotated, softmax, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 1)  # the smallest blocks, 16 queries
-    heads = layer_of_heads(encoding, window=window)
+    heads = replace(layer_of_heads(encoding, window=window), **softmax)
     rows = attention_rows(heads, rotated=rotated)
     for text, head in ((0, 0), (1, 3)):
         expected = expected_rows(*attention_of(heads, text, head, rotated=rotated))
@@ -51,9 +65,10 @@ def test_blocks_do_not_change_the_rows(monkeypatch):
         )
 
 
+@softmaxes
 @pytest.mark.parametrize("encoding", ["rope", "alibi"])
-def test_attention_of_some_queries_of_one_head(encoding):
-    heads = layer_of_heads(encoding, window=9)
+def test_attention_of_some_queries_of_one_head(encoding, softmax):
+    heads = replace(layer_of_heads(encoding, window=9), **softmax)
     found = head_attention(heads, 2, slice(10, 23))
     for text in range(2):
         expected, _ = attention_of(heads, text, 2)

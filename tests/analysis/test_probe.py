@@ -9,6 +9,7 @@ import torch
 from trainer.analysis import probe as probe_file
 from trainer.analysis.capture import capture
 from trainer.analysis.probe import MEASURES, probe, stable_rank
+from trainer.model.config import SoftmaxConfig
 from trainer.positional.alibi import alibi_slopes
 
 IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -26,12 +27,17 @@ def by_hand(heads, alibi):
                 first = max(0, i - (heads.encoding.window or T) + 1)
                 keys = np.arange(first, i + 1)
                 logits = k[b, h // group, keys] @ q[b, h, i] / np.sqrt(D)
+                if heads.softcap is not None:
+                    logits = heads.softcap * np.tanh(logits / heads.softcap)
                 largest = max(largest, logits.max())
                 if alibi:
                     logits = logits - alibi_slopes(Hq)[h] * (i - keys)
                 p = np.exp(logits - logits.max())
+                learned = 0.0
+                if heads.sinks is not None:
+                    learned = np.exp(float(heads.sinks[h]) - logits.max())
+                sink.append(p[0] / (p.sum() + learned) if first == 0 else 0.0)
                 p /= p.sum()
-                sink.append(p[0] if first == 0 else 0.0)
                 entropy.append(-(p * np.log(p)).sum() / np.log(len(p)))
                 distance.append((p * (i - keys)).sum())
     ranks = []
@@ -47,6 +53,10 @@ LAYOUTS = {
     "windows": {"windows": [5, None]},
     "alibi": {"layers": ["alibi"]},
     "alibi in a window": {"layers": ["alibi"], "windows": [7]},
+    "sinks and soft-cap": {
+        "windows": [5, None],
+        "model": {"softmax": SoftmaxConfig(learned_scale=True, sinks=True, softcap=1.0)},
+    },
 }
 
 

@@ -41,7 +41,8 @@ def looped(heads, head, pair, queries):
                 cap = heads.softcap
                 capped = [cap * math.tanh(s / cap) for s in scores] if cap else scores
                 exp = [math.exp(s - slope * (i - j)) for j, s in enumerate(capped)]
-                weights.append(exp[0] / sum(exp))
+                learned = 0.0 if heads.sinks is None else math.exp(heads.sinks[head])
+                weights.append(exp[0] / (sum(exp) + learned))
             margins = [of[0] - sum(of[1:]) / i for of in (plain, *by_pair)]
             found.append([*weights, *margins])
     weight, without, margin, *parts = np.mean(found, axis=0)
@@ -54,6 +55,7 @@ def looped(heads, head, pair, queries):
         pytest.param("rope", {}, range(10, 40), id="four queries a key-value pair"),
         pytest.param("half_rope", {"softcap": 2.0}, range(10, 40), id="half, soft-cap"),
         pytest.param("rope", {"scaling": 0.3}, range(10, 40), id="scaling"),
+        pytest.param("rope", {"sinks": torch.arange(4.0)}, range(10, 40), id="learned sinks"),
         pytest.param("rope", {"training_length": 24}, range(6, 24), id="long text"),
     ],
 )

@@ -49,6 +49,12 @@ FAMILIES = {
     },
     "DeepseekV2": MLA,
     "DeepseekV3": MLA,
+    "GptOss": {
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "sliding_window": 8,
+    },
     "Gemma3": {"head_dim": 16, "sliding_window": 8},
     "GPTNeoX": {"rotary_pct": 0.5},
     "Glm": {"head_dim": 8},

@@ -14,17 +14,18 @@ from trainer.generation.generate import generate
 from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM
 from trainer.interchange.export.directory import write_files
 from trainer.interchange.export.plan import make_plan
-from trainer.interchange.export.weights import write_weights
+from trainer.interchange.export.weights import round_weights, write_weights
 from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.tensor_files import read_headers
 from trainer.interchange.waiting import waits
-from trainer.model.config import QKNormConfig
+from trainer.model.config import QKNormConfig, SoftmaxConfig
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.rescaling import dynamic, llama3, longrope, ntk_aware, yarn
 from trainer.recalibration.drop import drop
 
 IDS = torch.randint(50, (2, 50), generator=torch.Generator().manual_seed(1))
 TOKENIZER = Tokenizer(models.WordLevel({str(i): i for i in range(50)}, unk_token="0"))
+SCALED = SoftmaxConfig(learned_scale=True)
 PER_HEAD, FULL = QKNormConfig("always"), QKNormConfig("always", "full")
 
 
@@ -75,6 +76,13 @@ NATIVE = {
     "after a drop without QK-norm": ("SmolLM3", "proportional", {}, dropped()),
     "iRoPE": ("SmolLM3", "default", {"layers": ["rope", "nope"]}, None),
     "QK-norm": ("Qwen3", "default", {"model": {"qk_norm": PER_HEAD}}, None),
+    "learned scale": ("Llama", "default", {"model": {"softmax": SCALED}}, None),
+    "learned scale, half RoPE, biases": (
+        "Qwen2",
+        "proportional",
+        {"model": {"softmax": SCALED, "qkv_bias": True}, "layers": ["half_rope"]},
+        tempered(scale=1.3),
+    ),
     "biases": ("Qwen2", "default", {"model": {"qkv_bias": True}}, None),
     "biases, half RoPE, tempered": (
         "Qwen2",
@@ -156,6 +164,20 @@ CUSTOM = {
     "the logarithm of the length": (
         {"temperature": TemperatureConfig(coefficient=2.0, scale=0.4, reference=1)},
         "temperature that changes",
+    ),
+    "sinks": ({"model": {"softmax": SoftmaxConfig(sinks=True)}}, "attention sinks"),
+    "soft-caps": (
+        {"model": {"softmax": SoftmaxConfig(softcap=0.5, final_softcap=3.0)}, "windows": [7]},
+        "soft-caps",
+    ),
+    "final soft-cap": ({"model": {"softmax": SoftmaxConfig(final_softcap=3.0)}}, "soft-caps"),
+    "all of them under ALiBi": (
+        {"model": {"softmax": SoftmaxConfig(True, True, 0.5, 3.0)}, "layers": ["alibi", "rope"]},
+        "ALiBi",
+    ),
+    "learned scale beside QK-norm": (
+        {"model": {"softmax": SCALED, "qk_norm": PER_HEAD}},
+        "learned scale",
     ),
     "half of the heads": ({"heads": {"nope": 0.5}}, "heads of one layer"),
     "windows of two sizes": ({"windows": [7, 20]}, "several sizes"),
@@ -245,9 +267,11 @@ def test_the_code_follows_the_length(tiny_decoder, tmp_path, change):
     assert_same_model(model, loaded(tmp_path, saved(model, tmp_path)))
 
 
-def test_the_code_leaves_padding_out(tiny_decoder, tmp_path):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_code_leaves_padding_out(tiny_decoder, tmp_path, sinks):
     """A row behind padding is what it is alone, also where encodings follow the length."""
-    model = tiny_decoder(layers=["alibi", "rope"], windows=[None, 30])
+    softmax = SoftmaxConfig(sinks=sinks, softcap=2.0 if sinks else None)
+    model = tiny_decoder(layers=["alibi", "rope"], windows=[None, 30], model={"softmax": softmax})
     model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=0.3))
     hf = loaded(tmp_path, saved(model, tmp_path))
     prompt = IDS[:1, :11]
@@ -368,7 +392,7 @@ def test_what_was_written_natively_is_read_back(tiny_decoder, tmp_path, kind):
     again = read_pretrained(str(tmp_path)).decoder().eval()
     for length in (20, 32, 33, 50):
         ours, read = model(IDS[:, :length]), again(IDS[:, :length])
-        if plan.changes:
+        if plan.changes or model.config.softmax.learned_scale:
             torch.testing.assert_close(read, ours, rtol=0, atol=1e-5)
         else:
             assert torch.equal(read, ours)
@@ -383,6 +407,8 @@ def test_what_was_written_natively_is_read_back(tiny_decoder, tmp_path, kind):
         ({"alibi_slopes": [0.5]}, "config.json: alibi_slopes: expected those of ALiBi for 4 heads"),
         ({"vocab_size": "many"}, "config.json: vocab_size: expected a positive whole number"),
         ({"head_dim": 7}, "config.json: head_dim: 7 is odd"),
+        ({"softmax": {"sink": True}}, "config.json: softmax: expected learned_scale, sinks, sof"),
+        ({"softmax": {"softcap": -1.0}}, "config.json: softmax.softcap: expected a positive"),
     ],
 )
 def test_a_damaged_description_of_ours_is_named(tiny_decoder, tmp_path, change, said):
@@ -413,6 +439,16 @@ def test_a_damaged_layout_of_ours_is_named(tiny_decoder, tmp_path, change, said)
     with pytest.raises(UserError) as error:
         read_pretrained(str(tmp_path))
     assert said in str(error.value)
+
+
+@torch.no_grad()
+def test_a_learned_scale_is_rounded_with_the_queries_that_carry_it(tiny_decoder, tmp_path):
+    model = tiny_decoder(model={"softmax": SCALED, "qkv_bias": True})
+    plan = make_plan(model.config, model.layout)
+    write_files(model, plan, TOKENIZER, 0, tmp_path, "bfloat16")
+    round_weights(model, plan, torch.bfloat16)
+    hf = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(hf(IDS).logits, model(IDS), rtol=0, atol=1e-5)
 
 
 def test_large_models_are_written_in_shards(tiny_decoder, tmp_path):

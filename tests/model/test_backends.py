@@ -18,8 +18,10 @@ from tests.reference import attend
 from trainer.errors import UserError
 from trainer.model import backend_choice, backends
 from trainer.model.backend_choice import Needs, choose_backend
-from trainer.model.backends import BACKENDS, eager, prepared, probabilities
+from trainer.model.backends import BACKENDS, eager, prepared
+from trainer.model.config import SoftmaxConfig
 from trainer.model.masks import Mask, bias, bounds_of
+from trainer.model.softmax import PLAIN, Softmax, probabilities
 
 B, HEADS, KV_HEADS, T, D = 2, 4, 2, 12, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 4 + [2] * 7])
@@ -34,6 +36,13 @@ MASKS = {
     "window and alibi": Mask(window=4, slopes=SLOPES),
     "all": Mask(window=4, documents=DOCUMENTS, slopes=SLOPES),
 }
+SINKS = torch.tensor([0.7, -1.5, 2.0, 0.0])
+SOFTMAXES = {
+    "sinks": Softmax(sinks=SINKS),
+    "soft-cap": Softmax(softcap=0.8),
+    "both": Softmax(SINKS, 0.8),
+}
+softmaxes = pytest.mark.parametrize("softmax", SOFTMAXES.values(), ids=SOFTMAXES)
 masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 new_tokens = pytest.mark.parametrize("new", [T, 5, 1], ids=["all", "last five", "last one"])
 
@@ -54,7 +63,7 @@ def test_alibis_bias_is_not_rounded_to_16_bits_on_the_cpu(kind):
     assert found.flatten().tolist() == expected
 
 
-def loop(q, k, v, mask):
+def loop(q, k, v, mask, softmax=PLAIN):
     """The definition, one query and one key at a time in float64."""
     past, out = k.shape[2] - q.shape[2], torch.empty(q.shape, dtype=torch.float64)
     for b in range(B):
@@ -72,16 +81,18 @@ def loop(q, k, v, mask):
 
             rows = [[0.0] * D] * past + q[b, h].double().tolist()
             keys, values = (x[b, shared].double().tolist() for x in (k, v))
-            head = attend(rows, keys, values, bias=bias, sees=sees)
+            sink = None if softmax.sinks is None else float(softmax.sinks[h])
+            more = {"softcap": softmax.softcap, "sink": sink}
+            head = attend(rows, keys, values, bias=bias, sees=sees, **more)
             out[b, h] = torch.tensor(head[past:], dtype=torch.float64)
     return out
 
 
-def assert_is_attention(backend, mask, new=T, kv_heads=KV_HEADS):
+def assert_is_attention(backend, mask, new=T, kv_heads=KV_HEADS, softmax=PLAIN):
     q, k, v = inputs(new, kv_heads)
     own = prepared(backend, mask, (B, q.shape[2]), T, q.device)
     torch.testing.assert_close(
-        backend(q, k, v, own).double(), loop(q, k, v, mask), rtol=0, atol=1e-5
+        backend(q, k, v, own, softmax).double(), loop(q, k, v, mask, softmax), rtol=0, atol=1e-5
     )
 
 
@@ -90,6 +101,15 @@ def assert_is_attention(backend, mask, new=T, kv_heads=KV_HEADS):
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_attention_on_the_cpu(name, mask, new):
     assert_is_attention(BACKENDS[name], mask, new)
+
+
+@masks
+@new_tokens
+@softmaxes
+def test_sinks_and_soft_caps(monkeypatch, mask, new, softmax):
+    monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", 5)
+    for name in ("sdpa", "eager"):
+        assert_is_attention(BACKENDS[name], mask, new, softmax=softmax)
 
 
 @masks
@@ -128,21 +148,30 @@ def test_probabilities_sum_to_one_over_what_a_query_sees():
     assert rows[0, :, 11, :8].eq(0).all()  # out of the window
 
 
-@masks
-@new_tokens
-def test_flex(monkeypatch, mask, new):
+@pytest.fixture
+def slow_flex(monkeypatch):
     """Without compiling, which takes long; torch then runs the same definition slowly."""
     monkeypatch.setattr(backends, "_compiled", lambda name: getattr(torch_flex, name))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_is_attention(BACKENDS["flex"], mask, new)
+        yield
 
 
-def one(q, k, v, causal, window_size, alibi_slopes):
+@pytest.mark.usefixtures("slow_flex")
+@masks
+@new_tokens
+@pytest.mark.parametrize("softmax", [PLAIN, *SOFTMAXES.values()], ids=["plain", *SOFTMAXES])
+def test_flex(mask, new, softmax):
+    assert_is_attention(BACKENDS["flex"], mask, new, softmax=softmax)
+
+
+def one(q, k, v, causal, window_size, alibi_slopes, softcap=None):
     tq, tk = q.shape[0], k.shape[0]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
     i, j = torch.arange(tq)[:, None] + tk - tq, torch.arange(tk)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         assert alibi_slopes.dtype == torch.float32
         scores = scores - alibi_slopes[:, None, None] * (i - j).abs()
@@ -162,11 +191,11 @@ def fake_flash(monkeypatch):
     """
     calls = []
 
-    def flash_attn_func(q, k, v, *, causal, window_size, alibi_slopes, deterministic):
+    def flash_attn_func(q, k, v, *, causal, window_size, alibi_slopes, deterministic, **cap):
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         calls.append("dense")
         rows = zip(q, k, v, strict=True)
-        return torch.stack([one(*row, causal, window_size, alibi_slopes) for row in rows])
+        return torch.stack([one(*row, causal, window_size, alibi_slopes, **cap) for row in rows])
 
     def flash_attn_varlen_func(
         q,
@@ -181,6 +210,7 @@ def fake_flash(monkeypatch):
         window_size,
         alibi_slopes,
         deterministic,
+        softcap=None,
     ):
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         calls.append("packed")
@@ -192,7 +222,10 @@ def fake_flash(monkeypatch):
         assert longest_k >= cu_k.diff().max()
         parts = zip(cu_q.tolist(), cu_q.tolist()[1:], strict=False)
         return torch.cat(
-            [one(q[a:b], k[a:b], v[a:b], causal, window_size, alibi_slopes) for a, b in parts]
+            [
+                one(q[a:b], k[a:b], v[a:b], causal, window_size, alibi_slopes, softcap)
+                for a, b in parts
+            ]
         )
 
     module = types.ModuleType("flash_attn")
@@ -230,8 +263,9 @@ def test_varlen(name, new):
 
 
 @masks
-def test_flash(fake_flash, mask):
-    assert_is_attention(BACKENDS["flash"], mask)
+@pytest.mark.parametrize("softmax", [PLAIN, Softmax(softcap=0.8)], ids=["plain", "soft-cap"])
+def test_flash(fake_flash, mask, softmax):
+    assert_is_attention(BACKENDS["flash"], mask, softmax=softmax)
     assert fake_flash == ["dense" if mask.documents is None else "packed"]
 
 
@@ -256,19 +290,29 @@ def test_flash_refuses_documents_with_a_cache():
         BACKENDS["flash"](*inputs(new=5), Mask(documents=DOCUMENTS))
 
 
+@pytest.mark.parametrize("softmax", [PLAIN, *SOFTMAXES.values()], ids=["plain", *SOFTMAXES])
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
-def test_gradients_are_those_of_the_definition(name):
-    q, k, v = (x.requires_grad_() for x in inputs())
-    weights = torch.randn(B, HEADS, T, D)
-    ours = torch.autograd.grad((BACKENDS[name](q, k, v, MASKS["all"]) * weights).sum(), (q, k, v))
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+def test_gradients_are_those_of_the_definition(monkeypatch, name, softmax):
+    monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", 5)
+    sinks = [] if softmax.sinks is None else [softmax.sinks.clone()]
+    leaves = [x.requires_grad_() for x in (*inputs(), *sinks)]
+    weights, mask = torch.randn(B, HEADS, T, D), MASKS["all"]
+    q, k, v, *sinks = leaves
+    own_softmax = softmax._replace(sinks=sinks[0] if sinks else None)
+    out = BACKENDS[name](q, k, v, mask, own_softmax)
+    ours = torch.autograd.grad((out * weights).sum(), leaves)
+    q, k, v, *sinks = leaves = [x.detach().double().requires_grad_() for x in leaves]
     keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
     i, j = torch.arange(T)[:, None], torch.arange(T)
     same = DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None, :]
     seen = same & (j <= i) & (i - j < 4)
-    scores = q @ keys.mT / math.sqrt(D) - SLOPES[:, None, None] * (i - j)
-    out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
-    expected = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    scores = q @ keys.mT / math.sqrt(D)
+    if softmax.softcap:
+        scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
+    exp = (scores - SLOPES[:, None, None] * (i - j)).exp() * seen
+    total = exp.sum(-1, keepdim=True) + (sinks[0].exp()[:, None, None] if sinks else 0)
+    out = exp / total @ values
+    expected = torch.autograd.grad((out * weights).sum(), leaves)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5)
 
@@ -362,7 +406,17 @@ CANNOT = [
     ("flash", (8, 0), Needs(half=False), "16 bits only"),
     ("flash", (8, 0), Needs(head_size=512), "256 channels at most"),
     ("flash", (7, 5), Needs(), "Ampere"),
+    ("flash", (8, 0), Needs(softmax=SoftmaxConfig(sinks=True)), "no gradient of attention sinks"),
+    ("varlen", (8, 0), Needs(softmax=SoftmaxConfig(sinks=True)), "no gradient of attention sinks"),
+    ("varlen", (8, 0), Needs(softmax=SoftmaxConfig(softcap=50.0)), "knows no soft-caps"),
 ]
+
+
+def test_soft_caps_came_to_flash_attn_with_a_version(monkeypatch):
+    installed(monkeypatch, flash_attn="2.5.9.post1")
+    assert choose_backend("flash", "cuda", Needs()).name == "flash"
+    with pytest.raises(UserError, match=r"'flash' knows no soft-caps before version 2\.6"):
+        choose_backend("flash", "cuda", Needs(softmax=SoftmaxConfig(softcap=50.0)))
 
 
 @pytest.mark.parametrize(("name", "capability", "needs", "said"), CANNOT)
@@ -391,6 +445,10 @@ def test_what_is_asked_for_is_what_runs(name):
         ("cuda", Needs(half=False), "sdpa", "sdpa"),
         ("cuda", Needs(documents=True, half=False), "flex", "flex"),
         ("cuda", Needs(windows=True, many_lengths=True), "flash", "sdpa"),
+        ("cuda", Needs(softmax=SoftmaxConfig(softcap=50.0)), "flash", "flex"),
+        ("cuda", Needs(softmax=SoftmaxConfig(sinks=True)), "flex", "flex"),
+        ("cuda", Needs(softmax=SoftmaxConfig(sinks=True), many_lengths=True), "sdpa", "sdpa"),
+        ("cuda", Needs(softmax=SoftmaxConfig(True, final_softcap=30.0)), "flash", "sdpa"),
     ],
 )
 def test_auto_suits_device_masks_and_type(monkeypatch, device, needs, with_flash, without):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.model.config import ModelConfig
+from trainer.model.config import ModelConfig, SoftmaxConfig
 
 GOOD = ModelConfig(64, 96, 2, 8, 4, vocab_size=100)
 
@@ -31,6 +31,14 @@ def test_head_size_is_a_share_of_the_width_unless_given():
         ({"num_key_value_heads": 16}, "model.num_key_value_heads: 16 does not divide"),
         ({"head_dim": 7}, "model.head_dim: 7 is odd"),
         ({"hidden_size": 24}, "model.head_dim: 3 is odd"),
+        (
+            {"softmax": SoftmaxConfig(softcap=-1.0)},
+            "model.softmax.softcap: expected a positive number, or null for none, got -1.0",
+        ),
+        (
+            {"softmax": SoftmaxConfig(final_softcap=0.0)},
+            "model.softmax.final_softcap: expected a positive number",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(change, start):

@@ -22,10 +22,11 @@ def problem(tokens, seed=0, vocab=VOCAB, width=WIDTH):
     return hidden, weight, targets, weights
 
 
-def plain(hidden, weight, targets, weights, z_loss=0.0):
+def plain(hidden, weight, targets, weights, z_loss=0.0, softcap=None):
     """sum(w (CE + z log^2 Z)) / sum(w) in float64 by autograd; value and both gradients."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logits = hidden @ weight.T
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     each = F.cross_entropy(logits, targets, reduction="none")
     each = each + z_loss * logits.logsumexp(-1).square()
     value = (weights.double() * each).sum() / weights.double().sum()
@@ -49,15 +50,17 @@ def assert_same(actual, expected, tolerance=1e-5):
     st.integers(1, 12),
     st.integers(0, 99),
     st.sampled_from([0.0, 1e-2, 1]),
+    st.sampled_from([None, 1.5, 30.0]),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_value_and_gradients_are_the_plain_ones_for_any_chunk(
-    monkeypatch, tokens, chunk, rows, seed, z_loss
+    monkeypatch, tokens, chunk, rows, seed, z_loss, softcap
 ):
     """Chunks of tokens, and of rows of the head's gradient, with remainders and without."""
     monkeypatch.setitem(loss.CHUNKS, "cpu", Chunks(logits=0, tokens=chunk, rows=rows))
     case = problem(tokens, seed)
-    assert_same(ours(*case, z_loss=z_loss), plain(*case, z_loss))
+    options = {"z_loss": z_loss, "softcap": softcap}
+    assert_same(ours(*case, **options), plain(*case, **options))
 
 
 def test_without_weights_it_is_the_mean_cross_entropy():

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from trainer.model import backends
-from trainer.model.config import QKNormConfig
+from trainer.model.config import QKNormConfig, SoftmaxConfig
 from trainer.recalibration.drop import drop
 from trainer.training.strategy import checkpoint_activations
 
@@ -22,10 +22,11 @@ KINDS = {
 }
 
 
-def compiled(tiny_decoder, positional, recomputed="none"):
+def compiled(tiny_decoder, positional, recomputed="none", **shape):
     torch._dynamo.reset()
     norms = QKNormConfig("after_drop")
-    model = tiny_decoder(**positional, model={"num_hidden_layers": 4, "qk_norm": norms})
+    shape |= {"num_hidden_layers": 4, "qk_norm": norms}
+    model = tiny_decoder(**positional, model=shape)
     counter = CompileCounterWithBackend("eager")
     for block in model.layers:
         checkpoint_activations(block, recomputed)
@@ -75,10 +76,12 @@ def test_documents_as_bounds_are_one_graph(tiny_decoder):
     assert counter.frame_count == 1
 
 
-def test_block_masks_come_from_outside_of_the_graph(tiny_decoder, monkeypatch):
+@pytest.mark.parametrize("softmax", [SoftmaxConfig(), SoftmaxConfig(True, True, 5.0)], ids=str)
+def test_block_masks_come_from_outside_of_the_graph(tiny_decoder, monkeypatch, softmax):
     """FlexAttention has no backward on a CPU; its forward pass breaks no graph."""
     monkeypatch.setattr(backends, "_compiled_once", lambda function, _: function)  # the mask's own
-    model, counter = compiled(tiny_decoder, {"windows": [8, None], "layers": ["alibi"]})
+    positional = {"windows": [8, None], "layers": ["alibi"]}
+    model, counter = compiled(tiny_decoder, positional, softmax=softmax)
     for block in model.layers:
         block.self_attn.attend = backends.flex
     ids = torch.randint(50, (2, 128))

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.program import run_ranks
+from trainer.model.config import SoftmaxConfig
 from trainer.runs.config import OptimizerConfig
 from trainer.training.optimizers import make_optimizer
 
@@ -90,7 +91,9 @@ def decayed(model, config):
 
 
 def test_decay_is_on_matrices_and_by_option_on_embeddings(tiny_decoder):
-    model = tiny_decoder(model={"tie_word_embeddings": False, "qkv_bias": True})
+    softmax = SoftmaxConfig(learned_scale=True, sinks=True)
+    shape = {"tie_word_embeddings": False, "qkv_bias": True, "softmax": softmax}
+    model = tiny_decoder(model=shape)
     for name in ("adamw", "muon"):
         blocks = {n for n, p in model.named_parameters() if "layers" in n and p.ndim == 2}
         assert decayed(model, OptimizerConfig(name=name)) == blocks

@@ -10,18 +10,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.model import linear
-from trainer.model.config import ModelConfig
+from trainer.model.config import ModelConfig, SoftmaxConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.rehearsal import memory_of, peaks, pretended, rank_of, update
 
 SHAPE = 4, 128
 RECOMPUTED = {"fp32": "none", "bf16": "full"}
+PLAIN, ALL = SoftmaxConfig(), SoftmaxConfig(True, True, 50.0, 30.0)
 
 
-def configured(precision):
+def configured(precision, softmax=PLAIN):
     return RunConfig(
-        model=ModelConfig(128, 352, 3, 4, 2, None, 1024),
+        model=ModelConfig(128, 352, 3, 4, 2, None, 1024, softmax=softmax),
         strategy=StrategyConfig(name="fsdp2", activation_checkpointing=RECOMPUTED[precision]),
         trainer=TrainerConfig(
             batch_size=2 * SHAPE[0], micro_batch_size=SHAPE[0], precision=precision,
@@ -30,11 +31,13 @@ def configured(precision):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", RECOMPUTED)
-def test_memory_of_a_rank(monkeypatch, precision):
+@pytest.mark.parametrize(
+    ("precision", "softmax"), [("fp32", PLAIN), ("bf16", PLAIN), ("fp32", ALL)]
+)
+def test_memory_of_a_rank(monkeypatch, precision, softmax):
     # As on a GPU: oneDNN copies what it multiplies.
     monkeypatch.setattr(linear, "MKL_IS_SLOW", False)
-    config = configured(precision)
+    config = configured(precision, softmax)
     with rank_of(config, Ranks(0, 2, 0, 2)) as module, pretended(device="cpu"):
         module.configure_model()
         found = peaks(module, module.configure_optimizers(), SHAPE)

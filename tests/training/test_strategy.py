@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.data.corpus import prepare_corpus
-from trainer.model.config import ModelConfig
+from trainer.model.config import ModelConfig, SoftmaxConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
@@ -70,11 +70,13 @@ def activations(tiny_decoder, kind):
     return sum(sizes.values())
 
 
+@pytest.mark.parametrize("softmax", [{}, {"learned_scale": True, "sinks": True, "softcap": 2.0}])
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
-def test_a_block_that_recomputes_is_compiled_without_a_break(tiny_decoder, kind):
+def test_a_block_that_recomputes_is_compiled_without_a_break(tiny_decoder, kind, softmax):
     """Forward and backward, and to the same gradients; as many graphs as without recomputing."""
     torch._dynamo.reset()
-    plain, compiled = tiny_decoder(), tiny_decoder()
+    shape = {"softmax": SoftmaxConfig(**softmax)}
+    plain, compiled = tiny_decoder(model=shape), tiny_decoder(model=shape)
     compiled.load_state_dict(plain.state_dict())
     counter = CompileCounterWithBackend("aot_eager")
     for block in compiled.layers:
@@ -86,6 +88,20 @@ def test_a_block_that_recomputes_is_compiled_without_a_break(tiny_decoder, kind)
     assert counter.frame_count == 1
     for expected, found in zip(plain.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_what_attention_computes_again_may_be_within_what_a_block_does(tiny_decoder, kind):
+    """Sinks and soft-caps, whose weights backward computes again by themselves."""
+    shape = {"softmax": SoftmaxConfig(learned_scale=True, sinks=True, softcap=2.0)}
+    plain, recomputed = tiny_decoder(model=shape), tiny_decoder(model=shape)
+    for block in recomputed.layers:
+        checkpoint_activations(block, kind)
+    ids = torch.randint(50, (2, 32))
+    for model in (plain, recomputed):
+        model.loss(ids, ids).backward()
+    for expected, found in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
 
 
 def test_full_recomputation_keeps_less_than_selective_than_none(tiny_decoder):

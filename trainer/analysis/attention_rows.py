@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainer.analysis.capture import Heads
-from trainer.model.backends import capped, probabilities
 from trainer.model.masks import Mask
+from trainer.model.softmax import capped, probabilities
 from trainer.positional.alibi import alibi_slopes
 
 BLOCK_ELEMENTS = 2**19
@@ -28,8 +28,9 @@ class Rows:
 
     ``peak``: the largest dot product with a key it sees, before it is scaled and capped.
     ``sink``, ``own``, ``previous``: attention weight on the first key of the text, on its own and
-    on the one before it (0 where it does not see that key). ``distance``: mean of i - j under its
-    attention, tokens. ``entropy``: in nats. ``visible`` ``[T]``: keys it sees.
+    on the one before it (0 where it does not see that key). ``learned``: on the learned sink of
+    the head (0 without one). ``distance``: mean of i - j, tokens, and ``entropy``, nats, of the
+    attention that the keys share. ``visible`` ``[T]``: keys it sees.
     """
 
     visible: Tensor
@@ -39,6 +40,7 @@ class Rows:
     previous: Tensor
     distance: Tensor
     entropy: Tensor
+    learned: Tensor
 
 
 def head_slopes(heads: Heads) -> Tensor | None:
@@ -69,7 +71,7 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
     B, Hq, T = q.shape[:3]
     group, window = heads.queries_per_key, heads.encoding.window
     slopes = head_slopes(heads) if rotated else None
-    names = ("peak", "sink", "own", "previous", "distance", "entropy")
+    names = ("peak", "sink", "own", "previous", "distance", "entropy", "learned")
     found = {name: q.new_empty(B, Hq, T) for name in names}
     size = max(16, min(512, BLOCK_ELEMENTS // (group * T)))
     for b in range(B):
@@ -85,6 +87,7 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
                     window,
                     None if slopes is None else slopes[shared],
                     (heads.scale, heads.softcap),
+                    None if heads.sinks is None else heads.sinks[shared],
                 )
                 for name, values in zip(names, block, strict=True):
                     found[name][b, shared, start:stop] = values
@@ -98,11 +101,12 @@ def _block(
     window: int | None,
     slopes: Tensor | None,
     score: tuple[float, float | None],
+    sinks: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """The numbers of :class:`Rows` for queries ``[G, b, D]`` and keys ``[n, D]`` of one head.
 
     ``at``: positions of the first query and of the first key; the last query sees the last key.
-    ``score``: scaling and soft-cap of the scores.
+    ``score``: scaling and soft-cap of the scores. ``sinks``: ``[G]``.
     """
     (start, first), (scale, softcap) = at, score
     scores = (q * scale) @ k.T
@@ -118,18 +122,22 @@ def _block(
         scores = capped(scores, softcap).masked_fill_(scores == HIDDEN, HIDDEN)
     if slopes is not None:
         scores += slopes[:, None, None] * (j - i)
-    scores -= scores.amax(dim=-1, keepdim=True)
+    top = scores.amax(dim=-1, keepdim=True)
+    scores -= top
     weights = scores.exp()
     # Totals and first moments of all rows in one product.
     moments = weights @ torch.stack([torch.ones_like(j), j - first], dim=1).to(weights.dtype)
     total, mean = moments[..., 0], moments[..., 1] / moments[..., 0]
     entropy = total.log() - (weights * scores).sum(dim=-1) / total
+    if sinks is not None:
+        total = total + (sinks[:, None] - top[..., 0]).exp()
     sink = weights[..., 0] / total if first == 0 else torch.zeros_like(total)
     diagonal = weights.diagonal(own, -2, -1) / total
     before = weights.diagonal(own - 1, -2, -1)
     if own == 0:  # the first query of the block does not see the key before it
         before = torch.nn.functional.pad(before, (1, 0))
-    return peak, sink, diagonal, before / total, i[:, 0] - first - mean, entropy
+    learned = 1 - moments[..., 0] / total
+    return peak, sink, diagonal, before / total, i[:, 0] - first - mean, entropy, learned
 
 
 def head_attention(heads: Heads, head: int, queries: slice) -> Tensor:
@@ -137,11 +145,14 @@ def head_attention(heads: Heads, head: int, queries: slice) -> Tensor:
     q, k, slopes = heads.rotated_q, heads.rotated_k, head_slopes(heads)
     kv = head // heads.queries_per_key
     mask = Mask(heads.encoding.window, slopes=None if slopes is None else slopes[head : head + 1])
+    softmax = heads.softmax
+    if heads.sinks is not None:
+        softmax = softmax._replace(sinks=heads.sinks[head : head + 1])
     found = probabilities(
         q[:, head : head + 1, queries],
         k[:, kv : kv + 1, : queries.stop],
         mask,
+        softmax,
         scaling=heads.scaling,
-        softcap=heads.softcap,
     )
     return found[:, 0]

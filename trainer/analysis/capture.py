@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.model.language_model import LanguageModel
+from trainer.model.softmax import Softmax
 from trainer.positional.layout import LayerEncoding
 
 
@@ -23,7 +24,7 @@ class Heads:
     h // (Hq / Hkv); in a layer with a spectrum for every query head Hkv is Hq.
 
     A score is ``scaling`` q k (None: q k / sqrt(D)), and with a ``softcap`` c (Gemma 2) it is
-    c tanh(score / c).
+    c tanh(score / c). ``sinks`` ``[Hq]``, where there are, are logits beside them in the softmax.
     """
 
     layer: int
@@ -35,6 +36,12 @@ class Heads:
     training_length: int
     scaling: float | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def softmax(self) -> Softmax:
+        """What the softmax has beside scores."""
+        return Softmax(self.sinks, self.softcap)
 
     @property
     def scale(self) -> float:
@@ -59,10 +66,12 @@ def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterat
         *tensors: Tensor,
         scaling: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         q, k, rotated_q, rotated_k = (x.detach().float() for x in tensors)
+        sinks = None if sinks is None else sinks.detach().float()
         C, encoding = model.layout.training_length, model.layout.layers[index]
-        on_layer(Heads(index, encoding, q, k, rotated_q, rotated_k, C, scaling, softcap))
+        on_layer(Heads(index, encoding, q, k, rotated_q, rotated_k, C, scaling, softcap, sinks))
 
     with model.observed(observe):
         yield

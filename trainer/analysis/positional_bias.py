@@ -2,8 +2,9 @@
 
 For a head on the key s tokens back, s = 0 (diagonal) or 1 (previous token), the centred weights of
 Def. 3.1 are c_ij = 1 at j = i - s and -1 / (n_i - 1) at the other n_i - 1 keys that query i sees.
-With a_i the attention on that key, A^c = mean_i (a_i n_i - 1) / (n_i - 1); a query without such a
-key, or with no other, counts as 0.
+With a_i the attention on that key, A^c = mean_i (a_i n_i - 1) / (n_i - 1), or with a learned sink
+mean_i (a_i n_i - S_i) / (n_i - 1), S_i what it leaves to the keys; a query without such a key, or
+with no other, counts as 0.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +33,14 @@ def _has_target(visible: Tensor, shift: int) -> Tensor:
     return (visible > max(shift, 1)).to(torch.float64)
 
 
-def positional_bias(weight: Tensor, visible: Tensor, shift: int) -> Tensor:
+def positional_bias(
+    weight: Tensor, visible: Tensor, shift: int, learned: Tensor | float = 0.0
+) -> Tensor:
     """A^c ``[...]`` of the attention ``weight`` ``[..., T]`` on the key ``shift`` tokens back.
 
-    ``visible``: ``[T]``, keys that every query sees.
+    ``visible``: ``[T]``, keys that every query sees. ``learned``: weight on a learned sink.
     """
-    bias = (weight.double() * visible - 1) / (visible - 1).clamp(min=1)
+    bias = (weight.double() * visible - 1 + learned) / (visible - 1).clamp(min=1)
     return (bias * _has_target(visible, shift)).mean(dim=-1)
 
 
@@ -59,8 +63,8 @@ class PositionalBias:
         """Take in one layer's rows of attention."""
         self._averages.add(
             layer,
-            diagonal=positional_bias(rows.own, rows.visible, 0),
-            previous=positional_bias(rows.previous, rows.visible, 1),
+            diagonal=positional_bias(rows.own, rows.visible, 0, rows.learned),
+            previous=positional_bias(rows.previous, rows.visible, 1, rows.learned),
         )
 
     def result(self) -> BiasResult:
@@ -89,12 +93,14 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
     """
     averages = Averages()
 
-    def observe(layer: int, q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor) -> None:
+    def observe(
+        layer: int, q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor, **softmax: Any
+    ) -> None:
         attention = model.layers[layer].self_attn
         projections = [attention.q_proj.weight, attention.k_proj.weight]
         tensors = (x.detach().float() for x in (q, k, rotated_q, rotated_k))
         layout = model.layout
-        heads = Heads(layer, layout.layers[layer], *tensors, layout.training_length)
+        heads = Heads(layer, layout.layers[layer], *tensors, layout.training_length, **softmax)
         norms = []
         for head in range(q.shape[1]):
             grad_q, grad_k = _score_gradients(heads, head, shift)
@@ -114,15 +120,17 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
     return BiasGradients(shift, averages.stacked("query"), averages.stacked("key"))
 
 
+@torch.no_grad()
 def _score_gradients(heads: Heads, head: int, shift: int) -> tuple[Tensor, Tensor]:
     """dA^c/dq and dA^c/dk ``[1, T, D]`` of one head's rotated queries and keys.
 
-    a_i is a softmax: its gradient in the score of key j is a_i (1[j = i - s] - alpha_ij).
+    The gradient of sum_m c_im alpha_im in the score of key j is alpha_ij (c_ij - that sum), times
+    1 - (score / cap)^2 where scores are capped.
     """
     q, k = heads.rotated_q[:, head], heads.rotated_k[:, head // heads.queries_per_key]
     T, root = q.shape[1], math.sqrt(q.shape[-1])
     visible = visible_keys(T, heads.encoding.window, q.device)
-    share = _has_target(visible, shift) * visible / (visible - 1).clamp(min=1) / T
+    share = _has_target(visible, shift) / (visible - 1).clamp(min=1) / T / root
     grad_q, grad_k = torch.zeros_like(q), torch.zeros_like(k)
     for start in range(0, T, BLOCK):
         stop = min(start + BLOCK, T)
@@ -130,11 +138,15 @@ def _score_gradients(heads: Heads, head: int, shift: int) -> tuple[Tensor, Tenso
         i = torch.arange(start, stop, device=q.device)
         target = (i - shift).clamp(min=0)
         a = alpha.gather(-1, target[None, :, None])
-        scale = (share[start:stop, None] * a / root).to(q.dtype)
-        grad_q[:, start:stop] = scale * (k[:, target] - alpha @ k[:, :stop])
-        scaled = scale * q[:, start:stop]
-        grad_k[:, :stop] -= alpha.mT @ scaled
-        grad_k.index_add_(1, target, scaled)
+        seen = a * visible[start:stop, None]
+        of_scores = alpha * (alpha.sum(dim=-1, keepdim=True) - 1 - seen)
+        of_scores.scatter_add_(-1, target[None, :, None], seen)
+        of_scores *= share[start:stop, None].to(q.dtype)
+        if heads.softcap is not None:
+            products = q[:, start:stop] @ k[:, :stop].mT / root
+            of_scores *= 1 - (products / heads.softcap).tanh().square()
+        grad_q[:, start:stop] = of_scores @ k[:, :stop]
+        grad_k[:, :stop] += of_scores.mT @ q[:, start:stop]
     return grad_q, grad_k
 
 

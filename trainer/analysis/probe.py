@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trainer.analysis.attention_rows import head_slopes
 from trainer.analysis.capture import Heads, observing
-from trainer.model.backends import capped
 from trainer.model.language_model import LanguageModel
+from trainer.model.softmax import capped
 
 MEASURES = ("sink_mass", "entropy", "distance", "largest_logit", "stable_rank")
 SCORES = 2**22
@@ -29,7 +29,8 @@ def probe(model: LanguageModel, ids: Tensor) -> dict[str, list[float]]:
 
     ``sink_mass``: attention on the first token. ``entropy``: of attention, 1 where it is uniform
     over what a query sees. ``distance``: mean distance attended over, in tokens. All three are
-    means over heads and queries but the first, which sees itself alone. ``largest_logit``: max of
+    means over heads and queries but the first, which sees itself alone. Entropy and distance are of
+    the attention that the keys share, without what a learned sink takes. ``largest_logit``: max of
     the scores, q k / sqrt(D) in most models, over what these queries see. ``stable_rank``: squared
     Frobenius over squared spectral norm of a head's keys ``[T, D]``, mean over heads and sequences.
     Queries and keys are those after the encoding.
@@ -71,12 +72,16 @@ def attention_measures(heads: Heads) -> Tensor:
         scores = capped(q[..., start:stop, :] @ k[..., first:stop, :].mT, heads.softcap)
         scores = scores.masked_fill(hidden, -math.inf)
         largest = torch.maximum(largest, scores.amax())
-        attention = (scores if slopes is None else scores - slopes * away).softmax(dim=-1)
+        scores = scores if slopes is None else scores - slopes * away
+        attention = scores.softmax(dim=-1)
+        first_key = attention[..., 0] if first == 0 else attention.new_zeros(())
+        if heads.sinks is not None:
+            first_key = first_key * (scores.logsumexp(dim=-1) - heads.sinks.view(H, G, 1)).sigmoid()
         # A query that sees itself alone has the entropy 0, whatever that is divided by.
         most = (i + 1).clamp(max=window).log().clamp(min=1e-6)
         sums += torch.stack(
             [
-                attention[..., 0].sum() if first == 0 else sums.new_zeros(()),
+                first_key.sum(),
                 (torch.special.entr(attention) / most).sum(),
                 (attention * away).sum(),
             ]

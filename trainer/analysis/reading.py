@@ -77,5 +77,5 @@ def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Re
 
 def _first_queries(rows: Rows, count: int) -> Rows:
     """The statistics of the first queries, which later tokens do not affect."""
-    names = ("peak", "sink", "own", "previous", "distance", "entropy")
+    names = ("peak", "sink", "own", "previous", "distance", "entropy", "learned")
     return Rows(rows.visible[:count], *(getattr(rows, name)[..., :count] for name in names))

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.analysis.attention_rows import head_slopes
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
-from trainer.model.backends import capped
+from trainer.model.softmax import capped
 
 QUERIES = 128
 """The most queries of a text, evenly spread."""
@@ -72,6 +73,8 @@ def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) ->
     def weight(products: Tensor) -> float:
         scores = capped(products * heads.scale, heads.softcap) + slope * (keys - at[:, None])
         scores = scores.masked_fill(keys > at[:, None], -torch.inf)
+        if heads.sinks is not None:
+            scores = F.pad(scores, (0, 1), value=float(heads.sinks[head]))
         return float(scores.softmax(dim=-1)[..., 0].double().mean())
 
     def without(pair: int) -> float:

@@ -92,7 +92,7 @@ def attention_map(heads: Heads, head: int, *, size: int) -> Array:
     """A head's attention on the first text as a picture of at most ``size`` cells a side.
 
     A cell covers ``ceil(T / size)`` queries and as many keys: the attention that its keys get
-    together, meaned over its queries. Every row sums to 1.
+    together, meaned over its queries. Every row sums to 1, less what a learned sink takes.
     """
     T = heads.q.shape[2]
     cell = -(-T // size)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.formats import adapter
 from trainer.interchange.hf_config import malformed
-from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.model.config import ModelConfig, QKNormConfig, SoftmaxConfig
 from trainer.positional.alibi import alibi_slopes
 from trainer.positional.layout import Layout
 from trainer.positional.stored_layout import read_layout
@@ -60,6 +61,7 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
         rms_norm_eps=1e-5 if (eps := values.get("rms_norm_eps")) is None else eps,
         tie_word_embeddings=values.get("tie_word_embeddings") or False,
         qkv_bias=values["qkv_bias"],
+        softmax=_softmax(values.get("softmax"), name),
         qk_norm=QKNormConfig("never", values["qk_norm_kind"], values["qk_norm_targets"]),
     )
     if problems := config.problems():
@@ -74,6 +76,17 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
     # Of norms in some layers the others wait, as before a drop.
     when = "never" if norms == {False} else "always" if norms == {True} else "after_drop"
     return replace(config, qk_norm=replace(config.qk_norm, when=when)), layout
+
+
+def _softmax(given: Any, name: str) -> SoftmaxConfig:
+    """That of a file; one of an earlier version says nothing of it."""
+    known = [field.name for field in fields(SoftmaxConfig)]
+    try:
+        if isinstance(given, dict) and given.keys() - set(known):
+            raise ValueError
+        return adapter(SoftmaxConfig).validate_python(given or {})
+    except ValueError:
+        raise UserError(f"{name}: softmax: expected {', '.join(known)}, got {given!r}.") from None
 
 
 def _check_slopes(given: Any, config: ModelConfig, layout: Layout, name: str) -> None:

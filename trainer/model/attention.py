@@ -16,6 +16,7 @@ from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.linear import Linear
 from trainer.model.masks import Mask
+from trainer.model.softmax import Softmax
 from trainer.positional.alibi import alibi_slopes
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import Layout
@@ -24,8 +25,9 @@ from trainer.positional.rotation import Groups, encode_keys, encode_queries
 if TYPE_CHECKING:
     from trainer.positional.intervening import Intervene
 
-Observer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Told the queries and keys before their encoding and after it, ``[B, H, T, D]`` each."""
+Observer = Callable[..., None]
+"""Told the queries and keys before their encoding and after it, ``[B, H, T, D]`` each, and by name
+the ``softcap`` of their scores and the ``sinks`` beside them, ``[Hq]``."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Attention(nn.Module):
     that a drop adds no parameters to a run. While they are off they take part with weight zero:
     every parameter then has a gradient, which sharded and replicated training need.
 
+    A learned scale of the softmax multiplies the queries of its head before their encoding, so that
+    every backend and every analysis has it. A sink is a logit beside the head's scores.
+
     Encoded queries and keys pass one seam before they meet: ``intervention``, where the layout
     has one, returns others, and ``observe``, where it is set, is shown them.
     """
@@ -80,6 +85,14 @@ class Attention(nn.Module):
 
         self.q_norm = norm("q", q_size)
         self.k_norm = norm("k", kv_size)
+
+        def of_heads(wanted: bool, value: float) -> nn.Parameter | None:
+            heads = config.num_attention_heads
+            return nn.Parameter(torch.full((heads,), value)) if wanted else None
+
+        self.softmax_scale = of_heads(config.softmax.learned_scale, 1.0)
+        self.sinks = of_heads(config.softmax.sinks, 0.0)
+        self.softcap = config.softmax.softcap
         self.attend: Attend = sdpa
         self.intervention: Intervene | None = None
         self.expands = False
@@ -118,6 +131,8 @@ class Attention(nn.Module):
             last: how many of the last positions to compute; None: all.
         """
         plain_q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
+        if self.softmax_scale is not None:
+            plain_q = plain_q * self.softmax_scale.to(plain_q.dtype)[:, None, None]
         plain_k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
         v = self._heads(self.v_proj(x), None)
         of_keys = encoding
@@ -130,13 +145,15 @@ class Attention(nn.Module):
         q, k = encode_queries(plain_q, encoding.groups), encode_keys(plain_k, of_keys.groups)
         if self.intervention is not None:
             q, k = self.intervention(q, k, encoding.positions, of_keys.positions)
+        # Of one type with queries, as the weights of norms are, whatever the strategy gathers.
+        softmax = Softmax(None if self.sinks is None else self.sinks.to(q.dtype), self.softcap)
         if self.observe is not None:
-            self.observe(plain_q, plain_k, q, k)
+            self.observe(plain_q, plain_k, q, k, **softmax._asdict())
         if cache is not None and of_all_keys is None:
             k, v = cache.append(k, v)
         if last is not None:
             q = q[:, :, -last:]
-        out = self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        out = self.o_proj(self.attend(q, k, v, mask, softmax).transpose(1, 2).flatten(2))
         if not qk_norm:
             for norm in (self.q_norm, self.k_norm):
                 if norm is not None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from trainer.errors import UserError
+from trainer.model.config import SoftmaxConfig
 
 OTHER_FLASH = ("flash-attn-3", "flash_attn_3", "flash-attn-4")
 """Packages of later generations, whose functions have other names and other arguments."""
@@ -29,7 +30,7 @@ class Needs(NamedTuple):
 
     ``documents``: batches carry document masks. ``windows``: a layer has a window. ``biased``: a
     layer has ALiBi. ``half``: queries and keys are of 16 bits. ``many_lengths``: sequences of many
-    lengths, as an evaluation has. ``head_size``: D.
+    lengths, as an evaluation has. ``head_size``: D. ``softmax``: of a model.
     """
 
     documents: bool = False
@@ -38,6 +39,7 @@ class Needs(NamedTuple):
     half: bool = True
     many_lengths: bool = False
     head_size: int = 64
+    softmax: SoftmaxConfig = SoftmaxConfig()
 
 
 def backend_problem(name: str, accelerator: str) -> str | None:
@@ -120,11 +122,25 @@ def _kernel_problem(name: str, needs: Needs) -> str | None:
         return "needs a GPU of the Ampere generation or later"
     if needs.head_size > LARGEST_HEAD:
         return f"takes heads of {LARGEST_HEAD} channels at most, and here they have more"
-    if name == "varlen" and needs.biased:
+    if needs.softmax.sinks:
+        return "has no gradient of attention sinks"
+    return _varlen_problem(needs) if name == "varlen" else _softcap_problem(needs)
+
+
+def _varlen_problem(needs: Needs) -> str | None:
+    if needs.softmax.softcap is not None:
+        return "knows no soft-caps"
+    if needs.biased:
         return "knows no ALiBi"
-    if name == "varlen" and needs.head_size % 8:
+    if needs.head_size % 8:
         return f"takes heads whose size is a multiple of 8, which {needs.head_size} is not"
     return None
+
+
+def _softcap_problem(needs: Needs) -> str | None:
+    if needs.softmax.softcap is None or int(version("flash-attn").split(".")[1]) >= 6:
+        return None
+    return "knows no soft-caps before version 2.6"
 
 
 def _capability() -> tuple[int, int]:
@@ -138,7 +154,7 @@ def _suitable(needs: Needs) -> Choice:
         return Choice("flash", "flash-attn is installed, in 16 bits")
     masked = needs.documents or needs.windows or needs.biased
     why = f"{'masks' if masked else 'no masks'}; flash-attn {problem}"
-    if not masked:
+    if not masked and needs.softmax.is_fused:
         return Choice("sdpa", why)
     if needs.documents and has_varlen() and _kernel_problem("varlen", needs) is None:
         return Choice("varlen", why)

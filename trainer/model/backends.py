@@ -1,15 +1,14 @@
 """Ways to compute causal attention: ``sdpa``, ``flash``, ``varlen``, ``flex``, ``eager``.
 
 All take queries ``[B, Hq, Tq, D]`` and keys and values ``[B, Hkv, Tk, D]``, Tk >= Tq, the last
-query seeing the last key, and a :class:`Mask` that went through :func:`prepared`, and return
-``[B, Hq, Tq, D]``. No backend but ``eager`` holds a [Tq, Tk] tensor: where a kernel needs a mask,
-``sdpa`` goes through the queries in blocks. A single query, a step of generation, is ``sdpa``'s in
-all.
+query seeing the last key, a :class:`Mask` that went through :func:`prepared` and a
+:class:`Softmax`, and return ``[B, Hq, Tq, D]``. No backend but ``eager`` holds a [Tq, Tk] tensor:
+where a kernel needs a mask, or a softmax is none that a kernel knows, ``sdpa`` goes through the
+queries in blocks. A single query, a step of generation, is ``sdpa``'s in all.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -21,42 +20,42 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.model.masks import Mask, bias, bounds_of
+from trainer.model.softmax import PLAIN, Softmax, capped, eager, recomputed
 
-Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Mask, Softmax], Tensor]
 
 QUERY_BLOCK = {"cpu": 128, "cuda": 512}
 """Queries that ``sdpa`` takes at once where it needs a mask: fewer compute less that the mask then
 hides, more keep a GPU busy."""
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
     """torch's scaled_dot_product_attention, in blocks of queries where it needs a mask.
 
     With a window each block reads its window of the keys only, so time and memory are linear in the
-    length.
+    length. Sinks and soft-caps are written out block by block.
     """
     Tq, Tk = q.shape[2], k.shape[2]
-    if Tq == 1:
-        return _single_query(q, k, v, mask)
-    if mask.is_plain and Tq == Tk:
-        return _fused(q, k, v, is_causal=True)
-    if mask.is_plain and q.device.type != "cpu":
-        from torch.nn.attention.bias import causal_lower_right  # brings the compiler, a second
+    if softmax.is_plain:
+        if Tq == 1:
+            return _single_query(q, k, v, mask)
+        if mask.is_plain and Tq == Tk:
+            return _fused(q, k, v, is_causal=True)
+        if mask.is_plain and q.device.type != "cpu":
+            from torch.nn.attention.bias import causal_lower_right  # brings the compiler, a second
 
-        return _fused(q, k, v, attn_mask=causal_lower_right(Tq, Tk))  # known to CUDA's kernels
+            return _fused(q, k, v, attn_mask=causal_lower_right(Tq, Tk))  # known to CUDA's kernels
     past, outputs = Tk - Tq, []
     block = QUERY_BLOCK.get(q.device.type, 512)
     for start in range(0, Tq, block):
         queries = range(past + start, past + min(start + block, Tq))
         first = 0 if mask.window is None else max(0, queries.start - mask.window + 1)
         keys = range(first, queries.stop)
+        part = q[:, :, start : start + block], *(x[:, :, first : keys.stop] for x in (k, v))
         outputs.append(
-            _fused(
-                q[:, :, start : start + block],
-                k[:, :, first : keys.stop],
-                v[:, :, first : keys.stop],
-                attn_mask=bias(mask, queries, keys, q),
-            )
+            _fused(*part, attn_mask=bias(mask, queries, keys, q))
+            if softmax.is_plain
+            else recomputed(*part, mask, softmax, first)
         )
     return torch.cat(outputs, dim=2)
 
@@ -91,44 +90,10 @@ def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return out.reshape(q.shape)
 
 
-def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores kept within +-``softcap`` by softcap tanh(score / softcap) (Gemma 2); None: as they
-    are."""
-    return scores if softcap is None else softcap * (scores / softcap).tanh()
-
-
-def probabilities(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Attention probabilities ``[B, Hq, Tq, Tk]`` in float32, written plainly.
-
-    ``scaling``: of the dot products (None: 1 / sqrt(D)); ``softcap``: see :func:`capped`.
-    """
-    Tq, Tk = q.shape[2], k.shape[2]
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    products = q.float() @ k.float().transpose(-1, -2)
-    scores = products / math.sqrt(q.shape[-1]) if scaling is None else products * scaling
-    scores = capped(scores, softcap)
-    more = bias(mask, range(Tk - Tq, Tk), range(Tk), scores)
-    scores = scores + more if mask.slopes is not None else scores.masked_fill(~more, -math.inf)
-    return scores.softmax(dim=-1)
-
-
-def eager(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """The definition, for analyses and as the reference in tests."""
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    return (probabilities(q, k, mask) @ v.float()).to(q.dtype)
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
     """The flash-attn package (CUDA); documents go through its variable-length kernel."""
     if q.shape[2] == 1 or mask.begins is not None:
-        return sdpa(q, k, v, mask)
+        return sdpa(q, k, v, mask, softmax)
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     window = (-1, -1) if mask.window is None else (mask.window - 1, 0)
@@ -138,16 +103,18 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         "alibi_slopes": mask.slopes,
         "deterministic": torch.are_deterministic_algorithms_enabled(),  # of its backward
     }
+    if softmax.softcap is not None:  # of which versions before 2.6 know nothing
+        options["softcap"] = softmax.softcap
     if mask.documents is None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return flash_attn_func(q, k, v, **options).transpose(1, 2)
     return _packed(flash_attn_varlen_func, q, k, v, mask, options)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
     """torch's own variable-length kernel (CUDA, 16 bits) for documents; without them ``sdpa``."""
     if q.shape[2] == 1 or mask.documents is None or mask.begins is not None:
-        return sdpa(q, k, v, mask)
+        return sdpa(q, k, v, mask, softmax)
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if mask.window is None else (mask.window - 1, 0)
@@ -191,23 +158,29 @@ def _compiled_once(function: Callable[..., Any], whole: bool) -> Callable[..., A
     return torch.compile(function, fullgraph=whole)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """torch's FlexAttention (GPU): any mask and ALiBi in one fused kernel."""
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
+    """torch's FlexAttention (GPU): any mask, ALiBi, soft-caps and sinks in one fused kernel."""
     if q.shape[2] == 1 or mask.begins is not None:
-        return sdpa(q, k, v, mask)
+        return sdpa(q, k, v, mask, softmax)
     past, slopes = k.shape[2] - q.shape[2], mask.slopes
 
-    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + slopes[h] * (j - i - past)
+    def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = capped(score, softmax.softcap)
+        return score if slopes is None else score + slopes[h] * (j - i - past)
 
-    return _compiled("flex_attention")(
-        q,
-        k,
-        v,
-        score_mod=None if slopes is None else biased,
-        block_mask=mask.blocks,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    options = {
+        "score_mod": None if slopes is None and softmax.softcap is None else changed,
+        "block_mask": mask.blocks,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
+    if softmax.sinks is None:
+        return _compiled("flex_attention")(q, k, v, **options)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out, aux = _compiled("flex_attention")(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    # A sink takes the share exp(sink) / (exp(sink) + the sum over keys) of every head's weights.
+    kept = (aux.lse - softmax.sinks.float()[:, None]).sigmoid()
+    return out * kept[..., None].to(out.dtype)
 
 
 def _block_mask(mask: Mask, rows: int, queries: int, keys: int, device: torch.device) -> Any:

@@ -20,6 +20,28 @@ class QKNormConfig:
     targets: Literal["both", "q", "k"] = "both"
 
 
+@dataclass(frozen=True)
+class SoftmaxConfig:
+    """What the softmax of attention has beside scores, and a cap of the head's logits.
+
+    ``learned_scale``: a factor on the scores for every query head, 1 at first (Scalable-Softmax,
+    Nakanishi 2025, learns one). ``sinks``: for every query head a learned logit beside its scores,
+    0 at first, which takes its share of the weights and has no value (gpt-oss). ``softcap``: keeps
+    scores within +-softcap by softcap tanh(score / softcap), before masks and ALiBi (Gemma 2: 50);
+    null: as they are. ``final_softcap``: of the head's logits likewise (Gemma 2: 30).
+    """
+
+    learned_scale: bool = False
+    sinks: bool = False
+    softcap: float | None = None
+    final_softcap: float | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether scores and their softmax are those that every kernel computes."""
+        return not self.sinks and self.softcap is None
+
+
 LARGEST = {
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 24,
@@ -60,6 +82,7 @@ class ModelConfig:
     tie_word_embeddings: bool = True
     qkv_bias: bool = False
     qk_norm: QKNormConfig = field(default_factory=QKNormConfig)
+    softmax: SoftmaxConfig = field(default_factory=SoftmaxConfig)
     initializer: Literal["normal", "fan_in"] = "normal"
     initializer_range: float = 0.02
     initializer_by_depth: bool = True
@@ -105,6 +128,11 @@ class ModelConfig:
             f"model.{key}: expected at most {most:,}, got {value}."
             for key, most in LARGEST.items()
             if (value := getattr(self, key)) is not None and value > most
+        ]
+        found += [
+            f"model.softmax.{key}: expected a positive number, or null for none, got {value}."
+            for key in ("softcap", "final_softcap")
+            if (value := getattr(self.softmax, key)) is not None and value <= 0
         ]
         if found:
             return found

@@ -26,6 +26,7 @@ from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.linear import Linear, packed_product, product_for
 from trainer.model.loss import linear_cross_entropy, token_losses
 from trainer.model.masks import Mask
+from trainer.model.softmax import capped
 from trainer.model.watching import feeding, observed
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
@@ -111,11 +112,10 @@ class Decoder(LanguageModel):
     @layout.setter
     def layout(self, layout: Layout) -> None:
         depth, heads = self.config.num_hidden_layers, self.config.num_key_value_heads
-        queries = self.config.num_attention_heads
         if len(layout.layers) != depth:
             raise ValueError(f"the layout has {len(layout.layers)} layers, the model {depth}")
         for layer in layout.layers:
-            if len(layer.spectra) not in (heads, queries):
+            if len(layer.spectra) not in (heads, self.config.num_attention_heads):
                 raise ValueError(
                     f"the layout has {len(layer.spectra)} key-value heads, the model {heads}"
                 )
@@ -164,7 +164,7 @@ class Decoder(LanguageModel):
         windows = any(layer.window for layer in layers)
         biased = any(spectrum.alibi for layer in layers for spectrum in layer.spectra)
         size = self.config.head_size
-        needs = Needs(documents, windows, biased, half, many_lengths, size)
+        needs = Needs(documents, windows, biased, half, many_lengths, size, self.config.softmax)
         choice = choose_backend(name, device, needs)
         for block in self.layers:
             block.self_attn.attend = BACKENDS[choice.name]
@@ -249,19 +249,17 @@ class Decoder(LanguageModel):
             key = window, id(slope)
             if key not in found:
                 own = replace(common, window=window, slopes=slope)
-                attend = block.self_attn.attend
-                found[key] = prepared(attend, own, shape, keys, device)
+                found[key] = prepared(block.self_attn.attend, own, shape, keys, device)
             masks.append(found[key])
         return masks
 
     def _encodings(self, positions: Tensor, lengths: int | list[int]) -> list[Encoding]:
         """Of every layer, for tokens at ``positions``."""
-        groups = head_groups(self.layout, positions, lengths)
-        return [Encoding(of_layer, positions) for of_layer in groups]
+        return [Encoding(x, positions) for x in head_groups(self.layout, positions, lengths)]
 
     def logits(self, states: Tensor) -> Tensor:
         """``[..., vocab]`` of normalised states ``[..., hidden_size]``."""
-        return self._product(states, self.head, None)
+        return capped(self._product(states, self.head, None), self.config.softmax.final_softcap)
 
     def loss(
         self,
@@ -276,14 +274,16 @@ class Decoder(LanguageModel):
         """Weighted mean cross-entropy, nats per token; see :func:`linear_cross_entropy`, and for
         ``options`` :meth:`hidden_states`."""
         x = self.hidden_states(ids, **options)
+        more = {"softcap": self.config.softmax.final_softcap, "product": self._product}
         return linear_cross_entropy(
-            x, self.head, targets, weights, z_loss=z_loss, losses=losses, product=self._product
+            x, self.head, targets, weights, z_loss=z_loss, losses=losses, **more
         )
 
     @torch.no_grad()
     def losses(self, states: Tensor, targets: Tensor) -> Tensor:
         """See :class:`LanguageModel`."""
-        return token_losses(states, self.head, targets, self._product)
+        softcap = self.config.softmax.final_softcap
+        return token_losses(states, self.head, targets, self._product, softcap)
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """See :class:`LanguageModel`."""

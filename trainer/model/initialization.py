@@ -18,7 +18,7 @@ def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) 
     its shape and the seed: not on other parameters, nor on how a run is spread.
     """
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        return torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     return torch.empty(shape).normal_(std=_std(config, name, shape), generator=generator)

@@ -17,7 +17,8 @@ from trainer.positional.layout import Layout
 
 OnLayer = Callable[..., None]
 """Told the index of a layer and its queries and keys before and after their encoding,
-``[B, H, T, D]`` each; by name ``scaling`` and ``softcap``, where scores have others than usual."""
+``[B, H, T, D]`` each; by name ``scaling``, ``softcap`` and ``sinks``, where the softmax has others
+than usual."""
 
 
 class LanguageModel(nn.Module, ABC):

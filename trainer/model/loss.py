@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.model.linear import Product
+from trainer.model.softmax import capped
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         weights: Tensor,
         z_loss: float,
+        softcap: float | None,
         losses: Tensor | None,
         product: Product,
     ) -> Tensor:
@@ -70,7 +72,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], size):
             part = slice(start, start + size)
             x, y, w = hidden[part], targets[part], weights[part]
-            logits = product(x, head, None).float()
+            logits = capped(product(x, head, None).float(), softcap)
+            slope = None
+            if softcap is not None and grad_hidden is not None:
+                slope = 1 - (logits / softcap).square()
             top = logits.amax(dim=-1)
             picked[part] = logits.gather(-1, y[:, None])[:, 0]
             # One pass in the logits' memory; the likeliest token's probability gives log_z back.
@@ -82,12 +87,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # d/dlogits = w * (softmax * (1 + 2 z log_z) - onehot)
             grad *= (w * (1 + 2 * z_loss * log_z[part]) if z_loss else w)[:, None]
             grad.scatter_add_(-1, y[:, None], -w[:, None])
-            grad = grad.to(dtype)
+            grad = (grad if slope is None else grad.mul_(slope)).to(dtype)
             grad_hidden[part] = product(grad, head.T, None)
             for first in range(0, len(weight), rows_at_once):
                 rows = slice(first, first + rows_at_once)
                 grad_weight[rows] += product(grad.T[rows], x.T, None)
-            del logits, grad  # before the next chunk's are there
+            del logits, slope, grad  # before the next chunk's are there
         ctx.gradients = grad_hidden, grad_weight
         ctx.weight_dtype = weight.dtype
         each = log_z - picked
@@ -105,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden.mul_(scale),
             grad_weight.mul_(scale).to(ctx.weight_dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -116,6 +121,7 @@ def linear_cross_entropy(
     weights: Tensor | None = None,
     *,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     losses: Tensor | None = None,
     product: Product = F.linear,
 ) -> Tensor:
@@ -127,6 +133,7 @@ def linear_cross_entropy(
         targets: ``[...]`` token ids.
         weights: ``[...]`` non-negative weights of the tokens, default 1; 0 leaves a token out.
         z_loss: coefficient of the mean squared log-partition (PaLM, Sec. 5).
+        softcap: of the logits, see :func:`trainer.model.softmax.capped`.
         losses: ``[...]`` float32 to be filled with every token's cross-entropy, without gradient.
         product: how matrices are multiplied on this device.
 
@@ -137,19 +144,23 @@ def linear_cross_entropy(
     w = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights.flatten()
     w = w / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
     flat = None if losses is None else losses.view(-1)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, w, z_loss, flat, product)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, w, z_loss, softcap, flat, product)
 
 
 @torch.no_grad()
 def token_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, product: Product = F.linear
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    product: Product = F.linear,
+    softcap: float | None = None,
 ) -> Tensor:
     """Cross-entropy of every token, ``[...]`` float32, for evaluation; logits in chunks."""
     size = chunk_size(len(weight), hidden.device)
     states, of_states = hidden.flatten(0, -2).split(size), targets.flatten().split(size)
     head = weight.to(hidden.dtype)
     losses = [
-        F.cross_entropy(product(x, head, None).float(), y, reduction="none")
+        F.cross_entropy(capped(product(x, head, None).float(), softcap), y, reduction="none")
         for x, y in zip(states, of_states, strict=True)
     ]
     return torch.cat(losses).view(targets.shape)

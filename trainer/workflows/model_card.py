@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ def _facts(
         "training length": f"{model.layout.training_length:,} tokens",
         "program": ", ".join(f"{name} {versions.get(name, '?')}" for name in ("unrope", "torch")),
     }
+    if more := [f"{key}={value}" for key, value in asdict(model.config.softmax).items() if value]:
+        facts["softmax"] = ", ".join(more)
     if (began := config.model.from_pretrained or config.model.from_run) is not None:
         facts["began with"] = Path(began).name
     if report is not None and "corpus" in report.environment:

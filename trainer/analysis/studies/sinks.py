@@ -38,6 +38,7 @@ class SinksStudy(Study):
         self.versions = versions(target, scores=True)
         self._rows = Averages()
         self._maps: list[AttentionMap] = []
+        self._learned: tuple[str, ...] = ()
 
     def on_layer(self, heads: Heads) -> None:
         """Every row of attention, with the encoding and, where it does something, without."""
@@ -52,6 +53,9 @@ class SinksStudy(Study):
             previous=bucket_means(rotated.previous * rotated.visible, edges),
             entropy=bucket_means(rotated.entropy / largest, edges),
         )
+        if heads.sinks is not None:
+            self._rows.add(heads.layer, learned_sink=bucket_means(rotated.learned, edges))
+            self._learned = ("learned_sink",)
         for head in self._pictured(heads, rotated):
             sink = float(rotated.sink[0, head, 1:].mean())
             shown = attention_map(heads, head, size=CELLS)
@@ -68,7 +72,7 @@ class SinksStudy(Study):
     def section(self) -> Section:
         """Curves by position, a map of heads, attention of some."""
         found = self.sinks.result()
-        of_rows = {name: self._rows.stacked(name) for name in OF_ROWS}
+        of_rows = {name: self._rows.stacked(name) for name in (*OF_ROWS, *self._learned)}
         pictures = SinkPictures(
             found, self.versions, self.target.training_length, self.target.length
         )
@@ -95,7 +99,11 @@ class SinksStudy(Study):
                 pictures.keys(),
                 pictures.heads(),
                 *([pictures.attention(self._shown())] if self._maps else []),
-                *([] if "plain" in self.versions else [pictures.without_rotation(of_rows)]),
+                *(
+                    []
+                    if "plain" in self.versions
+                    else [pictures.without_rotation({name: of_rows[name] for name in OF_ROWS})]
+                ),
             ),
             numbers=self._numbers(found, of_rows),
         )
@@ -125,6 +133,12 @@ class SinksStudy(Study):
             )
             + "."
         )
+        if self._learned:
+            taken = near(of_rows["learned_sink"], found.edges, max(weights)).mean(axis=-1)
+            said.append(
+                f"There the learned sinks take {100 * taken.mean():.1f}% of the attention, by "
+                f"layer {', '.join(f'{100 * one:.0f}%' for one in taken)}."
+            )
         if not self._has_sink(found):
             said.append(
                 "No head has a sink within the training length: nothing takes what is left over, "

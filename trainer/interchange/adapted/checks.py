@@ -20,13 +20,8 @@ def check_scores(call: Call, window: int | None) -> None:
     """Refuse a softmax over other keys than those before a query, or in its window.
 
     Raises:
-        UserError: the softmax has learned entries, or the mask is another one.
+        UserError: the mask is another one.
     """
-    if call.sinks:
-        raise UserError(
-            f"checkpoint: the softmax of layer {call.index} has learned sinks beside the keys, "
-            "which analyses do not know."
-        )
     if call.mask is None:
         return
     T, mask = call.q.shape[2], call.mask

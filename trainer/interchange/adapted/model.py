@@ -281,9 +281,8 @@ class AdaptedModel(LanguageModel):
         check_scores(call, self.layout.layers[call.index].window)
         if by_itself:
             check_rotation(call, self.rotations[call.index])
-        self._observe(
-            call.index, *call.plain, call.q, call.k, scaling=call.scaling, softcap=call.softcap
-        )
+        softmax = {name: getattr(call, name) for name in ("scaling", "softcap", "sinks")}
+        self._observe(call.index, *call.plain, call.q, call.k, **softmax)
 
 
 def _in_one_order(rotations: list[Rotation]) -> list[Rotation]:

@@ -45,7 +45,7 @@ class Call:
     ``tables``: that the layer was given (None: none). ``plain``: queries and keys as they would
     have been without rotation (None: not asked for). ``mask``: ``[B, 1, T, Tk]``, booleans or what
     is added to the scores (None: causal). ``scaling``, ``softcap``, ``window``: of the scores;
-    ``sinks``: whether the softmax has learned entries beside the keys.
+    ``sinks``: ``[Hq]``, learned logits beside them (None: none).
     """
 
     index: int
@@ -57,7 +57,7 @@ class Call:
     scaling: float | None
     softcap: float | None
     window: int | None
-    sinks: bool
+    sinks: Tensor | None
 
 
 class Seam:
@@ -138,8 +138,7 @@ class Seam:
                 given,
                 None if not plain else (q, k) if given is None else seen,
                 mask,
-                *(options.get(name) for name in ("scaling", "softcap", "sliding_window")),
-                options.get("s_aux") is not None,
+                *(options.get(n) for n in ("scaling", "softcap", "sliding_window", "s_aux")),
             )
             q, k = see(call)
             return self._usually(module)(module, q, k, v, mask, **options)

@@ -6,7 +6,7 @@ A native one, which every tool loads, wherever one computes the same; else the c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainer.interchange.hf_config import ARCHITECTURES, Architecture
@@ -82,6 +82,10 @@ def _refusal(config: ModelConfig, layout: Layout, name: str, rope: Parameters | 
         "layers that rotate differently": len(_rotations(layout)) > 1,
         "frequencies that no rope_type has": rope is None,
         "QK-norm over the full projection or on one side": any(norms) and not per_head,
+        "attention sinks": config.softmax.sinks,
+        "soft-caps": (config.softmax.softcap, config.softmax.final_softcap) != (None, None),
+        "a learned scale of the softmax beside QK-norm": config.softmax.learned_scale
+        and any(norms),
         "QK-norm in some layers only": any(norms) and not all(norms),
         "QK-norm": all(norms) and not architecture.qk_norm,
         "no QK-norm": not any(norms) and architecture.qk_norm,
@@ -178,6 +182,7 @@ def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "qkv_bias": config.qkv_bias,
         "qk_norm_kind": config.qk_norm.kind,
         "qk_norm_targets": config.qk_norm.targets,
+        "softmax": asdict(config.softmax),
         "layout": layout.to_dict(),
         "alibi_slopes": list(alibi_slopes(config.num_attention_heads)) if biased else None,
         "auto_map": {

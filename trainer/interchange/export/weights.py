@@ -19,42 +19,72 @@ SHARD_BYTES = 5 * 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def exported_names(model: Decoder) -> list[str]:
-    """The parameters that take part; query and key norms that are off stay behind."""
-    return [name for name, _ in model.named_parameters() if not waits(name, model.layout)]
+def exported_names(model: Decoder, plan: Plan) -> list[str]:
+    """The parameters that take part; query and key norms that are off stay behind, and a learned
+    scale that is a part of the queries' projection there."""
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if not waits(name, model.layout) and not (plan.is_native and name.endswith("softmax_scale"))
+    ]
 
 
 def exported(model: Decoder, name: str, plan: Plan) -> Tensor:
     """One parameter, in float32, with the channels of queries and keys as the plan wants them."""
     value = model.get_parameter(name).detach()
-    if not plan.changes or _kind(name) not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+    if not _changes(model, plan) or _kind(name) not in ("q_proj", "k_proj", "q_norm", "k_norm"):
         return value
-    change = plan.changes[_layer(name)]
-    heads = value.unflatten(0, (-1, len(change.order)))[:, list(change.order)]
+    order = _order(model, name, plan)
+    heads = value.unflatten(0, (-1, len(order)))[:, order]
     factors = _factors(model, name, plan)
-    return (heads * factors.view(1, -1, *[1] * (value.dim() - 1))).flatten(0, 1)
+    return (heads * factors.view(*factors.shape, *[1] * (value.dim() - 1))).flatten(0, 1)
 
 
 @torch.no_grad()
 def round_weights(model: Decoder, plan: Plan, dtype: torch.dtype) -> None:
     """Round the decoder's own weights in place to what their exported counterparts become."""
-    for name in exported_names(model):
+    for name in exported_names(model, plan):
         value = model.get_parameter(name)
-        if _kind(name) not in ("q_proj", "q_norm") or not plan.changes:
+        if _kind(name) not in ("q_proj", "q_norm") or not _changes(model, plan):
             value.copy_(value.to(dtype))
             continue
-        order = torch.tensor(plan.changes[_layer(name)].order)
-        factors = _factors(model, name, plan)[order.argsort()].view(1, -1, *[1] * (value.dim() - 1))
+        order = torch.tensor(_order(model, name, plan))
+        factors = _factors(model, name, plan)[:, order.argsort()]
+        factors = factors.view(*factors.shape, *[1] * (value.dim() - 1))
         heads = value.unflatten(0, (-1, len(order)))
         value.copy_(((heads * factors).to(dtype) / factors).flatten(0, 1))
 
 
+def _changes(model: Decoder, plan: Plan) -> bool:
+    """Whether weights of queries and keys are written otherwise than they are."""
+    return bool(plan.changes) or _folds(model, plan)
+
+
+def _folds(model: Decoder, plan: Plan) -> bool:
+    """Whether a learned scale of the softmax becomes a part of the queries' projection."""
+    return plan.is_native and model.config.softmax.learned_scale
+
+
+def _order(model: Decoder, name: str, plan: Plan) -> list[int]:
+    """Which of our channels each of theirs is."""
+    size = model.config.head_size
+    return list(plan.changes[_layer(name)].order if plan.changes else range(size))
+
+
 def _factors(model: Decoder, name: str, plan: Plan) -> Tensor:
-    """``[head_dim]``, on what the queries are multiplied with last: their norm's gain, if any."""
+    """``[1 or Hq, head_dim]``, on what the queries are multiplied with last: their norm's gain, if
+    any."""
     index = _layer(name)
     last = "q_norm" if model.layout.layers[index].qk_norm else "q_proj"
-    factors = torch.tensor(plan.changes[index].factors)
-    return factors if _kind(name) == last else torch.ones_like(factors)
+    factors = torch.ones(1, model.config.head_size)
+    if _kind(name) != last:
+        return factors
+    if plan.changes:
+        factors = factors * torch.tensor(plan.changes[index].factors)
+    if _folds(model, plan):
+        scale = model.get_parameter(f"layers.{index}.self_attn.softmax_scale").detach()
+        factors = factors * scale[:, None]
+    return factors
 
 
 def _kind(name: str) -> str:
@@ -71,7 +101,7 @@ def write_weights(
     """Write ``model.safetensors``, or shards of at most ``shard_bytes`` with an index."""
     shards: list[list[str]] = [[]]
     total = size = 0
-    for name in exported_names(model):
+    for name in exported_names(model, plan):
         nbytes = model.get_parameter(name).numel() * DTYPES[dtype].itemsize
         if shards[-1] and size + nbytes > shard_bytes:
             shards.append([])

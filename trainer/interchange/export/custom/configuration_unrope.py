@@ -16,6 +16,9 @@ class UnropeConfig(PreTrainedConfig):
     has ``inv_freq`` (radians per token of its rotated pairs), ``rotary_scale``, ``temperature``,
     ``alibi`` and ``long``; ``modeling_unrope.py`` says what they do.
     ``alibi_slopes``: one for every query head, where an encoding has ``alibi``.
+    ``softmax``: ``learned_scale`` and ``sinks``, whether query heads have a factor on their scores
+    and a logit beside them, and ``softcap`` and ``final_softcap``, within which scores and logits
+    are kept, or null.
     ``qk_norm_kind``: ``per_head`` or ``full``; ``qk_norm_targets``: ``both``, ``q`` or ``k``.
     """
 
@@ -37,6 +40,7 @@ class UnropeConfig(PreTrainedConfig):
     qkv_bias: bool = False
     qk_norm_kind: str = "per_head"
     qk_norm_targets: str = "both"
+    softmax: dict[str, Any] | None = None
     layout: dict[str, Any] | None = None
     alibi_slopes: list[float] | None = None
     bos_token_id: int | None = None

@@ -66,6 +66,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * pairs :]], dim=-1)
 
 
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """Kept within +-``cap``, softly; None: as it is."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 class UnropeAttention(nn.Module):
     """Causal attention with grouped queries."""
 
@@ -92,12 +97,18 @@ class UnropeAttention(nn.Module):
             return nn.RMSNorm(D if self.per_head_norm else heads * D, eps=config.rms_norm_eps)
 
         self.q_norm, self.k_norm = norm("q", H), norm("k", Hkv)
+        softmax = config.softmax or {}
+        self.softcap = softmax.get("softcap")
+        self.softmax_scale = nn.Parameter(torch.ones(H)) if softmax.get("learned_scale") else None
+        self.sinks = nn.Parameter(torch.zeros(H)) if softmax.get("sinks") else None
 
     def forward(
         self, x: Tensor, tables: list[Table], padding: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """``[B, T, hidden_size]`` to the same. ``padding``: ``[B, Tk]``, False where it is."""
         q = self.heads(self.q_proj(x), self.q_norm)
+        if self.softmax_scale is not None:
+            q = q * self.softmax_scale.to(q.dtype)[:, None, None]
         k = self.heads(self.k_proj(x), self.k_norm)
         v = self.heads(self.v_proj(x), None)
         q, k = self.encode(q, k, tables)
@@ -106,9 +117,25 @@ class UnropeAttention(nn.Module):
             past = cache.get_seq_length(self.index)
             k, v = cache.update(k, v, self.index)
         mask = self.mask(q, past, k.shape[2], padding)
-        causal = mask is None and q.shape[2] > 1
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """``[B, H, T, D]``; soft-caps and sinks, which no fused kernel has, are written out."""
+        if self.sinks is None and self.softcap is None:
+            causal = mask is None and q.shape[2] > 1
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).float() for x in (k, v))
+        scores = capped(q.float() @ k.mT / math.sqrt(self.head_dim), self.softcap)
+        T, keys = scores.shape[2:]
+        if mask is None:
+            mask = torch.ones(T, keys, dtype=torch.bool, device=q.device).tril(keys - T)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -math.inf)
+        scores = scores + mask
+        if self.sinks is not None:
+            sinks = self.sinks.float()[:, None, None].expand(len(q), -1, T, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        return (scores.softmax(dim=-1)[..., :keys] @ v).to(q.dtype)
 
     def heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """``[B, T, heads * D]`` to ``[B, heads, T, D]``, normalised over a head or over all."""
@@ -265,6 +292,7 @@ class UnropeForCausalLM(UnropePreTrainedModel, GenerationMixin):
         """``logits_to_keep``: of how many last positions, 0 for all."""
         states = self.model(input_ids, **others)
         logits = self.lm_head(states.last_hidden_state[:, -logits_to_keep:])
+        logits = capped(logits, (self.config.softmax or {}).get("final_softcap"))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
