@@ -200,11 +200,13 @@ class Checkout:
             shutil.copyfile(found, place / "watched.pickle")
 
     def fingerprint(self, *tests: str) -> str:
-        """Of these tests and of all that may change what they call: sources, and other tests."""
+        """Of these tests and of all else that may change what they call."""
         digest = hashlib.sha256(" ".join(tests).encode())
-        for path in sorted(p for p in self.root.rglob("*") if p.suffix in (".py", ".yaml", ".j2")):
-            if path.is_file() and "docs" not in path.relative_to(self.root).parts:
-                digest.update(f"\0{path.relative_to(self.root)}\0".encode() + path.read_bytes())
+        for path in sorted(self.root.rglob("*")):
+            name = str(path.relative_to(self.root))
+            other = path.name.startswith("test_") and not name.startswith(tests)
+            if name.startswith(("trainer/", "tests/", "conf/")) and path.is_file() and not other:
+                digest.update(f"\0{name}\0".encode() + path.read_bytes())
         return digest.hexdigest()[:16]
 
     def _know(self, found: Path) -> None:
