@@ -30,7 +30,7 @@ SWAPPED = {name: other for a, b in reversed(PAIRS) for name, other in ((b, a), (
 LOOKS = {
     "alpha", "aspect", "capsize", "capthick", "dpi", "elinewidth", "fontsize", "fraction",
     "frameon", "handlelength", "handletextpad", "labelsize", "linewidth", "linewidths",
-    "markeredgewidth", "markersize", "pad", "titlesize", "zorder",
+    "markeredgewidth", "markersize", "pad", "s", "titlesize", "zorder",
 }  # fmt: skip
 """Keywords of figures that say how large, how far apart, how opaque or on top of what something is
 drawn: a matter of taste."""

@@ -224,6 +224,24 @@ def test_a_rising_loss_is_sure_over_the_windows(spread, shown):
     assert ("its 95% interval leaves it open" in observation.evidence) is not shown
 
 
+@pytest.mark.parametrize(
+    ("spread", "shown", "left_open"),
+    [(0.0, True, False), (0.2, False, True), (-1.0, False, False)],
+    ids=["sure", "in the mean", "too much"],
+)
+def test_a_loss_that_matches_is_sure_over_the_windows(spread, shown, left_open):
+    """Half a percent above RoPE's, where at most one is within the margin."""
+    own = (4.02 - spread, 4.02 + spread) * 2 if spread >= 0 else (4.4, 4.6) * 2
+    cells = [
+        Cell(name, "none", PERPLEXITY, 64, 1.0, last_loss=sum(windows) / 4, by_window=windows)
+        for name, windows in (("RoPE", (4.0,) * 4), ("DroPE", own))
+    ]
+    found = observe(results(*cells), {"rope": "RoPE", "drope": "DroPE"})
+    (found,) = (o for o in found if "matches RoPE's" in o.claim)
+    assert found.shown is shown
+    assert found.evidence.endswith("leaves it open.") == left_open
+
+
 @pytest.mark.parametrize(("slow", "shown"), [(5.0, True), (4.0, False)])
 def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
     arms = {

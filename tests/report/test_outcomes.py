@@ -45,7 +45,7 @@ def test_a_comparison_is_of_the_same_trials():
 def test_only_tasks_of_the_same_lengths_are_averaged():
     tasks = ("multi_key", "multi_value")
     made = [cell([1.0], task=task, length=n) for task in tasks for n in (1024, 2048)]
-    outcomes = Outcomes(report(*made, cell([0.0], task="longbench", length=2048)))
+    outcomes = Outcomes(report(*made, cell([0.0], task="zero", length=2048)))
     assert outcomes.averaged == list(tasks)
     assert outcomes.estimate(("RoPE", "none"), outcomes.averaged, 2048).mean == 1
     assert Outcomes(report(*made[:2])).averaged == []

@@ -94,44 +94,43 @@ def test_the_table_as_markdown():
 
 
 def test_the_table_in_a_terminal_continues_below():
-    """In 66 columns there is room for one length beside the facts, in 100 for both."""
+    """In 68 columns there is room for one length beside the facts, in 69 and more for both."""
     check_text(
-        said(terminal_sweep(rates(), 66), 66),
+        said(terminal_sweep(rates(), 68), 68),
         """
-        rates
-                                           64 tokens        train skipped
-        run                             1× (trained) tokens  loss updates
-        ─────────────────────────────────────────────────────────────────
-        optimizer.lr=1e-4                          ·      ·     ·       ·
-        not started
-        optimizer.lr=1e-3               100.0  3.125  26.2M 3.062       0
-                                          75.8–100.0
-        optimizer.lr=1e-2               100.0  2.625    999 2.500   1,200
-        step 7 of 9                       75.8–100.0
-        optimizer.lr=1                         9.000      ·     ·       ·
-        rates (continued)
-                                                    256 tokens
-        run                                                 4×
-        ──────────────────────────────────────────────────────
-        optimizer.lr=1e-4                                    ·
-        not started
-        optimizer.lr=1e-3                          16.7  3.750
-                                                      4.7–44.8
-        optimizer.lr=1e-2                          83.3↑ 3.250
-        step 7 of 9                                  55.2–95.3
-        optimizer.lr=1                             75.0      ·
-                                                     46.8–91.1
-        Success in % with its 95% interval, then the held-out loss (nats
-        per token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same
-        trials (exact sign test, p < 0.05, not corrected for the number of
-        tests). Bold: the highest of a column. Runs that were measured on
-        other text or trials than the first are not tested. · not
-        measured.
+            rates
+                                                 64 tokens        train skipped
+            run                               1× (trained) tokens  loss updates
+            ───────────────────────────────────────────────────────────────────
+            optimizer.lr=1e-4                            ·      ·     ·       ·
+            not started
+            optimizer.lr=1e-3                 100.0  3.125  26.2M 3.062       0
+                                                75.8–100.0
+            optimizer.lr=1e-2                 100.0  2.625    999 2.500   1,200
+            step 7 of 9                         75.8–100.0
+            optimizer.lr=1                           9.000      ·     ·       ·
+            rates (continued)
+                                                        256 tokens
+            run                                                 4×
+            ──────────────────────────────────────────────────────
+            optimizer.lr=1e-4                                    ·
+            not started
+            optimizer.lr=1e-3                          16.7  3.750
+                                                          4.7–44.8
+            optimizer.lr=1e-2                          83.3↑ 3.250
+            step 7 of 9                                  55.2–95.3
+            optimizer.lr=1                             75.0      ·
+                                                         46.8–91.1
+            Success in % with its 95% interval, then the held-out loss (nats per
+            token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same
+            trials (exact sign test, p < 0.05, not corrected for the number of
+            tests). Bold: the highest of a column. Runs that were measured on
+            other text or trials than the first are not tested. · not measured.
 
-        optimizer.lr=1e-4: not started; It did not start.
-        optimizer.lr=1e-2: step 7 of 9
-        optimizer.lr=1: finished; Its weights are not finite.
-        """,
+            optimizer.lr=1e-4: not started; It did not start.
+            optimizer.lr=1e-2: step 7 of 9
+            optimizer.lr=1: finished; Its weights are not finite.
+            """,
     )
     check_text(
         said(terminal_sweep(rates(), 100), 100),
@@ -158,6 +157,54 @@ def test_the_table_in_a_terminal_continues_below():
         optimizer.lr=1: finished; Its weights are not finite.
         """,  # noqa: E501
     )
+
+
+def test_a_narrow_table_has_a_length_at_a_time_and_breaks_names():
+    """Behind its comma, then behind its equals sign."""
+    settings = {"optimizer.weight_decay": "0.1", "model.name": "never so long"}
+    other = {"optimizer.weight_decay": "0.2", "model.name": "never so long, or longer"}
+    runs = run("a", settings, at(1, 3)), run("b", other, at(1, 3), at(4, 6), state="at step 7 of 9")
+    check_text(
+        said(terminal_sweep(Sweep("s", runs), 54), 54),
+        """
+        s
+                               64 tokens        train skipped
+        run                 1× (trained) tokens  loss updates
+        ─────────────────────────────────────────────────────
+        optimizer.weight_d   25.0      ·      ·     ·       ·
+        ecay=                   8.9–53.2
+        0.1,
+        model.name=
+        never so long
+        optimizer.weight_d   25.0      ·      ·     ·       ·
+        ecay=                   8.9–53.2
+        0.2,
+        model.name=
+        never so long,
+        or longer
+        at step 7 of 9
+        s (continued)
+                                                   256 tokens
+        run                                                4×
+        ─────────────────────────────────────────────────────
+        optimizer.weight_decay=0.1,                         ·
+        model.name=never so long
+        optimizer.weight_decay=0.2,               50.0      ·
+        model.name=never so long,                   25.4–74.6
+        or longer
+        at step 7 of 9
+        Success in % with its 95% interval, then the held-out
+        loss (nats per token). ↑ ↓ better or worse than
+        optimizer.weight_decay=0.1, model.name=never so long
+        on the same trials (exact sign test, p < 0.05, not
+        corrected for the number of tests). Bold: the highest
+        of a column. · not measured.
+
+        optimizer.weight_decay=0.2, model.name=never so long,
+        or longer: at step 7 of 9
+        """,
+    )
+    assert "(continued)" not in said(terminal_sweep(rates(), 69), 69)
 
 
 def test_the_numbers_in_full(tmp_path):
@@ -353,6 +400,21 @@ def test_one_key_of_numbers_is_a_curve(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ("0 1 100", "linear"),
+        ("1 2 8", "linear"),
+        ("1 2 9", "log"),
+        ("0.5 4 4.5", "log"),
+        ("-8 -4 -1", "linear"),
+    ],
+)
+def test_positive_values_that_span_more_than_a_factor_of_eight_are_logarithmic(values, scale):
+    runs = (run(value, {"k": value}, at(1, None, 3.0)) for value in values.split())
+    assert figure(Sweep("s", tuple(runs)))[1].axes[0].get_xscale() == scale
+
+
 def grid(*values):
     """Runs by two keys, of which the last misses its loss."""
     runs = [
@@ -483,6 +545,9 @@ def test_keys_that_change_one_at_a_time_have_a_row_each():
     assert axes(Sweep("s", (*sweep.runs, both))) == []
     words = run("3", {"a": "inf", "b": "8"}, at(1, None, 3.0))
     assert axes(Sweep("s", (*sweep.runs, words))) == []
+    again = run("3", {"a": "1", "b": "8"}, at(1, None, 3.0))
+    a, _ = axes(Sweep("s", (*sweep.runs, again)))
+    assert a.lines == (("", ((1, first), (1, again), (2, second))),)
     _, drawn = figure(sweep)
     assert [panel.get_xlabel() for panel in drawn.axes] == ["a", "b"]
     assert drawn.get_figheight() == pytest.approx(0.5 + 2 * 1.9)

@@ -130,6 +130,17 @@ def test_differences_by_label_are_tested_on_the_pairs_of_trials_with_it():
     assert [e.best for e in by_label.rows[1][2]] == [True, False, True]
 
 
+def test_labels_may_have_more_parts_than_others_and_not_be_there_at_every_length():
+    made = report(
+        cell([0.2, 0.4, 0.6], task="longbench", labels=("qa|4K", "code", "qa|8K")),
+        cell([0.5], task="longbench", length=4096),
+    )
+    kinds, buckets = (table for table in tables(made) if table.detail)
+    assert kinds.columns == (("code", "1 trial"), ("qa", "2 trials"))
+    assert buckets.columns == (("4K", "1 trial"), ("8K", "1 trial"))
+    assert [e.value for e in buckets.rows[0][2]] == ["20.0", "60.0"]
+
+
 def test_a_label_that_all_trials_share_makes_no_table():
     made = report(cell([0.2, 0.4], task="longbench", labels=("qa", "qa")))
     assert [table.key for table in tables(made)] == ["longbench"]

@@ -67,9 +67,9 @@ def test_pairs_by_their_index_and_by_their_turns():
 
 
 def test_the_lower_bound_begins_at_half_a_turn_or_at_the_slowest_pair():
-    for turns, least in ((2.0, 0.5), (0.125, 0.125)):
-        of = np.array([turns])
-        found = Radii(np.array([0]), of, np.array([0.0]), np.array([1.0]))
+    for turns, least in (([2.0, 4.0], 0.5), ([0.125, 2.0], 0.125)):
+        some = np.zeros(2)
+        found = Radii(np.arange(2), np.array(turns), some, some)
         axes = radius_and_angle(found, (), (), (np.array([]), np.array([]))).axes[3]
         (bound,) = (line for line in axes.lines if str(line.get_label()).startswith("lower"))
         assert bound.get_xdata()[0] == least
