@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from matplotlib.ticker import NullLocator
+from rich.console import Console
 
 WIDE = 84
 
@@ -35,6 +36,22 @@ def check_text(text, expected):
     """Hold a text against another that is indented as a whole."""
     given = [line.rstrip() for line in text.strip("\n").splitlines()]
     assert given == dedent(expected).strip("\n").rstrip(" ").rstrip("\n").splitlines()
+
+
+STYLES = {"1": "bold", "2": "dim", "3": "italic", "31": "red", "32": "green", "36": "cyan"}
+
+
+def styled(renderable, width):
+    """What a terminal shows, with the names of styles in angle brackets."""
+    console = Console(width=width, color_system="standard", force_terminal=True)
+    with console.capture() as capture:
+        console.print(renderable)
+    text = re.sub(r"\x1b\[0m", "</>", capture.get())
+    return re.sub(r"\x1b\[([\d;]+)m", lambda found: f"<{_styles(found[1])}>", text)
+
+
+def _styles(codes):
+    return " ".join(STYLES[code] for code in codes.split(";"))
 
 
 def _cell(text):

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from rich.console import Console
 
-from tests.report.described import check_csv, check_text
+from tests.report.described import check_csv, check_text, styled
 from tests.report.examples import METHODS, cell, example, report, statements
 from trainer.report.html import measured, write_html
 from trainer.report.latex import escaped, latex_tables
@@ -391,6 +391,46 @@ def test_the_terminal_as_a_whole(whole):
 
         Bold: the lowest of a column. · not measured.
         """,
+    )
+
+
+def test_styles_of_a_terminal():
+    cells = [
+        *statements("RoPE", (100, 50, 50, None)),
+        *statements("DroPE", (50, 100, 50, None), (4.0, None, 4.0, 4.0)),
+    ]
+    made = report(*cells, training_length=64)
+    check_text(
+        styled(terminal_tables(made, 80), 80),
+        """
+            <bold>statements                                                      </>
+            <bold>                   </><bold> </> <bold>    64 tokens</><bold> </> <bold>   128 tokens</><bold> </> <bold>   256 tokens</>
+            <bold>model              </><bold> </> <bold> 1× (trained)</><bold> </> <bold>           2×</><bold> </> <bold>           4×</>
+            ────────────────────────────────────────────────────────────────
+            RoPE                 <bold>        100.0</>           50.0  <bold>         50.0</>
+                                 <bold>   </><bold dim>98.5–100.0</>      <dim>43.9–56.1</>  <bold>    </><bold dim>43.9–56.1</>
+
+            DroPE                        50.0<red>↓</>  <bold>       100.0</><bold green>↑</>  <bold>         50.0</>
+                                     <dim>43.9–56.1</>  <bold>   </><bold dim>98.5–100.0</>  <bold>    </><bold dim>43.9–56.1</>
+            <dim>256 trials a cell.</>
+
+            <dim>Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on </>
+            <dim>the same trials (exact sign test, p < 0.05, not corrected for the number of </>
+            <dim>tests). Reference: the same model as it is; of other models as they are: RoPE. </>
+            <dim>Bold: the highest of a column.</>
+
+            <bold>Held-out perplexity                                                            </>
+            <bold>                   </><bold> </> <bold>    64 tokens</><bold> </> <bold>   128 tokens</><bold> </> <bold>   256 tokens</><bold> </> <bold>   512 tokens</>
+            <bold>model              </><bold> </> <bold> 1× (trained)</><bold> </> <bold>           2×</><bold> </> <bold>           4×</><bold> </> <bold>           8×</>
+            ───────────────────────────────────────────────────────────────────────────────
+            RoPE                 <bold>        54.60</>  <bold>        54.60</>  <bold>        54.60</>  <bold>        54.60</>
+
+            DroPE                <bold>        54.60</>  <dim>            ·</>  <bold>        54.60</>  <bold>        54.60</>
+            <dim>exp of the mean loss on the last 64 tokens of held-out sequences, the same </>
+            <dim>tokens at every length, so that more context only adds what lies before them.</>
+
+            <dim>Bold: the lowest of a column. · not measured.</>
+            """,  # noqa: E501
     )
 
 

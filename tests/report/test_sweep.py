@@ -7,7 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
-from tests.report.described import check, check_csv, check_text
+from tests.report.described import check, check_csv, check_text, styled
 from tests.report.examples import cell, report, statements
 from trainer.report.plotting import paper_style
 from trainer.report.results import PERPLEXITY
@@ -205,6 +205,34 @@ def test_a_narrow_table_has_a_length_at_a_time_and_breaks_names():
         """,
     )
     assert "(continued)" not in said(terminal_sweep(rates(), 69), 69)
+
+
+def test_styles_of_a_terminal():
+    check_text(
+        styled(terminal_sweep(rates(), 100), 100),
+        """
+            <bold>rates                                                                                    </>
+            <bold>                                        </> <bold>    64 tokens</> <bold>   256 tokens</> <bold>      </> <bold>train</> <bold>skipped</>
+            <bold>run                                     </> <bold> 1× (trained)</> <bold>           4×</> <bold>tokens</> <bold> loss</> <bold>updates</>
+            ─────────────────────────────────────────────────────────────────────────────────────────
+            optimizer.lr=1e-4                        <dim>            ·</> <dim>            ·</>      ·     ·       ·
+            <red>not started</>
+            optimizer.lr=1e-3                        <bold> 100.0 </><bold cyan> 3.125</>   16.7 <cyan> 3.750</>  26.2M 3.062       0
+                                                     <bold>   </><bold dim>75.8–100.0</>      <dim>4.7–44.8</>
+            optimizer.lr=1e-2                        <bold> 100.0 </><bold cyan> 2.625</> <bold>  83.3</><bold green>↑</><bold cyan> 3.250</>    999 2.500   1,200
+            <red>step 7 of 9</>                              <bold>   </><bold dim>75.8–100.0</> <bold>    </><bold dim>55.2–95.3</>
+            optimizer.lr=1                                   9.000   75.0 <cyan>     ·</>      ·     ·       ·
+                                                                       <dim>46.8–91.1</>
+            <dim>Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse </>
+            <dim>than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number </>
+            <dim>of tests). Bold: the highest of a column. Runs that were measured on other text or trials than the </>
+            <dim>first are not tested. · not measured.</>
+
+            <bold red>optimizer.lr=1e-4: not started; It did not start.</>
+            <bold red>optimizer.lr=1e-2: step 7 of 9</>
+            <bold red>optimizer.lr=1: finished; Its weights are not finite.</>
+            """,  # noqa: E501
+    )
 
 
 def test_the_numbers_in_full(tmp_path):
