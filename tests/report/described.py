@@ -147,6 +147,7 @@ def _axis(axes, name):
     said += f" {axis.get_label_text()!r}" if axis.get_label_text() else ""
     said += f" ticks {_ticks([(p, text.get_text()) for p, text in ticks])}" if ticks else " bare"
     said += "" if shown else " unlabelled"
+    said += " unmarked" if axis.get_tick_params().get("length") == 0 else ""
     turned = max((text.get_rotation() for _, text in ticks), default=0)
     said += f" turned by {_number(turned)}" if turned else ""
     if axis.get_scale() == "log" and not isinstance(axis.get_minor_locator(), NullLocator):
@@ -177,7 +178,9 @@ def _bar(axes):
         for place, text in zip(bar.get_ticks(), texts, strict=True)
         if bar.vmin <= place <= bar.vmax
     ]
-    return [f"bar {axes.get_ylabel()!r} {_scale(bar.mappable)} ticks {_ticks(ticks)}"]
+    panels = [axes.figure.axes.index(one) + 1 for one in axes._colorbar_info["parents"]]
+    beside = f"beside {' '.join(map(str, panels))}"
+    return [f"bar {axes.get_ylabel()!r} {_scale(bar.mappable)} ticks {_ticks(ticks)} {beside}"]
 
 
 def _scale(mappable):

@@ -213,8 +213,8 @@ def test_success_by_depth(made):
         """
             6.75 x 1.29 inches
             panel 1,1 of 1x5 'RoPE'
-              x linear -0.5..1.5 ticks 0='1×' 1='4×'
-              y linear 1.5..-0.5 ticks 0='0' 1='100'
+              x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
+              y linear 1.5..-0.5 ticks 0='0' 1='100' unmarked
               spines none
               image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 50
                   / 100 0
@@ -223,8 +223,8 @@ def test_success_by_depth(made):
               text '100' #010101 center center: 0 1
               text '0' #ffffff center center: 1 1
             panel 1,2 of 1x5 'RoPE + cropped'
-              x linear -0.5..1.5 ticks 0='1×' 1='4×'
-              y linear 1.5..-0.5 ticks 0 1 unlabelled
+              x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
+              y linear 1.5..-0.5 ticks 0 1 unlabelled unmarked
               spines none
               image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: nan 100
                   / nan 0
@@ -233,8 +233,8 @@ def test_success_by_depth(made):
               text '·' #010101 center center: 0 1
               text '0' #ffffff center center: 1 1
             panel 1,3 of 1x5 'RoPE + PI'
-              x linear -0.5..1.5 ticks 0='1×' 1='4×'
-              y linear 1.5..-0.5 ticks 0 1 unlabelled
+              x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
+              y linear 1.5..-0.5 ticks 0 1 unlabelled unmarked
               spines none
               image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 nan
                   / 50 nan
@@ -243,8 +243,8 @@ def test_success_by_depth(made):
               text '50' #ffffff center center: 0 1
               text '·' #010101 center center: 1 1
             panel 1,4 of 1x5 'DroPE'
-              x linear -0.5..1.5 ticks 0='1×' 1='4×'
-              y linear 1.5..-0.5 ticks 0 1 unlabelled
+              x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
+              y linear 1.5..-0.5 ticks 0 1 unlabelled unmarked
               spines none
               image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 100
                   / 50 50
@@ -253,8 +253,8 @@ def test_success_by_depth(made):
               text '50' #ffffff center center: 0 1
               text '50' #ffffff center center: 1 1
             panel 1,5 of 1x5 'DroPE + YaRN'
-              x linear -0.5..1.5 ticks 0='1×' 1='4×'
-              y linear 1.5..-0.5 ticks 0 1 unlabelled
+              x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
+              y linear 1.5..-0.5 ticks 0 1 unlabelled unmarked
               spines none
               image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 0 0 / 0
                   0
@@ -262,7 +262,7 @@ def test_success_by_depth(made):
               text '0' #ffffff center center: 1 0
               text '0' #ffffff center center: 0 1
               text '0' #ffffff center center: 1 1
-            bar 'success (%)' cividis 0..100 ticks 0 50 100
+            bar 'success (%)' cividis 0..100 ticks 0 50 100 beside 1 2 3 4 5
             below 'sequence length (multiple of the training length)'
             left 'depth (% of the text)'
             """,

@@ -42,8 +42,8 @@ def test_heat_maps_as_a_whole():
             """
                 6.75 x 1.29 inches
                 panel 1,1 of 1x2 'RoPE'
-                  x linear -0.5..1.5 ticks 0='1×' 1='4×'
-                  y linear 1.5..-0.5 ticks 0='0' 1='100'
+                  x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
+                  y linear 1.5..-0.5 ticks 0='0' 1='100' unmarked
                   spines none
                   image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 10 20 /
                       55 56
@@ -52,8 +52,8 @@ def test_heat_maps_as_a_whole():
                   text '55' #010101 center center: 0 1
                   text '56' #010101 center center: 1 1
                 panel 1,2 of 1x2 'DroPE + a method with a\\nlong name'
-                  x linear -0.5..1.5 ticks 0='1×' 1='4×'
-                  y linear 1.5..-0.5 ticks 0 1 unlabelled
+                  x linear -0.5..1.5 ticks 0='1×' 1='4×' unmarked
+                  y linear 1.5..-0.5 ticks 0 1 unlabelled unmarked
                   spines none
                   image cividis 0..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100 nan
                       / 0 12.5
@@ -61,7 +61,7 @@ def test_heat_maps_as_a_whole():
                   text '·' #010101 center center: 1 0
                   text '0' #ffffff center center: 0 1
                   text '12' #ffffff center center: 1 1
-                bar 'success (%)' cividis 0..100 ticks 0 20 40 60 80 100
+                bar 'success (%)' cividis 0..100 ticks 0 20 40 60 80 100 beside 1 2
                 below 'sequence length (multiple of the training length)'
                 left 'depth (% of the text)'
                 """,

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.report.examples import report, statements
-from trainer.report.comparison import certainly_exceeds
+from trainer.report.comparison import Measured, certainly_exceeds, in_words, loss_change
 from trainer.report.observations import ROLES, observe
 from trainer.report.outcomes import Outcomes, Result
 from trainer.report.results import PERPLEXITY, Arm, Cell, Drop
@@ -305,3 +305,33 @@ def test_exceeding_takes_the_intervals_of_both_sides():
     assert certainly_exceeds(result(0.6, 5000), result(0.5, 5000), 1)
     assert not certainly_exceeds(result(0.6, 5000), result(0.5, 20), 1)
     assert not certainly_exceeds(result(0.0, 100), result(0.0, 100), 2)
+
+
+@pytest.mark.parametrize("kept", [(0,), (2, 3)], ids=["the training length", "longer ones"])
+def test_claims_about_lengths_that_are_missing_are_left_out(kept):
+    """At the training length alone some can be judged; beyond it alone there is nothing to hold
+    against it, but for what two methods reach."""
+    roles = {role: ROLES[role] for role in ROLES}
+    table = [one for name in roles.values() for one in statements(name, GOOD)]
+    table = [one for one in table if one.length in [(64, 128, 256, 512)[place] for place in kept]]
+    claims = [o.claim for o in observe(results(*table), roles)]
+    assert len(claims) == len(set(claims))
+    beyond = [claim for claim in claims if "longest" in claim or "beyond" in claim or "4×" in claim]
+    assert (len(beyond), len(claims)) == {(0,): (0, 5), (2, 3): (11, 11)}[kept]
+
+
+def test_what_was_not_measured_is_not_compared():
+    one, none = Result("m", 64, 1.0, None, 4.0), Result("n", 64, 1.0)
+    for a, b in ((one, none), (none, one)):
+        with pytest.raises(ValueError, match="a loss that was not measured"):
+            loss_change(a, b)
+    with pytest.raises(ValueError, match="'n' has no retrieval at 64 tokens"):
+        in_words(none)
+    with pytest.raises(KeyError):
+        Measured((one,), {"rope": "m"}).cell("rope", 128)
+    assert Measured((one,), {"rope": "m"}).not_learned("rope") == (
+        "Not judged: m was not measured at its training length."
+    )
+    # Windows that are not the same are not paired: the means are compared.
+    some, more = (Result("m", 64, 1.0, None, 4.0, (4.0,) * n) for n in (1, 2))
+    assert loss_change(some, more).low == loss_change(some, more).high == 0

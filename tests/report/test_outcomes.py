@@ -17,6 +17,7 @@ def test_rows_follow_the_models_cells_and_the_reports_methods():
     )
     assert outcomes.rows == [("B", "none"), ("B", "yarn"), ("A", "none"), ("A", "unnamed")]
     assert [outcomes.name(row) for row in outcomes.rows] == ["B", "B + YaRN", "A", "A + unnamed"]
+    assert outcomes.methods == ["none", "yarn", "unnamed"]  # of all that the report knows
 
 
 def test_a_method_is_held_against_its_model_and_a_model_against_the_first():

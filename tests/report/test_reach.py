@@ -100,16 +100,16 @@ def test_reach_as_a_whole(tmp_path):
         check(
             by_position.draw(),
             """
-            6.75 x 2.60 inches
-            panel 1,1 of 1x1
-              x linear 0..2 'training step of the measurement' ticks 0.5='4' 1.5='8'
-              y linear 0..128 'position (tokens)' ticks 0 64 128
-              cells RdBu_r CenteredNorm -1..1: x 0 1 2; y 0 64 128; 0 0 / 1 nan
-              line #010101 :: level at 64
-              line #010101 --: upright at 1
-            bar 'excess loss (nats/token)' RdBu_r CenteredNorm -1..1 ticks -1 -0.75 -0.5 -0.25 0
-                0.25 0.5 0.75 1
-            """,
+                6.75 x 2.60 inches
+                panel 1,1 of 1x1
+                  x linear 0..2 'training step of the measurement' ticks 0.5='4' 1.5='8'
+                  y linear 0..128 'position (tokens)' ticks 0 64 128
+                  cells RdBu_r CenteredNorm -1..1: x 0 1 2; y 0 64 128; 0 0 / 1 nan
+                  line #010101 :: level at 64
+                  line #010101 --: upright at 1
+                bar 'excess loss (nats/token)' RdBu_r CenteredNorm -1..1 ticks -1 -0.75 -0.5 -0.25 0
+                    0.25 0.5 0.75 1 beside 1
+                """,
         )
     history = tuple(replace(one, retrieval=()) for one in history)
     with paper_style():

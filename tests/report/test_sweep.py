@@ -496,39 +496,39 @@ def test_a_grid_of_words_is_a_map():
     check(
         drawn,
         """
-        6.75 x 1.70 inches
-        panel 1,1 of 1x3 'loss at 1×'
-          x linear -0.5..1.5 'one.b' ticks 0='x' 1='y'
-          y linear 1.5..-0.5 ticks 0='never' 1='always'
-          spines none
-          image cividis 3..5, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 3 4 / 5
-              nan
-          text '3.000' #ffffff center center: 0 0
-          text '4.000' #ffffff center center: 1 0
-          text '5.000' #010101 center center: 0 1
-          text '·' #010101 center center: 1 1
-        panel 1,2 of 1x3 'retrieval at 1× (%)'
-          x linear -0.5..1.5 'one.b' ticks 0='x' 1='y'
-          y linear 1.5..-0.5 ticks 0='never' 1='always'
-          spines none
-          image cividis 0..50, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 0 8.333
-              / 16.67 50
-          text '0.0' #ffffff center center: 0 0
-          text '8.3' #ffffff center center: 1 0
-          text '16.7' #ffffff center center: 0 1
-          text '50.0' #010101 center center: 1 1
-        panel 1,3 of 1x3 'retrieval at 4× (%)'
-          x linear -0.5..1.5 'one.b' ticks 0='x' 1='y'
-          y linear 1.5..-0.5 ticks 0='never' 1='always'
-          spines none
-          image cividis 83.33..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100
-              91.67 / 83.33 nan
-          text '100.0' #010101 center center: 0 0
-          text '91.7' #ffffff center center: 1 0
-          text '83.3' #ffffff center center: 0 1
-          text '·' #010101 center center: 1 1
-        left 'one.a'
-        """,
+            6.75 x 1.70 inches
+            panel 1,1 of 1x3 'loss at 1×'
+              x linear -0.5..1.5 'one.b' ticks 0='x' 1='y' unmarked
+              y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
+              spines none
+              image cividis 3..5, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 3 4 / 5
+                  nan
+              text '3.000' #ffffff center center: 0 0
+              text '4.000' #ffffff center center: 1 0
+              text '5.000' #010101 center center: 0 1
+              text '·' #010101 center center: 1 1
+            panel 1,2 of 1x3 'retrieval at 1× (%)'
+              x linear -0.5..1.5 'one.b' ticks 0='x' 1='y' unmarked
+              y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
+              spines none
+              image cividis 0..50, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 0 8.333
+                  / 16.67 50
+              text '0.0' #ffffff center center: 0 0
+              text '8.3' #ffffff center center: 1 0
+              text '16.7' #ffffff center center: 0 1
+              text '50.0' #010101 center center: 1 1
+            panel 1,3 of 1x3 'retrieval at 4× (%)'
+              x linear -0.5..1.5 'one.b' ticks 0='x' 1='y' unmarked
+              y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
+              spines none
+              image cividis 83.33..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100
+                  91.67 / 83.33 nan
+              text '100.0' #010101 center center: 0 0
+              text '91.7' #ffffff center center: 1 0
+              text '83.3' #ffffff center center: 0 1
+              text '·' #010101 center center: 1 1
+            left 'one.a'
+            """,
     )
 
 

@@ -63,7 +63,8 @@ def test_perplexity_is_exp_of_the_last_loss_and_the_lowest_is_best():
     table = by_key(made)[PERPLEXITY]
     assert [(e.value, e.best) for _, _, (e,) in table.rows] == [("20.00", False), ("12.35", True)]
     assert perplexity(1e4) == math.inf
-    assert [number(x) for x in (9.876, 123.4, 1e7, math.inf)] == ["9.88", "123", "1e+07", "inf"]
+    assert [number(x) for x in (9.876, 99.99, 100.0, 123.4)] == ["9.88", "99.99", "100", "123"]
+    assert [number(x) for x in (99_999.0, 1e5, math.inf)] == ["99999", "1e+05", "inf"]
 
 
 def test_averages_by_each_part_of_a_label():

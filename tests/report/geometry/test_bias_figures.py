@@ -121,14 +121,14 @@ def test_what_moves_by_bias():
     check(
         shift_figure(bias, shift),
         """
-        4.05 x 2.80 inches
-        panel 1,1 of 1x1
-          x linear 0.085..0.415 'Aᶜ, the larger of the two' ticks 0.1 0.2 0.3 0.4 grid
-          y linear 0.85..4.15 'attention on other keys\\n(total variation)' ticks 1 1.5 2 2.5
-              3 3.5 4 grid
-          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0.1 0.2 0.3 0.4; y 1 2 3 4
-        bar 'layer' #440154-#b0dd2f 0..1 ticks 0 1
-        """,
+            4.05 x 2.80 inches
+            panel 1,1 of 1x1
+              x linear 0.085..0.415 'Aᶜ, the larger of the two' ticks 0.1 0.2 0.3 0.4 grid
+              y linear 0.85..4.15 'attention on other keys\\n(total variation)' ticks 1 1.5 2 2.5
+                  3 3.5 4 grid
+              points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0.1 0.2 0.3 0.4; y 1 2 3 4
+            bar 'layer' #440154-#b0dd2f 0..1 ticks 0 1 beside 1
+            """,
     )
 
 

@@ -24,33 +24,33 @@ def test_changes_of_radius_and_angle_by_pair():
     check(
         changes_by_pair(found, {"before": (1, 2), "after": (2,)}),
         """
-        6.75 x 4.20 inches
-        panel 1,1 of 2x1
-          x linear -0.39..1.59 ticks 0 1 unlabelled
-          y linear -2.25..3.25 'change of the radius' ticks -2 0 2 grid
-          points #440154-#b0dd2f 0..2 of 0 2 2 0: x -0.3 0.3 1.3 0.7; y 1 3 0 -2 as a
-              picture
-          line #707070 -: level at 0
-          line 'upper bound, before' #000000 --: upright at 0.5
-          line #000000 --: upright at 1.5
-          line 'upper bound, after' #000000 :: upright at 1.5
-          line 'median over heads' #d55e00 -: x 0 1; y 2 -1
-        panel 2,1 of 2x1
-          x linear -0.39..1.59 'pair index, from the fastest on' ticks 0 1
-          y linear -0.55..0.55 'change of the angle φ (rad)' ticks -0.5 -0.25 0 0.25 0.5
-              grid
-          points #440154-#b0dd2f 0..2 of 0 2 nan 0: x -0.3 0.3 nan 0.7; y 0.5 -0.5 nan 0.25
-              as a picture
-          line #707070 -: level at 0
-          line 'upper bound, before' #000000 --: upright at 0.5
-          line #000000 --: upright at 1.5
-          line 'upper bound, after' #000000 :: upright at 1.5
-        bar 'layer' #440154-#b0dd2f 0..2 ticks 0 1 2
-        legend upper, upper center, columns: 3
-          'upper bound, before' #000000 --
-          'upper bound, after' #000000 :
-          'median over heads' #d55e00 -
-        """,
+            6.75 x 4.20 inches
+            panel 1,1 of 2x1
+              x linear -0.39..1.59 ticks 0 1 unlabelled
+              y linear -2.25..3.25 'change of the radius' ticks -2 0 2 grid
+              points #440154-#b0dd2f 0..2 of 0 2 2 0: x -0.3 0.3 1.3 0.7; y 1 3 0 -2 as a
+                  picture
+              line #707070 -: level at 0
+              line 'upper bound, before' #000000 --: upright at 0.5
+              line #000000 --: upright at 1.5
+              line 'upper bound, after' #000000 :: upright at 1.5
+              line 'median over heads' #d55e00 -: x 0 1; y 2 -1
+            panel 2,1 of 2x1
+              x linear -0.39..1.59 'pair index, from the fastest on' ticks 0 1
+              y linear -0.55..0.55 'change of the angle φ (rad)' ticks -0.5 -0.25 0 0.25 0.5
+                  grid
+              points #440154-#b0dd2f 0..2 of 0 2 nan 0: x -0.3 0.3 nan 0.7; y 0.5 -0.5 nan 0.25
+                  as a picture
+              line #707070 -: level at 0
+              line 'upper bound, before' #000000 --: upright at 0.5
+              line #000000 --: upright at 1.5
+              line 'upper bound, after' #000000 :: upright at 1.5
+            bar 'layer' #440154-#b0dd2f 0..2 ticks 0 1 2 beside 1 2
+            legend upper, upper center, columns: 3
+              'upper bound, before' #000000 --
+              'upper bound, after' #000000 :
+              'median over heads' #d55e00 -
+            """,
     )
 
 

@@ -138,36 +138,36 @@ def test_clouds_as_a_whole():
     check(
         clouds(rows),
         """
-        3.38 x 4.15 inches
-        panel 1,1 of 2x2 'head 0'
-          x linear -3.55..8.55 ticks 0 5 unlabelled
-          y linear -0.55..11.55 'layer 0' ticks 0 2.5 5 7.5 10 unlabelled
-          box 1
-          spines left right bottom top
-          points #d55e00: x 0 4; y 0 10 as a picture
-          points #0072b2: x 1 5; y 1 11 as a picture
-          line #000000 +: x 1; y 2
-        panel 1,2 of 2x2 'head 1'
-          x linear -3.55..8.55 ticks 0 5 unlabelled
-          y linear -0.55..11.55 ticks 0 2.5 5 7.5 10 unlabelled
-          box 1
-          spines left right bottom top
-          points #d55e00: x 0 4; y 0 10 as a picture
-          line #000000 +: x 0; y 0
-        panel 2,1 of 2x2 'head 2'
-          x linear -3.5..7.5 ticks 0 5 unlabelled
-          y linear -0.5..10.5 'layer 1' ticks 0 2.5 5 7.5 10 unlabelled
-          box 1
-          spines left right bottom top
-          points #d55e00: x 0; y 0 as a picture
-          points #0072b2: x 4; y 10 as a picture
-          line #000000 +: x 2; y 2
-        legend upper, upper center, columns: 3
-          'keys' #d55e00 o
-          'queries' #0072b2 o
-          'q2' #0072b2 o
-          'origin' #000000 +
-        """,
+            3.38 x 4.15 inches
+            panel 1,1 of 2x2 'head 0'
+              x linear -3.55..8.55 ticks 0 5 unlabelled unmarked
+              y linear -0.55..11.55 'layer 0' ticks 0 2.5 5 7.5 10 unlabelled unmarked
+              box 1
+              spines left right bottom top
+              points #d55e00: x 0 4; y 0 10 as a picture
+              points #0072b2: x 1 5; y 1 11 as a picture
+              line #000000 +: x 1; y 2
+            panel 1,2 of 2x2 'head 1'
+              x linear -3.55..8.55 ticks 0 5 unlabelled unmarked
+              y linear -0.55..11.55 ticks 0 2.5 5 7.5 10 unlabelled unmarked
+              box 1
+              spines left right bottom top
+              points #d55e00: x 0 4; y 0 10 as a picture
+              line #000000 +: x 0; y 0
+            panel 2,1 of 2x2 'head 2'
+              x linear -3.5..7.5 ticks 0 5 unlabelled unmarked
+              y linear -0.5..10.5 'layer 1' ticks 0 2.5 5 7.5 10 unlabelled unmarked
+              box 1
+              spines left right bottom top
+              points #d55e00: x 0; y 0 as a picture
+              points #0072b2: x 4; y 10 as a picture
+              line #000000 +: x 2; y 2
+            legend upper, upper center, columns: 3
+              'keys' #d55e00 o
+              'queries' #0072b2 o
+              'q2' #0072b2 o
+              'origin' #000000 +
+            """,
     )
 
 
@@ -177,26 +177,26 @@ def test_six_groups_of_queries_have_four_colours_in_turn():
     check(
         figure,
         """
-        1.69 x 2.30 inches
-        panel 1,1 of 1x1 'head'
-          x linear -0.25..5.25 ticks 0 2 4 unlabelled
-          y linear -0.25..5.25 'row' ticks 0 1 2 3 4 5 unlabelled
-          box 1
-          spines left right bottom top
-          points #d55e00: x 0 0; y 0 0 as a picture
-          points #0072b2: x 1 1; y 1 1 as a picture
-          points #56b4e9: x 2 2; y 2 2 as a picture
-          points #009e73: x 3 3; y 3 3 as a picture
-          points #cc79a7: x 4 4; y 4 4 as a picture
-          points #0072b2: x 5 5; y 5 5 as a picture
-          line #000000 +: x 0; y 0
-        legend upper, upper center, columns: 2
-          '0' #d55e00 o
-          '1' #0072b2 o
-          '2' #56b4e9 o
-          '3' #009e73 o
-          '4' #cc79a7 o
-          '5' #0072b2 o
-          'origin' #000000 +
-        """,
+            1.69 x 2.30 inches
+            panel 1,1 of 1x1 'head'
+              x linear -0.25..5.25 ticks 0 2 4 unlabelled unmarked
+              y linear -0.25..5.25 'row' ticks 0 1 2 3 4 5 unlabelled unmarked
+              box 1
+              spines left right bottom top
+              points #d55e00: x 0 0; y 0 0 as a picture
+              points #0072b2: x 1 1; y 1 1 as a picture
+              points #56b4e9: x 2 2; y 2 2 as a picture
+              points #009e73: x 3 3; y 3 3 as a picture
+              points #cc79a7: x 4 4; y 4 4 as a picture
+              points #0072b2: x 5 5; y 5 5 as a picture
+              line #000000 +: x 0; y 0
+            legend upper, upper center, columns: 2
+              '0' #d55e00 o
+              '1' #0072b2 o
+              '2' #56b4e9 o
+              '3' #009e73 o
+              '4' #cc79a7 o
+              '5' #0072b2 o
+              'origin' #000000 +
+            """,
     )

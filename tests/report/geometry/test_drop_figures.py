@@ -18,14 +18,14 @@ def test_heads_before_and_after_lie_on_a_line_where_nothing_changed():
     check(
         head_figure(panels, NAMES),
         """
-        4.05 x 2.80 inches
-        panel 1,1 of 1x1 'sink'
-          x linear -0.05..1.05 'RoPE' ticks 0 0.25 0.5 0.75 1 grid
-          y linear -0.05..1.05 'DroPE' ticks 0 0.2 0.4 0.6 0.8 1 grid
-          line #707070 :: x 0 1; y 0 1
-          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 1
-        bar 'layer' #440154-#b0dd2f 0..1 ticks 0 1
-        """,
+            4.05 x 2.80 inches
+            panel 1,1 of 1x1 'sink'
+              x linear -0.05..1.05 'RoPE' ticks 0 0.25 0.5 0.75 1 grid
+              y linear -0.05..1.05 'DroPE' ticks 0 0.2 0.4 0.6 0.8 1 grid
+              line #707070 :: x 0 1; y 0 1
+              points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 1
+            bar 'layer' #440154-#b0dd2f 0..1 ticks 0 1 beside 1
+            """,
     )
 
 

@@ -42,24 +42,24 @@ def test_maps_of_one_scale_share_a_bar():
     check(
         figure,
         """
-        6.75 x 4.30 inches
-        panel 1,1 of 2x2 'one'
-          x linear -1..5 ticks -1 0 1 2 3 4 5
-          y linear 6..-2 ticks -2 0 2 4 6
-          image cividis 0..9, nearest, else 0.5 0.5 0.5 0.22, from -1 5 6 -2: 1 2 3 / 4 nan
-              6 as a picture
-        panel 1,2 of 2x2 'two'
-          x linear -1..1 ticks -1 0 1
-          y linear 2..-2 ticks -2 -1 0 1 2
-          image cividis 0..9, nearest, else 0.5 0.5 0.5 0.22, from -1 1 2 -2: 0 as a picture
-        panel 2,1 of 2x2 'three'
-          x linear -1..1 ticks -1 0 1
-          y linear 2..-2 ticks -2 -1 0 1 2
-          image cividis 0..9, nearest, else 0.5 0.5 0.5 0.22, from -1 1 2 -2: 9 as a picture
-        bar 'entropy' cividis 0..9 ticks 0 1 2 3 4 5 6 7 8 9
-        below 'key'
-        left 'query'
-        """,
+            6.75 x 4.30 inches
+            panel 1,1 of 2x2 'one'
+              x linear -1..5 ticks -1 0 1 2 3 4 5
+              y linear 6..-2 ticks -2 0 2 4 6
+              image cividis 0..9, nearest, else 0.5 0.5 0.5 0.22, from -1 5 6 -2: 1 2 3 / 4 nan
+                  6 as a picture
+            panel 1,2 of 2x2 'two'
+              x linear -1..1 ticks -1 0 1
+              y linear 2..-2 ticks -2 -1 0 1 2
+              image cividis 0..9, nearest, else 0.5 0.5 0.5 0.22, from -1 1 2 -2: 0 as a picture
+            panel 2,1 of 2x2 'three'
+              x linear -1..1 ticks -1 0 1
+              y linear 2..-2 ticks -2 -1 0 1 2
+              image cividis 0..9, nearest, else 0.5 0.5 0.5 0.22, from -1 1 2 -2: 9 as a picture
+            bar 'entropy' cividis 0..9 ticks 0 1 2 3 4 5 6 7 8 9 beside 1 2 3
+            below 'key'
+            left 'query'
+            """,
     )
 
 
@@ -69,22 +69,22 @@ def test_maps_of_own_scales_have_bars_of_their_own():
     check(
         heat_maps(panels, scales, x="x", y="y", columns=1, height=1.5),
         """
-        6.75 x 3.30 inches
-        panel 1,1 of 2x1 'one'
-          x linear -0.5..1.5 ticks 0 1
-          y linear 0.5..-0.5 ticks -0.4 -0.2 0 0.2 0.4
-          image cividis LogNorm 1.001..2, nearest, else 0.5 0.5 0.5 0.22, from -0.5 1.5 0.5
-              -0.5: 1 2 as a picture
-        panel 2,1 of 2x1 'two'
-          x linear -0.5..1.5 ticks 0 1
-          y linear 0.5..-0.5 ticks -0.4 -0.2 0 0.2 0.4
-          image RdBu_r -4..4, nearest, else 0.5 0.5 0.5 0.22, from -0.5 1.5 0.5 -0.5: -3 3
-              as a picture
-        bar 'a' cividis LogNorm 1.001..2 ticks
-        bar 'b' RdBu_r -4..4 ticks -4 -2 0 2 4
-        below 'x'
-        left 'y'
-        """,
+            6.75 x 3.30 inches
+            panel 1,1 of 2x1 'one'
+              x linear -0.5..1.5 ticks 0 1
+              y linear 0.5..-0.5 ticks -0.4 -0.2 0 0.2 0.4
+              image cividis LogNorm 1.001..2, nearest, else 0.5 0.5 0.5 0.22, from -0.5 1.5 0.5
+                  -0.5: 1 2 as a picture
+            panel 2,1 of 2x1 'two'
+              x linear -0.5..1.5 ticks 0 1
+              y linear 0.5..-0.5 ticks -0.4 -0.2 0 0.2 0.4
+              image RdBu_r -4..4, nearest, else 0.5 0.5 0.5 0.22, from -0.5 1.5 0.5 -0.5: -3 3
+                  as a picture
+            bar 'a' cividis LogNorm 1.001..2 ticks  beside 1
+            bar 'b' RdBu_r -4..4 ticks -4 -2 0 2 4 beside 2
+            below 'x'
+            left 'y'
+            """,
     )
 
 

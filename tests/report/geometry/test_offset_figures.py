@@ -26,43 +26,44 @@ def test_pairs_by_their_index_and_by_their_turns():
     check(
         radius_and_angle(found, (0.5, 1.5), (2,), lower),
         """
-        6.75 x 4.40 inches
-        panel 1,1 of 2x2
-          x linear -0.15..3.15 ticks 0 1 2 3 unlabelled
-          y linear 0.325..4.175 'radius of the mean key' ticks 1 2 3 4 grid
-          points #0072b2: x 0 2 1; y 1 2 4 as a picture
-          line #707070 :: level at 0.5
-          line #707070 :: level at 1.5
-          line #000000 --: upright at 1.5
-        panel 1,2 of 2x2
-          x log 9.19..0.4353 ticks 1 unlabelled and between
-          y linear 0.325..4.175 ticks 1 2 3 4 unlabelled grid
-          points #0072b2: x 8 0.5 2; y 1 2 4 as a picture
-          line #707070 :: level at 0.5
-          line #707070 :: level at 1.5
-          line 'upper bound 2π/C' #000000 --: upright at 1
-        panel 2,1 of 2x2
-          x linear -0.15..3.15 'pair index, from the fastest on' ticks 0 1 2 3
-          y linear 0..6.283 'angle φ, query to key (rad)' ticks 0='0' 1.571='π/2' 3.142='π'
-              4.712='3π/2' 6.283='2π' grid
-          points #b0dd2f-#440154 1..4 of 1 2 4: x 0 2 1; y 0 5 3.142; sizes 9.25 15.5 28 as
-              a picture
-          points #d55e00: x 2 3; y 4.712 4
-          line #000000 --: upright at 1.5
-        panel 2,2 of 2x2
-          x log 9.19..0.4353 'turns within the context, θC/2π (logarithmic)' ticks
-              1='10^{0}' and between
-          y linear 0..6.283 ticks 0 1.571 3.142 4.712 6.283 unlabelled grid
-          points #b0dd2f-#440154 1..4 of 1 2 4: x 8 0.5 2; y 0 5 3.142; sizes 9.25 15.5 28
-              as a picture
-          line 'lower bound π + θC/2' #d55e00 -: x 200 from 0.5 to 1; y 200 from 4.712 to
-              6.283
-          line 'upper bound 2π/C' #000000 --: upright at 1
-        bar 'radius of the mean key' #b0dd2f-#440154 1..4 ticks 1 1.5 2 2.5 3 3.5 4
-        legend upper, upper right, columns: 2
-          'lower bound π + θC/2' #d55e00 -
-          'upper bound 2π/C' #000000 --
-        """,
+            6.75 x 4.40 inches
+            panel 1,1 of 2x2
+              x linear -0.15..3.15 ticks 0 1 2 3 unlabelled
+              y linear 0.325..4.175 'radius of the mean key' ticks 1 2 3 4 grid
+              points #0072b2: x 0 2 1; y 1 2 4 as a picture
+              line #707070 :: level at 0.5
+              line #707070 :: level at 1.5
+              line #000000 --: upright at 1.5
+            panel 1,2 of 2x2
+              x log 9.19..0.4353 ticks 1 unlabelled and between
+              y linear 0.325..4.175 ticks 1 2 3 4 unlabelled grid
+              points #0072b2: x 8 0.5 2; y 1 2 4 as a picture
+              line #707070 :: level at 0.5
+              line #707070 :: level at 1.5
+              line 'upper bound 2π/C' #000000 --: upright at 1
+            panel 2,1 of 2x2
+              x linear -0.15..3.15 'pair index, from the fastest on' ticks 0 1 2 3
+              y linear 0..6.283 'angle φ, query to key (rad)' ticks 0='0' 1.571='π/2' 3.142='π'
+                  4.712='3π/2' 6.283='2π' grid
+              points #b0dd2f-#440154 1..4 of 1 2 4: x 0 2 1; y 0 5 3.142; sizes 9.25 15.5 28 as
+                  a picture
+              points #d55e00: x 2 3; y 4.712 4
+              line #000000 --: upright at 1.5
+            panel 2,2 of 2x2
+              x log 9.19..0.4353 'turns within the context, θC/2π (logarithmic)' ticks
+                  1='10^{0}' and between
+              y linear 0..6.283 ticks 0 1.571 3.142 4.712 6.283 unlabelled grid
+              points #b0dd2f-#440154 1..4 of 1 2 4: x 8 0.5 2; y 0 5 3.142; sizes 9.25 15.5 28
+                  as a picture
+              line 'lower bound π + θC/2' #d55e00 -: x 200 from 0.5 to 1; y 200 from 4.712 to
+                  6.283
+              line 'upper bound 2π/C' #000000 --: upright at 1
+            bar 'radius of the mean key' #b0dd2f-#440154 1..4 ticks 1 1.5 2 2.5 3 3.5 4 beside 1
+                2 3 4
+            legend upper, upper right, columns: 2
+              'lower bound π + θC/2' #d55e00 -
+              'upper bound 2π/C' #000000 --
+            """,
     )
 
 

@@ -229,7 +229,7 @@ def test_a_figure_is_as_wide_on_the_page_as_on_paper(tmp_path, width, rem):
     made = report("one")
     picture = replace(made.sections[0].pictures[0], figure=blank(1, width))
     made.sections[0] = replace(made.sections[0], pictures=(picture,))
-    page = write_geometry_report(made, tmp_path).read_text()
+    page = write_geometry_report(made, tmp_path / "new" / "place").read_text()
     assert f'<img style="--width: {rem}.0rem" src="data' in page
     assert 'alt="Curves"' in page  # the first sentence
 

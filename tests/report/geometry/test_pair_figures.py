@@ -111,6 +111,7 @@ def test_clouds_stand_in_rows(monkeypatch):
 
     one = Cloud("", QUERY, KEY, 1.0)
     assert shape(clouds([one] * 4)) == (2, 3)
+    assert shape(clouds([one])) == shape(small_clouds([one])) == (1, 1)
     assert shape(small_clouds([one] * 3)) == (2, 2)
     monkeypatch.setattr(pair_figures, "MANY", 1)
     assert shape(small_clouds([one] * 3)) == (3, 1)
@@ -124,40 +125,40 @@ def test_what_pairs_add_to_a_logit_by_distance():
     check(
         by_distance(heads, 4),
         """
-        6.75 x 4.20 inches
-        panel 1,1 of 2x2 'head 1'
-          x log 0.8913..11.22 ticks 1 10 unlabelled and between
-          y linear -0.4..8.4 'part of the logit' ticks 0 2 4 6 8 grid
-          lines #440154 #b0dd2f: 1 1, 10 2; 1 4, 10 8 as a picture
-          line 'the feature' #000000 :: x 1 10; y 4 8
-          line #707070 -: level at 0
-          line #707070 --: upright at 4
-        panel 1,2 of 2x2
-          x log 0.8913..11.22 ticks 1 10 unlabelled and between
-          y linear -0.5..10.5 ticks 0 2.5 5 7.5 10 grid
-          line 'all pairs' #000000 -: x 1 10; y 5 10
-          line 'all but the feature' #0072b2 --: x 1 10; y 1 2
-          line #707070 -: level at 0
-          line #707070 --: upright at 4
-        panel 2,1 of 2x2 'head 2'
-          x log 0.8913..11.22 ticks 1='10^{0}' 10='10^{1}' and between
-          y linear -0.025..0.525 'part of the logit' ticks 0 0.2 0.4 grid
-          lines #440154: 1 0.5, 10 0.5 as a picture
-          line 'the feature' #000000 :: x 1 10; y 0.5 0.5
-          line #707070 -: level at 0
-          line #707070 --: upright at 4
-        panel 2,2 of 2x2
-          x log 0.8913..11.22 ticks 1='10^{0}' 10='10^{1}' and between
-          y linear -0.025..0.525 ticks 0 0.2 0.4 grid
-          line 'all pairs' #000000 -: x 1 10; y 0.5 0.5
-          line 'all but the feature' #0072b2 --: x 1 10; y 0 0
-          line #707070 -: level at 0
-          line #707070 --: upright at 4
-        bar 'pair index' #440154-#b0dd2f 0..1 ticks 0 1
-        below 'distance between query and key + 1 (tokens, logarithmic)'
-        legend upper, upper center, columns: 3
-          'the feature' #000000 :
-          'all pairs' #000000 -
-          'all but the feature' #0072b2 --
-        """,
+            6.75 x 4.20 inches
+            panel 1,1 of 2x2 'head 1'
+              x log 0.8913..11.22 ticks 1 10 unlabelled and between
+              y linear -0.4..8.4 'part of the logit' ticks 0 2 4 6 8 grid
+              lines #440154 #b0dd2f: 1 1, 10 2; 1 4, 10 8 as a picture
+              line 'the feature' #000000 :: x 1 10; y 4 8
+              line #707070 -: level at 0
+              line #707070 --: upright at 4
+            panel 1,2 of 2x2
+              x log 0.8913..11.22 ticks 1 10 unlabelled and between
+              y linear -0.5..10.5 ticks 0 2.5 5 7.5 10 grid
+              line 'all pairs' #000000 -: x 1 10; y 5 10
+              line 'all but the feature' #0072b2 --: x 1 10; y 1 2
+              line #707070 -: level at 0
+              line #707070 --: upright at 4
+            panel 2,1 of 2x2 'head 2'
+              x log 0.8913..11.22 ticks 1='10^{0}' 10='10^{1}' and between
+              y linear -0.025..0.525 'part of the logit' ticks 0 0.2 0.4 grid
+              lines #440154: 1 0.5, 10 0.5 as a picture
+              line 'the feature' #000000 :: x 1 10; y 0.5 0.5
+              line #707070 -: level at 0
+              line #707070 --: upright at 4
+            panel 2,2 of 2x2
+              x log 0.8913..11.22 ticks 1='10^{0}' 10='10^{1}' and between
+              y linear -0.025..0.525 ticks 0 0.2 0.4 grid
+              line 'all pairs' #000000 -: x 1 10; y 0.5 0.5
+              line 'all but the feature' #0072b2 --: x 1 10; y 0 0
+              line #707070 -: level at 0
+              line #707070 --: upright at 4
+            bar 'pair index' #440154-#b0dd2f 0..1 ticks 0 1 beside 1 2 3 4
+            below 'distance between query and key + 1 (tokens, logarithmic)'
+            legend upper, upper center, columns: 3
+              'the feature' #000000 :
+              'all pairs' #000000 -
+              'all but the feature' #0072b2 --
+            """,
     )

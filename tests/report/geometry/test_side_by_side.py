@@ -68,18 +68,18 @@ def test_points_of_heads_have_the_colour_of_their_layer():
     check(
         points(clouds),
         """
-        6.75 x 2.80 inches
-        panel 1,1 of 1x2 'kept'
-          x linear -1.25..4.25 'x' ticks 0 2 4 grid
-          y linear -1.25..4.25 'y' ticks -1 0 1 2 3 4 grid
-          line #707070 :: x -1 4; y -1 4
-          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 2 3; y 1 1 4 -1
-        panel 1,2 of 1x2 'lost'
-          x linear -0.2..4.2 'u' ticks 0 1 2 3 4 grid
-          y linear 0.945..1.055 'v' ticks 0.96 0.98 1 1.02 1.04 grid
-          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 2 4; y 1 1 1 1
-        bar 'layer' #440154-#b0dd2f 0..1 ticks 0 1
-        """,
+            6.75 x 2.80 inches
+            panel 1,1 of 1x2 'kept'
+              x linear -1.25..4.25 'x' ticks 0 2 4 grid
+              y linear -1.25..4.25 'y' ticks -1 0 1 2 3 4 grid
+              line #707070 :: x -1 4; y -1 4
+              points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 2 3; y 1 1 4 -1
+            panel 1,2 of 1x2 'lost'
+              x linear -0.2..4.2 'u' ticks 0 1 2 3 4 grid
+              y linear 0.945..1.055 'v' ticks 0.96 0.98 1 1.02 1.04 grid
+              points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 2 4; y 1 1 1 1
+            bar 'layer' #440154-#b0dd2f 0..1 ticks 0 1 beside 1 2
+            """,
     )
 
 
@@ -88,11 +88,11 @@ def test_some_heads_of_a_model_of_one_layer_are_one_narrow_panel():
     check(
         head_points([cloud], 1),
         """
-        4.05 x 2.80 inches
-        panel 1,1 of 1x1 't'
-          x linear 0.95..2.05 'x' ticks 1 1.25 1.5 1.75 2 grid
-          y linear 2.95..4.05 'y' ticks 3 3.2 3.4 3.6 3.8 4 grid
-          points #440154-#b0dd2f 0..1 of 0 0: x 1 2; y 3 4
-        bar 'layer' #440154-#b0dd2f 0..1 ticks 0 1
-        """,
+            4.05 x 2.80 inches
+            panel 1,1 of 1x1 't'
+              x linear 0.95..2.05 'x' ticks 1 1.25 1.5 1.75 2 grid
+              y linear 2.95..4.05 'y' ticks 3 3.2 3.4 3.6 3.8 4 grid
+              points #440154-#b0dd2f 0..1 of 0 0: x 1 2; y 3 4
+            bar 'layer' #440154-#b0dd2f 0..1 ticks 0 1 beside 1
+            """,
     )
