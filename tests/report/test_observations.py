@@ -307,6 +307,12 @@ def test_exceeding_takes_the_intervals_of_both_sides():
     assert not certainly_exceeds(result(0.0, 100), result(0.0, 100), 2)
 
 
+def test_what_is_kept_at_the_longest_length_is_of_that():
+    """Not of the length before it, at which half is lost."""
+    assert judge("RoPE-ID keeps", {"rope_id": (100, 50, 50, 100)})[0] is True
+    assert judge("RoPE-ID keeps", {"rope_id": (100, 100, 100, 50)})[0] is False
+
+
 @pytest.mark.parametrize("kept", [(0,), (2, 3)], ids=["the training length", "longer ones"])
 def test_claims_about_lengths_that_are_missing_are_left_out(kept):
     """At the training length alone some can be judged; beyond it alone there is nothing to hold

@@ -56,11 +56,12 @@ def test_up_to_eight_lines_share_a_panel():
 
 def test_more_lines_have_a_panel_for_each_model():
     """A method looks in all of them as with the first model that has it."""
-    outcomes, lines = rows_of(("RoPE", "HoPE", "Mine", "Fourth", "Fifth"), ("none", "yarn"))
-    del lines["RoPE", "yarn"]
+    models = ("RoPE", "HoPE", "Mine", "Fourth", "Fifth")
+    outcomes, lines = rows_of((*models, "without lines"), ("none", "yarn"))
+    del lines["RoPE", "yarn"], lines["without lines", "none"], lines["without lines", "yarn"]
     with paper_style():
         figure = draw_rows(outcomes, lines, FRAME)
-        assert [axes.get_title() for axes in figure.axes] == outcomes.models
+        assert [axes.get_title() for axes in figure.axes] == [*models]
         for axes in figure.axes[2:]:
             axes.remove()
         check(
@@ -110,8 +111,9 @@ def test_more_lines_have_a_panel_for_each_model():
 
 
 def test_more_methods_than_models_have_a_panel_for_each_method():
-    outcomes, lines = rows_of(("RoPE", "Mine"), ("none", "pi", "ntk", "yarn", "longrope"))
-    del lines["RoPE", "none"]
+    methods = ("none", "pi", "ntk", "yarn", "longrope", "dope")
+    outcomes, lines = rows_of(("RoPE", "Mine"), methods)
+    del lines["RoPE", "none"], lines["RoPE", "dope"], lines["Mine", "dope"]
     with paper_style():
         figure = draw_rows(outcomes, lines, FRAME)
         assert [axes.get_title() for axes in figure.axes] == [
@@ -125,40 +127,40 @@ def test_more_methods_than_models_have_a_panel_for_each_method():
                 6.75 x 3.80 inches
                 panel 1,1 of 2x3 'as is'
                   x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
-                  y linear 0.075..9.425 ticks 2 4 6 8 grid
-                  line #dcdcdc -: x 1 2; y 5 5
-                  line #dcdcdc -: x 1 2; y 1 1
+                  y linear 0.025..10.47 ticks 2 4 6 8 10 grid
                   line #dcdcdc -: x 1 2; y 6 6
-                  line #dcdcdc -: x 1 2; y 2 2
+                  line #dcdcdc -: x 1 2; y 1 1
                   line #dcdcdc -: x 1 2; y 7 7
-                  line #dcdcdc -: x 1 2; y 3 3
+                  line #dcdcdc -: x 1 2; y 2 2
                   line #dcdcdc -: x 1 2; y 8 8
-                  line #dcdcdc -: x 1 2; y 4 4
+                  line #dcdcdc -: x 1 2; y 3 3
                   line #dcdcdc -: x 1 2; y 9 9
-                  line #e69f00 - P: x 1 2; y 5 5
+                  line #dcdcdc -: x 1 2; y 4 4
+                  line #dcdcdc -: x 1 2; y 10 10
+                  line #cc79a7 - X: x 1 2; y 6 6
                   line #707070 :: level at 0.5
                   line #707070 --: upright at 4
                 panel 1,2 of 2x3 'PI'
                   x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
-                  y linear 0.075..9.425 ticks 2 4 6 8 unlabelled grid
-                  line #dcdcdc -: x 1 2; y 5 5
-                  line #dcdcdc -: x 1 2; y 1 1
+                  y linear 0.025..10.47 ticks 2 4 6 8 10 unlabelled grid
                   line #dcdcdc -: x 1 2; y 6 6
-                  line #dcdcdc -: x 1 2; y 2 2
+                  line #dcdcdc -: x 1 2; y 1 1
                   line #dcdcdc -: x 1 2; y 7 7
-                  line #dcdcdc -: x 1 2; y 3 3
+                  line #dcdcdc -: x 1 2; y 2 2
                   line #dcdcdc -: x 1 2; y 8 8
-                  line #dcdcdc -: x 1 2; y 4 4
+                  line #dcdcdc -: x 1 2; y 3 3
                   line #dcdcdc -: x 1 2; y 9 9
+                  line #dcdcdc -: x 1 2; y 4 4
+                  line #dcdcdc -: x 1 2; y 10 10
                   line #0072b2 - s: x 1 2; y 1 1
-                  line #e69f00 - P: x 1 2; y 6 6
+                  line #cc79a7 - X: x 1 2; y 7 7
                   line #707070 :: level at 0.5
                   line #707070 --: upright at 4
                 below 'step'
                 left 'loss'
                 legend upper, upper center, columns: 4
                   'RoPE' #0072b2 - s
-                  'Mine' #e69f00 - P
+                  'Mine' #cc79a7 - X
                   'chance' #707070 :
                   'here' #707070 --
                 """,

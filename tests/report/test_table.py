@@ -142,6 +142,15 @@ def test_labels_may_have_more_parts_than_others_and_not_be_there_at_every_length
     assert [e.value for e in buckets.rows[0][2]] == ["20.0", "60.0"]
 
 
+def test_two_tasks_with_a_label_are_counted_as_tasks():
+    """And trials of one task as trials, also where it is only one."""
+    labels = ("a", "b", "b")
+    one, two = (cell([0.5, 0.5, 0.5], task=task, labels=labels) for task in ("x", "y"))
+    made = {table.key: table.columns for table in tables(report(one, two))}
+    assert made["summary-2048-label-1"] == (("a", "2 tasks"), ("b", "2 tasks"))
+    assert made["x-2048-label-1"] == (("a", "1 trial"), ("b", "2 trials"))
+
+
 def test_a_label_that_all_trials_share_makes_no_table():
     made = report(cell([0.2, 0.4], task="longbench", labels=("qa", "qa")))
     assert [table.key for table in tables(made)] == ["longbench"]

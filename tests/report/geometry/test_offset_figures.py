@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from tests.report.described import check
+from tests.report.described import check, described
 from trainer.report.geometry.offset_figures import (
     Method,
     Radii,
@@ -126,3 +126,18 @@ def test_bounds_of_extensions():
           'dropped' #0072b2 --
         """,
     )
+
+
+def test_five_methods_differ_in_dashes_and_colours():
+    """And have no points where no feature is large."""
+    spectrum = np.array([2.0, 0.5])
+    methods = [Method(str(number), spectrum, np.ones(2)) for number in range(5)]
+    left, _ = extended_bounds(methods, np.array([]), np.array([])).axes
+    looks = [line.split(":")[0] for line in described(left.figure).splitlines() if "line '" in line]
+    assert looks[:5] == [
+        "  line '0' #000000 -",
+        "  line '1' #0072b2 --",
+        "  line '2' #d55e00 ",
+        "  line '3' #009e73 -.",
+        "  line '4' #cc79a7 (5 1 1 1 1 1)",
+    ]
