@@ -73,6 +73,10 @@ PACKAGE = {
         "def doubled(x):\n    return x + x\n\n\ndef unseen(x):\n    return x - 1\n"
     ),
     "tests/__init__.py": "",
+    "tests/other/__init__.py": "",
+    "tests/other/test_elsewhere.py": (
+        "from trainer.small.sums import unseen\n\n\ndef test_unseen():\n    assert unseen(0) != 1\n"
+    ),
     "tests/small/__init__.py": "",
     "tests/small/test_sums.py": (
         "import pytest\nfrom trainer.small.sums import doubled\n\n\n"
@@ -93,7 +97,8 @@ def test_a_run_works_in_a_copy_and_says_what_no_test_noticed(tmp_path):
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.py")}
     script = tmp_path / "scripts" / "mutate.py"
-    words = [sys.executable, script, "--rooms", "small", "--keep", "kept", "--preload"]
+    words = [sys.executable, script, "--rooms", "small", "--preload"]
+    words += ["--also", "tests/other", "--keep", "kept"]
 
     def run():
         done = subprocess.run(
@@ -105,11 +110,9 @@ def test_a_run_works_in_a_copy_and_says_what_no_test_noticed(tmp_path):
     done = run()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.py")} == before
     assert "left out, as it does not pass: tests/small/test_sums.py::test_broken" in done.stderr
-    assert "| small | 3 | 3 | 1 | 33.3% |" in done.stdout
-    assert done.stdout.splitlines()[-2:] == [
-        "- `trainer/small/sums.py:6`: `1  ->  2`",
-        "- `trainer/small/sums.py:6`: `x - 1  ->  x + 1`",
-    ]
+    # The other room's test notices x + 1.
+    assert "| small | 3 | 3 | 2 | 66.7% |" in done.stdout
+    assert done.stdout.splitlines()[-1:] == ["- `trainer/small/sums.py:6`: `1  ->  2`"]
     # What the first run of the tests has found is kept: here most of it is taken away.
     (kept,) = (tmp_path / "kept").iterdir()
     called, seconds, failed = pickle.loads((kept / "watched.pickle").read_bytes())
