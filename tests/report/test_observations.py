@@ -267,6 +267,13 @@ def test_a_run_without_retrieval_is_judged_by_its_losses():
     assert shown is True
 
 
+def test_a_loss_that_only_one_has_is_not_compared():
+    roles = {"rope": losses(4, 4, 4, 4), "nope": losses(None, 4, 4, 4)}
+    shown, evidence = judge("NoPE from scratch ends behind", roles)
+    assert shown is False
+    assert "Text loss" not in evidence
+
+
 def test_an_unknown_role_is_a_mistake_of_the_caller():
     with pytest.raises(ValueError, match="Did you mean 'drope'"):
         observe((), {"dropee": "DroPE"})

@@ -69,6 +69,7 @@ def test_trials_are_found_by_a_part_of_their_label():
 def test_buckets_are_sorted_by_their_numbers():
     buckets = ["16–32K", "4–8K", "8–16K", "0–4K"]
     assert sorted(buckets, key=natural) == ["0–4K", "4–8K", "8–16K", "16–32K"]
+    assert sorted(["0K", "code", "a2", "a10"], key=natural) == ["a2", "a10", "code", "0K"]
 
 
 def test_a_result_is_what_a_row_retrieves_and_loses_at_a_length():

@@ -68,3 +68,9 @@ def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
     raw, thick = plan.draw().axes[0].lines
     assert list(raw.get_ydata()) == losses
     assert list(thick.get_ydata())[:-1] == pytest.approx([0.5, *[1.0] * 118])
+
+
+def test_ticks_are_whole_steps():
+    arm = Arm("RoPE", "rope", 1, 2, 3, None, ((1, 4.0), (2, 3.0)))
+    (plan,) = training_figure(report(arms=(arm,)), {"RoPE": 0})
+    assert [place % 1 for place in plan.draw().axes[0].get_xticks()] == [0, 0, 0, 0]

@@ -112,6 +112,8 @@ def test_heads_with_the_norms_of_their_pairs():
         HeadColumn("sink", {"q": np.array([0.1, 0.2, 0.3]), "k": np.array([1.0, 0, 1])}, norms, 4),
         HeadColumn("other", {"q": np.array([0.5, 0.5]), "k": np.array([0.0, 0])}, norms[:2], 4),
     ]
+    grid = head_columns(columns, {}).axes[0].get_gridspec()
+    assert grid.get_height_ratios() == [1, 1, 1.4]
     check(
         head_columns(columns, {"q": (0.25,)}),
         """
