@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import compileall
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -158,13 +159,20 @@ class Checkout:
         base = f"--basetemp={self.root.parent / 'tmp'}"
         return int(pytest.main([*words, *options, base], plugins=[plugin]))
 
-    def watch(self, room: str) -> None:
-        """Run the room's tests once, and those of configurations where it has one, and note what
-        each of them calls; those that fail are left out."""
-        tests = [f"tests/{room}"]
+    def watch(self, room: str, also: list[str], kept: Path | None) -> None:
+        """Run the room's tests once, those of configurations where it has one, and those that are
+        asked ``also``, and note what each of them calls; those that fail are left out. What was
+        found, and the text they have prepared, is taken from ``kept`` where it was found before
+        for the same files."""
+        tests = [f"tests/{room}", *also]
         if (self.root / "trainer" / room / "config.py").exists():
             tests.append("tests/commands/test_configuration.py")
         found = self.root.parent / "watched.pickle"
+        place = None if kept is None else kept / self.fingerprint(*tests)
+        if place is not None and place.is_dir():
+            shutil.copytree(place / "cache", os.environ["UNROPE_CACHE"], dirs_exist_ok=True)
+            self._know(place / "watched.pickle")
+            return
 
         def job() -> int:
             watch = Watch()
@@ -187,6 +195,22 @@ class Checkout:
             compileall.compile_dir(self.root / "trainer", quiet=1)
         if code != 0:
             sys.exit(f"The tests cannot be run:\n{said.read_text()[-2000:]}")
+        self._know(found)
+        if place is not None:
+            shutil.copytree(os.environ["UNROPE_CACHE"], place / "cache")
+            shutil.copyfile(found, place / "watched.pickle")
+
+    def fingerprint(self, *tests: str) -> str:
+        """Of these tests and of all else that may change what they call."""
+        digest = hashlib.sha256(" ".join(tests).encode())
+        for path in sorted(self.root.rglob("*")):
+            name = str(path.relative_to(self.root))
+            other = path.name.startswith("test_") and not name.startswith(tests)
+            if name.startswith(("trainer/", "tests/", "conf/")) and path.is_file() and not other:
+                digest.update(f"\0{name}\0".encode() + path.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def _know(self, found: Path) -> None:
         self.called, self.seconds, failed = pickle.loads(found.read_bytes())
         print(f"{len(self.called)} tests, {sum(self.seconds.values()):.0f} s", file=sys.stderr)
         for name in sorted(failed):
@@ -236,15 +260,15 @@ class Checkout:
         return code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-def score(room: str, checkout: Checkout, at: str | None, minutes: float, seed: int) -> list[Mutant]:
+def score(room: str, checkout: Checkout, minutes: float, options: Any) -> list[Mutant]:
     """Try changes to a room in random order until the time is over, which begins when its tests
     have run once; those that no test notices."""
     names = [str(path.relative_to(checkout.root)) for path in checkout.files(room)]
     every = [m for name in names for m in mutants((checkout.root / name).read_bytes(), name)]
-    if at is not None:
-        every = [m for m in every if f"{m.file}:{m.line}:".startswith(f"{at}:")]
-    random.Random(seed).shuffle(every)
-    checkout.watch(room)
+    if options.at is not None:
+        every = [m for m in every if f"{m.file}:{m.line}:".startswith(f"{options.at}:")]
+    random.Random(options.seed).shuffle(every)
+    checkout.watch(room, options.also, options.keep)
     lived, tried, ends = [], 0, time.monotonic() + 60 * minutes
     for mutant in every:
         if time.monotonic() > ends:
@@ -267,8 +291,15 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60, metavar="MINUTES", help="of changes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at", metavar="FILE[:LINE]", help="changes to this file or line alone")
+    parser.add_argument(
+        "--also", nargs="+", default=[], metavar="TESTS", help="that stand elsewhere for a room's"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIRECTORY", help="what the first run of the tests has found"
+    )
     parser.add_argument("--preload", nargs="*", default=PRELOADED, metavar="MODULE")
     options = parser.parse_args()
+    options.keep = options.keep and options.keep.resolve()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     for name in options.preload:  # once, and not in every process
         if importlib.util.find_spec(name.partition(".")[0]):
@@ -284,7 +315,7 @@ def main() -> None:
         print("| room | changes | tried | noticed | score |\n| --- | ---: | ---: | ---: | ---: |")
         for room in options.rooms:
             minutes = options.budget / len(options.rooms)
-            lived += score(room, checkout, options.at, minutes, options.seed)
+            lived += score(room, checkout, minutes, options)
     for mutant in sorted(lived, key=lambda m: (m.file, m.line, m.change)):
         print(f"- `{mutant.file}:{mutant.line}`: `{mutant.change}`")
 

@@ -27,6 +27,15 @@ SWAPPED = {name: other for a, b in reversed(PAIRS) for name, other in ((b, a), (
 """Names of what is easily taken for each other."""
 
 
+LOOKS = {
+    "alpha", "aspect", "capsize", "capthick", "dpi", "elinewidth", "fontsize", "fraction",
+    "frameon", "handlelength", "handletextpad", "labelsize", "linewidth", "linewidths",
+    "markeredgewidth", "markersize", "pad", "s", "titlesize", "zorder",
+}  # fmt: skip
+"""Keywords of figures that say how large, how far apart, how opaque or on top of what something is
+drawn: a matter of taste."""
+
+
 @dataclass(frozen=True)
 class Mutant:
     """``file`` with the bytes from ``begin`` to ``end`` replaced; ``change``: said in words;
@@ -53,7 +62,8 @@ def mutants(source: bytes, file: str) -> list[Mutant]:
     are skipped, and names become those of :data:`SWAPPED` where the file has them. Left alone are
     annotations, decorators, docstrings, messages (f-strings, what is raised or logged), and numbers
     that a module or a class gives a name: sizes of chunks, which change nothing but the time, and
-    defaults. ``strict`` of ``zip`` stays too, which only watches.
+    defaults. ``strict`` of ``zip`` stays too, which only watches, and so do :data:`LOOKS`, as
+    keywords and as keys of dictionaries.
     """
     tree, starts = ast.parse(source), [0]
     for line in source.splitlines(keepends=True):
@@ -85,7 +95,7 @@ def _changes(node: ast.AST, inside: int | None = None) -> Iterator[tuple[Any, as
     """A node, what takes its place, and the line of the function around it."""
     if isinstance(node, ast.JoinedStr | ast.Assert | ast.pattern) or _is_said(node):
         return
-    if isinstance(node, ast.keyword) and node.arg == "strict":
+    if isinstance(node, ast.keyword) and not _matters(node.arg):
         return
     for new in [*_replacements(node), *([ast.Pass()] if _skipped(node) else [])]:
         yield node, new, inside
@@ -93,6 +103,9 @@ def _changes(node: ast.AST, inside: int | None = None) -> Iterator[tuple[Any, as
     for test in tests:
         if isinstance(test, ast.Name | ast.Attribute | ast.Call):
             yield test, ast.UnaryOp(ast.Not(), test), inside
+    if isinstance(node, ast.Dict):
+        kept = [pair for pair in zip(node.keys, node.values, strict=True) if _matters(pair[0])]
+        node = ast.Dict([key for key, _ in kept], [value for _, value in kept])
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list") or (
             isinstance(node, ast.Raise) and name == "exc"
@@ -104,6 +117,13 @@ def _changes(node: ast.AST, inside: int | None = None) -> Iterator[tuple[Any, as
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
                 yield from _changes(child, within)
+
+
+def _matters(name: str | ast.expr | None) -> bool:
+    """Whether a keyword, or a dictionary's key, is one whose value is changed."""
+    if isinstance(name, ast.Constant):
+        name = str(name.value)
+    return not isinstance(name, str) or name.rpartition(".")[2] not in {"strict", *LOOKS}
 
 
 def _is_said(node: ast.AST) -> bool:
@@ -145,7 +165,7 @@ def _replacements(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Attribute(node.value, SWAPPED[node.attr], ast.Load())
         case ast.Call():
             for left_out in node.keywords:
-                if left_out.arg not in (None, "strict"):
+                if left_out.arg is not None and _matters(left_out.arg):
                     kept = [keyword for keyword in node.keywords if keyword is not left_out]
                     yield ast.Call(node.func, node.args, kept)
 

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from trainer.report import saving
 from trainer.report.dark import COLOURS, ON_BRIGHT, follows_scheme
@@ -72,3 +73,17 @@ def test_a_cloud_of_many_points_is_one_picture_and_the_rest_is_drawn(tmp_path, m
     assert text.count("<image ") == 1
     assert "data:image/png;base64," in text
     assert "text_1" in text
+
+
+def test_a_picture_is_white_and_fine_and_a_drawing_says_nothing_of_its_making(tmp_path):
+    with paper_style():
+        figure = blank(2, width=3)
+        figure.add_subplot().plot([1, 2], [1, 2])
+        drawing = save(figure, tmp_path / "a")
+    image = Image.open(tmp_path / "a.png")
+    assert image.size == (900, 600)
+    assert image.convert("RGB").getpixel((0, 0)) == (255,) * 3
+    assert "Software" not in image.info
+    text = drawing.read_text()
+    assert "<dc:date>" not in text
+    assert "<dc:creator>" not in text

@@ -4,6 +4,7 @@ import csv
 import math
 import re
 from dataclasses import replace
+from html import unescape
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -12,10 +13,11 @@ from tempfile import TemporaryDirectory
 import pytest
 from rich.console import Console
 
+from tests.report.described import check_csv, check_text, styled
 from tests.report.examples import METHODS, cell, example, report, statements
-from trainer.report.html import write_html
+from trainer.report.html import measured, write_html
 from trainer.report.latex import escaped, latex_tables
-from trainer.report.results import PERPLEXITY
+from trainer.report.results import PERPLEXITY, Cell
 from trainer.report.text import csv_table, markdown_tables, terminal_tables
 
 
@@ -166,3 +168,392 @@ def test_csv_has_one_row_a_cell_with_numbers_in_full(small):
             assert float(row["score"]) == pytest.approx(sum(own.scores) / len(own.scores))
             assert float(row["low"]) <= float(row["score"]) <= float(row["high"])
             assert (row["p_value"] == "") == ((own.model, own.method) == ("RoPE", "none"))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Two tasks at two lengths, one with labels; some cells are missing."""
+
+    def cells(model, method, keys, values, losses):
+        for n, length in enumerate((64, 256)):
+            where = {"length": length, "factor": length / 64, "model": model, "method": method}
+            if keys[n] is not None:
+                scores = (1.0,) * keys[n] + (0.0,) * (12 - keys[n])
+                yield Cell(task="keys", scores=scores, seconds=1.5, **where)
+            if values[n]:
+                labels = ("qa|0–4K", "qa|4–8K", "code|4–8K", "code|16K")[: len(values[n])]
+                yield Cell(task="values", scores=values[n], labels=labels, **where)
+            if losses[n]:
+                windows = (losses[n] - 0.25, losses[n] + 0.25)
+                yield Cell(task=PERPLEXITY, last_loss=losses[n], by_window=windows, **where)
+
+    full, half = (1.0, 0.5, 0.75, 1.0), (0.5, 0.0, 0.25, 0.5)
+    return report(
+        *cells("RoPE", "none", (12, 2), (full, (1.0, 0.5)), (3.0, 7.0)),
+        *cells("RoPE", "yarn", (3, 12), (half, half), (None, 3.5)),
+        *cells("Dro|PE_", "none", (12, None), (full, None), (3.0, 13.0)),
+        methods={"none": "as is", "yarn": "YaRN"},
+        tasks={"keys": "Keys", "values": "Values", PERPLEXITY: "Perplexity"},
+        training_length=64,
+    )
+
+
+def test_markdown_as_a_whole(whole):
+    check_text(
+        markdown_tables(whole),
+        """
+        ## Mean over tasks
+
+        Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are tested on the trials of all of them together.
+
+        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× |
+        | --- | --- | ---: | ---: |
+        | RoPE | as is | **90.6** (75.3–100.0) | 45.8 (32.0–64.7) |
+        | RoPE | YaRN | 28.1 (15.8–45.1) ↓ | **65.6** (50.3–75.0) |
+        | Dro\\|PE_ | as is | **90.6** (75.3–100.0) | · |
+
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. · not measured.
+
+        ## Keys
+
+        12 trials a cell.
+
+        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× |
+        | --- | --- | ---: | ---: |
+        | RoPE | as is | **100.0** (75.8–100.0) | 16.7 (4.7–44.8) |
+        | RoPE | YaRN | 25.0 (8.9–53.2) ↓ | **100.0** (75.8–100.0) ↑ |
+        | Dro\\|PE_ | as is | **100.0** (75.8–100.0) | · |
+
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. · not measured.
+
+        ## Values
+
+        2 to 4 trials a cell.
+
+        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× |
+        | --- | --- | ---: | ---: |
+        | RoPE | as is | **81.2** (62.5–100.0) | **75.0** (50.0–100.0) |
+        | RoPE | YaRN | 31.2 (12.5–50.0) | 31.2 (12.5–50.0) |
+        | Dro\\|PE_ | as is | **81.2** (62.5–100.0) | · |
+
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. · not measured.
+
+        ## Values by label
+
+        At 64 tokens (1×).
+
+        | model | method | code, 2 trials | qa, 2 trials |
+        | --- | --- | ---: | ---: |
+        | RoPE | as is | **87.5** (75.0–100.0) | **75.0** (50.0–100.0) |
+        | RoPE | YaRN | 37.5 (25.0–50.0) | 25.0 (0.0–50.0) |
+        | Dro\\|PE_ | as is | **87.5** (75.0–100.0) | **75.0** (50.0–100.0) |
+
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column.
+
+        ## Values by label
+
+        At 64 tokens (1×).
+
+        | model | method | 0–4K, 1 trial | 4–8K, 2 trials | 16K, 1 trial |
+        | --- | --- | ---: | ---: | ---: |
+        | RoPE | as is | **100.0** (20.7–100.0) | **62.5** (50.0–75.0) | **100.0** (20.7–100.0) |
+        | RoPE | YaRN | 50.0 (50.0–50.0) | 12.5 (0.0–25.0) | 50.0 (50.0–50.0) |
+        | Dro\\|PE_ | as is | **100.0** (20.7–100.0) | **62.5** (50.0–75.0) | **100.0** (20.7–100.0) |
+
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column.
+
+        ## Values by label
+
+        At 256 tokens (4×).
+
+        | model | method | code, 2 trials | qa, 2 trials |
+        | --- | --- | ---: | ---: |
+        | RoPE | as is | · | **75.0** (50.0–100.0) |
+        | RoPE | YaRN | **37.5** (25.0–50.0) | 25.0 (0.0–50.0) |
+
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. · not measured.
+
+        ## Values by label
+
+        At 256 tokens (4×).
+
+        | model | method | 0–4K, 1 trial | 4–8K, 2 trials | 16K, 1 trial |
+        | --- | --- | ---: | ---: | ---: |
+        | RoPE | as is | **100.0** (20.7–100.0) | **50.0** (50.0–50.0) | · |
+        | RoPE | YaRN | 50.0 (50.0–50.0) | 12.5 (0.0–25.0) | **50.0** (50.0–50.0) |
+
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. · not measured.
+
+        ## Perplexity
+
+        exp of the mean loss on the last 64 tokens of held-out sequences, the same tokens at every length, so that more context only adds what lies before them.
+
+        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× |
+        | --- | --- | ---: | ---: |
+        | RoPE | as is | **20.09** | 1097 |
+        | RoPE | YaRN | · | **33.12** |
+        | Dro\\|PE_ | as is | **20.09** | 4e+05 |
+
+        Bold: the lowest of a column. · not measured.
+        """,  # noqa: E501
+    )
+
+
+def test_latex_as_a_whole(whole):
+    text = latex_tables(whole)
+    check_text(
+        text[: text.index("\\label{tab:keys}")],
+        """
+        % Needs \\usepackage{booktabs}.
+        \\begin{table}
+        \\centering\\footnotesize\\setlength{\\tabcolsep}{4pt}
+        \\caption{Mean over tasks. Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are tested on the trials of all of them together. Success in \\%, with its 95\\% interval. $\\uparrow$ $\\downarrow$ better or worse than the reference on the same trials (exact sign test, p \\textless{} 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. $\\cdot$ not measured.}
+        \\label{tab:summary}
+        \\begin{tabular}{llrr}
+        \\toprule
+         & & 64 tokens & 256 tokens \\\\
+        model & method & 1$\\times$ (trained) & 4$\\times$ \\\\
+        \\midrule
+        RoPE & as is & \\textbf{90.6} {\\scriptsize (75.3--100.0)} & 45.8 {\\scriptsize (32.0--64.7)} \\\\
+         & YaRN & 28.1 {\\scriptsize (15.8--45.1)}$^{\\downarrow}$ & \\textbf{65.6} {\\scriptsize (50.3--75.0)} \\\\
+        \\midrule
+        Dro\\textbar{}PE\\_ & as is & \\textbf{90.6} {\\scriptsize (75.3--100.0)} & $\\cdot$ \\\\
+        \\bottomrule
+        \\end{tabular}
+        \\end{table}
+
+        \\begin{table}
+        \\centering\\footnotesize\\setlength{\\tabcolsep}{4pt}
+        \\caption{Keys. 12 trials a cell. Success in \\%, with its 95\\% interval. $\\uparrow$ $\\downarrow$ better or worse than the reference on the same trials (exact sign test, p \\textless{} 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. $\\cdot$ not measured.}
+        """,  # noqa: E501
+    )
+
+
+def test_the_terminal_as_a_whole(whole):
+    check_text(
+        "\n".join(lines(whole, 80)),
+        """
+        Mean over tasks
+                                 64 tokens     256 tokens
+        model                 1× (trained)             4×
+        ─────────────────────────────────────────────────
+        RoPE                          90.6           45.8
+                                75.3–100.0      32.0–64.7
+          + YaRN                     28.1↓           65.6
+                                 15.8–45.1      50.3–75.0
+
+        Dro|PE_                       90.6              ·
+                                75.3–100.0
+        Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are
+        tested on the trials of all of them together.
+
+        Keys
+                                 64 tokens     256 tokens
+        model                 1× (trained)             4×
+        ─────────────────────────────────────────────────
+        RoPE                         100.0           16.7
+                                75.8–100.0       4.7–44.8
+          + YaRN                     25.0↓         100.0↑
+                                  8.9–53.2     75.8–100.0
+
+        Dro|PE_                      100.0              ·
+                                75.8–100.0
+        12 trials a cell.
+
+        Values
+                                 64 tokens     256 tokens
+        model                 1× (trained)             4×
+        ─────────────────────────────────────────────────
+        RoPE                          81.2           75.0
+                                62.5–100.0     50.0–100.0
+          + YaRN                      31.2           31.2
+                                 12.5–50.0      12.5–50.0
+
+        Dro|PE_                       81.2              ·
+                                62.5–100.0
+        2 to 4 trials a cell.
+
+        Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on
+        the same trials (exact sign test, p < 0.05, not corrected for the number of
+        tests). Reference: the same model as it is; of other models as they are: RoPE.
+        Bold: the highest of a column. · not measured.
+
+        Perplexity
+                                 64 tokens     256 tokens
+        model                 1× (trained)             4×
+        ─────────────────────────────────────────────────
+        RoPE                         20.09           1097
+          + YaRN                         ·          33.12
+
+        Dro|PE_                      20.09          4e+05
+        exp of the mean loss on the last 64 tokens of held-out sequences, the same
+        tokens at every length, so that more context only adds what lies before them.
+
+        Bold: the lowest of a column. · not measured.
+        """,
+    )
+
+
+def test_styles_of_a_terminal():
+    cells = [
+        *statements("RoPE", (100, 50, 50, None)),
+        *statements("DroPE", (50, 100, 50, None), (4.0, None, 4.0, 4.0)),
+    ]
+    made = report(*cells, training_length=64)
+    check_text(
+        styled(terminal_tables(made, 80), 80),
+        """
+            <bold>statements                                                      </>
+            <bold>                   </><bold> </> <bold>    64 tokens</><bold> </> <bold>   128 tokens</><bold> </> <bold>   256 tokens</>
+            <bold>model              </><bold> </> <bold> 1× (trained)</><bold> </> <bold>           2×</><bold> </> <bold>           4×</>
+            ────────────────────────────────────────────────────────────────
+            RoPE                 <bold>        100.0</>           50.0  <bold>         50.0</>
+                                 <bold>   </><bold dim>98.5–100.0</>      <dim>43.9–56.1</>  <bold>    </><bold dim>43.9–56.1</>
+
+            DroPE                        50.0<red>↓</>  <bold>       100.0</><bold green>↑</>  <bold>         50.0</>
+                                     <dim>43.9–56.1</>  <bold>   </><bold dim>98.5–100.0</>  <bold>    </><bold dim>43.9–56.1</>
+            <dim>256 trials a cell.</>
+
+            <dim>Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on </>
+            <dim>the same trials (exact sign test, p < 0.05, not corrected for the number of </>
+            <dim>tests). Reference: the same model as it is; of other models as they are: RoPE. </>
+            <dim>Bold: the highest of a column.</>
+
+            <bold>Held-out perplexity                                                            </>
+            <bold>                   </><bold> </> <bold>    64 tokens</><bold> </> <bold>   128 tokens</><bold> </> <bold>   256 tokens</><bold> </> <bold>   512 tokens</>
+            <bold>model              </><bold> </> <bold> 1× (trained)</><bold> </> <bold>           2×</><bold> </> <bold>           4×</><bold> </> <bold>           8×</>
+            ───────────────────────────────────────────────────────────────────────────────
+            RoPE                 <bold>        54.60</>  <bold>        54.60</>  <bold>        54.60</>  <bold>        54.60</>
+
+            DroPE                <bold>        54.60</>  <dim>            ·</>  <bold>        54.60</>  <bold>        54.60</>
+            <dim>exp of the mean loss on the last 64 tokens of held-out sequences, the same </>
+            <dim>tokens at every length, so that more context only adds what lies before them.</>
+
+            <dim>Bold: the lowest of a column. · not measured.</>
+            """,  # noqa: E501
+    )
+
+
+def test_the_terminal_goes_on_below_where_it_is_narrow(whole):
+    shown = "\n".join(lines(whole, 40))
+    check_text(
+        shown[shown.index("Perplexity") :],
+        """
+        Perplexity
+                                 64 tokens
+        model                 1× (trained)
+        ──────────────────────────────────
+        RoPE                         20.09
+          + YaRN                         ·
+
+        Dro|PE_                      20.09
+        Perplexity (continued)
+                                256 tokens
+        model                           4×
+        ──────────────────────────────────
+        RoPE                          1097
+          + YaRN                     33.12
+
+        Dro|PE_                      4e+05
+        exp of the mean loss on the last 64
+        tokens of held-out sequences, the same
+        tokens at every length, so that more
+        context only adds what lies before them.
+
+        Bold: the lowest of a column. · not
+        measured.
+        """,
+    )
+
+
+def test_the_numbers_as_a_whole(whole, tmp_path):
+    (tmp_path / "table.csv").write_text(csv_table(whole))
+    check_csv(
+        tmp_path / "table.csv",
+        """
+        model, method, task, length, factor, n, score, low, high, p_value, loss, seconds
+        RoPE, none, keys, 64, 1, 12, 1, 0.7575, 1, , , 1.5
+        RoPE, none, values, 64, 1, 4, 0.8125, 0.625, 1, , , 0
+        RoPE, none, perplexity, 64, 1, 2, , , , , 3, 0
+        RoPE, none, keys, 256, 4, 12, 0.1667, 0.04697, 0.448, , , 1.5
+        RoPE, none, values, 256, 4, 2, 0.75, 0.5, 1, , , 0
+        RoPE, none, perplexity, 256, 4, 2, , , , , 7, 0
+        RoPE, yarn, keys, 64, 1, 12, 0.25, 0.08894, 0.5323, 0.003906, , 1.5
+        RoPE, yarn, values, 64, 1, 4, 0.3125, 0.125, 0.5, 0.125, , 0
+        RoPE, yarn, keys, 256, 4, 12, 1, 0.7575, 1, 0.001953, , 1.5
+        RoPE, yarn, values, 256, 4, 4, 0.3125, 0.125, 0.5, , , 0
+        RoPE, yarn, perplexity, 256, 4, 2, , , , , 3.5, 0
+        Dro|PE_, none, keys, 64, 1, 12, 1, 0.7575, 1, 1, , 1.5
+        Dro|PE_, none, values, 64, 1, 4, 0.8125, 0.625, 1, 1, , 0
+        Dro|PE_, none, perplexity, 64, 1, 2, , , , , 3, 0
+        Dro|PE_, none, perplexity, 256, 4, 2, , , , , 13, 0
+        """,
+    )
+
+
+def test_what_was_measured_as_a_whole(whole):
+    assert measured(whole) == [
+        ("Models", "RoPE, Dro|PE_"),
+        ("Methods", "as is, YaRN"),
+        ("Lengths in tokens", "64 (1×), 256 (4×)"),
+        ("Keys", "12 trials at each length, the same for all models and methods"),
+        ("Values", "2 to 4 trials at each length, the same for all models and methods"),
+        ("Perplexity", "held-out text; windows of all lengths end with the same tokens"),
+        ("Time", "7.5 s of measuring 15 cells"),
+    ]
+    slow = report(cell([1.0], seconds=90.0))
+    assert measured(slow)[-1] == ("Time", "1.5 minutes of measuring 1 cell")
+    assert [term for term, _ in measured(report(cell([1.0])))][-1] == "Multi-key needles"
+    assert measured(report(cell([1.0], seconds=60.0)))[-1][1].startswith("1.0 minutes")
+
+
+def test_the_page_as_words(whole):
+    """Headings, captions and rows in their order, to the second table."""
+    page = page_of(whole)
+    body = page[page.index("<body>") : page.index("<b>Table 3.")]
+    body = re.sub(r"<br>|</(td|th|dt|dd|b)>", " ", body)
+    text = unescape(re.sub(r"<[^>]+>", "", body))
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    check_text(
+        "\n".join(filter(None, rows)),
+        """
+        r
+        Trained at 64 tokens and tested at up to 256 (4×). Of 2 combinations of model and method RoPE + YaRN reaches most there in the mean over 2 tasks: 65.6% (50.3–75.0); RoPE has 45.8% (32.0–64.7).
+        What was measured
+        Models RoPE, Dro|PE_
+        Methods as is, YaRN
+        Lengths in tokens 64 (1×), 256 (4×)
+        Keys 12 trials at each length, the same for all models and methods
+        Values 2 to 4 trials at each length, the same for all models and methods
+        Perplexity held-out text; windows of all lengths end with the same tokens
+        Time 7.5 s of measuring 15 cells
+        Result
+        Table 1. Mean over tasks. Unweighted mean over Keys, Values; 2 to 12 trials of each. Differences are tested on the trials of all of them together. Success in %, with its 95% interval. ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Reference: the same model as it is; of other models as they are: RoPE. Bold: the highest of a column. · not measured.
+        Model and method
+        64 tokens 1× (trained)
+        256 tokens 4×
+        RoPE
+        90.6 75.3–100.0
+        45.8 32.0–64.7
+        + YaRN
+        28.1↓ 15.8–45.1
+        65.6 50.3–75.0
+        Dro|PE_
+        90.6 75.3–100.0
+        ·
+        Tables
+        Table 2. Keys. 12 trials a cell.
+        Model and method
+        64 tokens 1× (trained)
+        256 tokens 4×
+        RoPE
+        100.0 75.8–100.0
+        16.7 4.7–44.8
+        + YaRN
+        25.0↓ 8.9–53.2
+        100.0↑ 75.8–100.0
+        Dro|PE_
+        100.0 75.8–100.0
+        ·
+        """,  # noqa: E501
+    )

@@ -20,6 +20,19 @@ def test_what_many_pages_show_has_one_look_and_a_checkpoint_that_of_its_run():
     assert looks(["RoPE (a)", "RoPE (b)", "RoPE"]) == {"RoPE": 0, "RoPE (a)": 1, "RoPE (b)": 2}
 
 
+def test_looks_of_many_pages_are_the_first_ones_and_each_of_one_model():
+    """A control and what it is called alone look alike."""
+    by_look = {}
+    for name in NUMBERS:
+        by_look.setdefault(looks([name])[name], []).append(name)
+    assert list(by_look) == [*range(16)]
+    assert [names for names in by_look.values() if len(names) > 1] == [
+        ["NoPE from scratch", "NoPE"],
+        ["NoPE from scratch + temperature", "NoPE + temperature"],
+        ["High-frequency RoPE", "high frequency"],
+    ]
+
+
 @given(st.lists(st.sampled_from([*NUMBERS, "a", "b", "RoPE (a)", "RoPE (b)"]), unique=True))
 def test_no_two_names_look_alike(names):
     assert len(set(looks(names).values())) == len(looks(names)) == len(names)

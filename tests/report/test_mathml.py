@@ -54,6 +54,51 @@ def test_a_formula_is_read_as_it_is_meant(text, read_as):
     assert read(text) == read_as
 
 
+@pytest.mark.parametrize(
+    ("text", "xml"),
+    [
+        # Numbers, names, words and signs have elements of their own.
+        (
+            "x₁ⱼ²ⁿ′",
+            "<msubsup><mrow><mi>x</mi></mrow><mrow><mn>1</mn><mi>j</mi></mrow>"
+            '<mrow><mn>2</mn><mi>n</mi><mo stretchy="false">′</mo></mrow></msubsup>',
+        ),
+        ("1,024.5", "<mn>1,024.5</mn>"),
+        ("cos x", '<mi>cos</mi><mspace width=".2em"></mspace><mi>x</mi>'),
+        ("mean x", '<mtext>mean</mtext><mspace width=".4em"></mspace><mi>x</mi>'),
+        ("x mean", '<mi>x</mi><mspace width=".4em"></mspace><mtext>mean</mtext>'),
+        ("x = y", '<mi>x</mi><mo stretchy="false">=</mo><mi>y</mi>'),
+        ("mean_i", "<msub><mrow><mi>mean</mi></mrow><mrow><mi>i</mi></mrow></msub>"),
+        ("a_{ij}", "<msub><mrow><mi>a</mi></mrow><mrow><mtext>ij</mtext></mrow></msub>"),
+        ("a^b", "<msup><mrow><mi>a</mi></mrow><mrow><mi>b</mi></mrow></msup>"),
+        (
+            "‖x‖",
+            '<mo stretchy="false" lspace="0" rspace="0">‖</mo><mi>x</mi>'
+            '<mo stretchy="false" lspace="0" rspace="0">‖</mo>',
+        ),
+        ("√", '<mo stretchy="false">√</mo>'),
+        ("a_", '<mi>a</mi><mo stretchy="false">_</mo>'),
+        (
+            "a b/c d",
+            (
+                '<mi>a</mi><mspace width=".2em"></mspace>'
+                "<mfrac><mrow><mi>b</mi></mrow><mrow><mi>c</mi></mrow></mfrac>"
+                '<mspace width=".2em"></mspace><mi>d</mi>'
+            ),
+        ),
+        (
+            "a / b / c",
+            (
+                "<mfrac><mrow><mfrac><mrow><mi>a</mi></mrow><mrow><mi>b</mi></mrow></mfrac></mrow>"
+                "<mrow><mi>c</mi></mrow></mfrac>"
+            ),
+        ),
+    ],
+)
+def test_elements_are_those_of_mathml(text, xml):
+    assert mathml(text) == f"<math>{xml}</math>"
+
+
 def test_a_remark_stays_text_and_is_escaped():
     shown = mathml("r = σ₁(R X) / σ₁(X),  R: the <rotation>")
     assert shown.endswith("</math>&ensp; R: the &lt;rotation&gt;")

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.report.examples import report, statements
-from trainer.report.comparison import certainly_exceeds
+from trainer.report.comparison import Measured, certainly_exceeds, in_words, loss_change
 from trainer.report.observations import ROLES, observe
 from trainer.report.outcomes import Outcomes, Result
 from trainer.report.results import PERPLEXITY, Arm, Cell, Drop
@@ -224,6 +224,24 @@ def test_a_rising_loss_is_sure_over_the_windows(spread, shown):
     assert ("its 95% interval leaves it open" in observation.evidence) is not shown
 
 
+@pytest.mark.parametrize(
+    ("spread", "shown", "left_open"),
+    [(0.0, True, False), (0.2, False, True), (-1.0, False, False)],
+    ids=["sure", "in the mean", "too much"],
+)
+def test_a_loss_that_matches_is_sure_over_the_windows(spread, shown, left_open):
+    """Half a percent above RoPE's, where at most one is within the margin."""
+    own = (4.02 - spread, 4.02 + spread) * 2 if spread >= 0 else (4.4, 4.6) * 2
+    cells = [
+        Cell(name, "none", PERPLEXITY, 64, 1.0, last_loss=sum(windows) / 4, by_window=windows)
+        for name, windows in (("RoPE", (4.0,) * 4), ("DroPE", own))
+    ]
+    found = observe(results(*cells), {"rope": "RoPE", "drope": "DroPE"})
+    (found,) = (o for o in found if "matches RoPE's" in o.claim)
+    assert found.shown is shown
+    assert found.evidence.endswith("leaves it open.") == left_open
+
+
 @pytest.mark.parametrize(("slow", "shown"), [(5.0, True), (4.0, False)])
 def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
     arms = {
@@ -247,6 +265,13 @@ def test_a_run_without_retrieval_is_judged_by_its_losses():
     none = (None,) * 4
     shown, _ = judge("matches RoPE's", {"rope": (none, (4,) * 4), "drope": (none, (4,) * 4)})
     assert shown is True
+
+
+def test_a_loss_that_only_one_has_is_not_compared():
+    roles = {"rope": losses(4, 4, 4, 4), "nope": losses(None, 4, 4, 4)}
+    shown, evidence = judge("NoPE from scratch ends behind", roles)
+    assert shown is False
+    assert "Text loss" not in evidence
 
 
 def test_an_unknown_role_is_a_mistake_of_the_caller():
@@ -287,3 +312,39 @@ def test_exceeding_takes_the_intervals_of_both_sides():
     assert certainly_exceeds(result(0.6, 5000), result(0.5, 5000), 1)
     assert not certainly_exceeds(result(0.6, 5000), result(0.5, 20), 1)
     assert not certainly_exceeds(result(0.0, 100), result(0.0, 100), 2)
+
+
+def test_what_is_kept_at_the_longest_length_is_of_that():
+    """Not of the length before it, at which half is lost."""
+    assert judge("RoPE-ID keeps", {"rope_id": (100, 50, 50, 100)})[0] is True
+    assert judge("RoPE-ID keeps", {"rope_id": (100, 100, 100, 50)})[0] is False
+
+
+@pytest.mark.parametrize("kept", [(0,), (2, 3)], ids=["the training length", "longer ones"])
+def test_claims_about_lengths_that_are_missing_are_left_out(kept):
+    """At the training length alone some can be judged; beyond it alone there is nothing to hold
+    against it, but for what two methods reach."""
+    roles = {role: ROLES[role] for role in ROLES}
+    table = [one for name in roles.values() for one in statements(name, GOOD)]
+    table = [one for one in table if one.length in [(64, 128, 256, 512)[place] for place in kept]]
+    claims = [o.claim for o in observe(results(*table), roles)]
+    assert len(claims) == len(set(claims))
+    beyond = [claim for claim in claims if "longest" in claim or "beyond" in claim or "4×" in claim]
+    assert (len(beyond), len(claims)) == {(0,): (0, 5), (2, 3): (11, 11)}[kept]
+
+
+def test_what_was_not_measured_is_not_compared():
+    one, none = Result("m", 64, 1.0, None, 4.0), Result("n", 64, 1.0)
+    for a, b in ((one, none), (none, one)):
+        with pytest.raises(ValueError, match="a loss that was not measured"):
+            loss_change(a, b)
+    with pytest.raises(ValueError, match="'n' has no retrieval at 64 tokens"):
+        in_words(none)
+    with pytest.raises(KeyError):
+        Measured((one,), {"rope": "m"}).cell("rope", 128)
+    assert Measured((one,), {"rope": "m"}).not_learned("rope") == (
+        "Not judged: m was not measured at its training length."
+    )
+    # Windows that are not the same are not paired: the means are compared.
+    some, more = (Result("m", 64, 1.0, None, 4.0, (4.0,) * n) for n in (1, 2))
+    assert loss_change(some, more).low == loss_change(some, more).high == 0

@@ -17,6 +17,7 @@ def test_rows_follow_the_models_cells_and_the_reports_methods():
     )
     assert outcomes.rows == [("B", "none"), ("B", "yarn"), ("A", "none"), ("A", "unnamed")]
     assert [outcomes.name(row) for row in outcomes.rows] == ["B", "B + YaRN", "A", "A + unnamed"]
+    assert outcomes.methods == ["none", "yarn", "unnamed"]  # of all that the report knows
 
 
 def test_a_method_is_held_against_its_model_and_a_model_against_the_first():
@@ -45,7 +46,7 @@ def test_a_comparison_is_of_the_same_trials():
 def test_only_tasks_of_the_same_lengths_are_averaged():
     tasks = ("multi_key", "multi_value")
     made = [cell([1.0], task=task, length=n) for task in tasks for n in (1024, 2048)]
-    outcomes = Outcomes(report(*made, cell([0.0], task="longbench", length=2048)))
+    outcomes = Outcomes(report(*made, cell([0.0], task="zero", length=2048)))
     assert outcomes.averaged == list(tasks)
     assert outcomes.estimate(("RoPE", "none"), outcomes.averaged, 2048).mean == 1
     assert Outcomes(report(*made[:2])).averaged == []
@@ -68,6 +69,7 @@ def test_trials_are_found_by_a_part_of_their_label():
 def test_buckets_are_sorted_by_their_numbers():
     buckets = ["16–32K", "4–8K", "8–16K", "0–4K"]
     assert sorted(buckets, key=natural) == ["0–4K", "4–8K", "8–16K", "16–32K"]
+    assert sorted(["0K", "code", "a2", "a10"], key=natural) == ["a2", "a10", "code", "0K"]
 
 
 def test_a_result_is_what_a_row_retrieves_and_loses_at_a_length():

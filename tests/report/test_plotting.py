@@ -8,9 +8,21 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from tests.report.described import check
 from trainer.report.frames import perplexity_axis
 from trainer.report.panels import pair
-from trainer.report.plotting import Frame, Series, draw, paper_style
+from trainer.report.plotting import (
+    Frame,
+    Series,
+    blank,
+    draw,
+    finish,
+    legend_above,
+    line_handle,
+    log_axis,
+    paper_style,
+    training_length_mark,
+)
 from trainer.report.saving import save
 
 NAME = r"costs $\frac$ or \$5"
@@ -60,3 +72,203 @@ def test_the_axis_of_perplexities_holds_them_all(values, scale, limits):
     perplexity_axis(values)(axes)
     assert axes.get_yscale() == scale
     assert axes.get_ylim() == pytest.approx(limits)
+
+
+def plain(axes):
+    axes.set_xlim(0, 10)
+
+
+def test_few_lines_share_a_panel_and_are_named_in_the_order_of_their_right_ends():
+    """What ends with nothing measured is named by what was measured last, or at the end."""
+    lines = [
+        Series("low", 0, [1, 2], [3, 1]),
+        Series("high", 1, [1, 2], [2, 4], low=[1, 3], high=[2.5, 6], marked=False),
+        Series("ends early", 7, [1, 2], [2, math.nan], raw=[1, 3], opacity=0.5),
+        Series("nothing", 9, [1, 2], [math.nan, math.nan]),
+        Series("half", 2, [1, 2], [1, 1.5], low=[0, 0]),
+    ]
+    frame = Frame("step", "loss", plain, (4, "here\nor there"), ((0.5, "chance"), (3, "best")))
+    with paper_style():
+        figure = draw(lines, frame)
+        assert figure.axes[0].get_axisbelow()
+        check(
+            figure,
+            """
+                6.75 x 3.10 inches
+                panel 1,1 of 1x1
+                  x linear 0..10 'step' ticks 0 2 4 6 8 10
+                  y linear 0.225..6.275 'loss' ticks 1 2 3 4 5 6 grid
+                  line #000000 - o: x 1 2; y 3 1
+                  line #0072b2 -: x 1 2; y 2 4
+                  line #000000 - alpha 0.3: x 1 2; y 1 3
+                  line #000000 (4 1.5) < alpha 0.5: x 1 2; y 2 nan
+                  line #56b4e9 (4 1.5) *: x 1 2; y nan nan
+                  line #56b4e9 - D: x 1 2; y 1 1.5
+                  line #707070 :: level at 0.5
+                  line #707070 -.: level at 3
+                  line #707070 --: upright at 4
+                  note 'here\\nor there' #707070 center bottom: 0 3 offset points from 4 1
+                  bars #0072b2: 1 1, 1 2.5; 2 3, 2 6
+                legend right, center right, columns: 1
+                  'high' #0072b2 -
+                  'ends early' #000000 (4 1.5) < alpha 0.5
+                  'half' #56b4e9 - D
+                  'low' #000000 - o
+                  'nothing' #56b4e9 (4 1.5) *
+                  'chance' #707070 :
+                  'best' #707070 -.
+                """,
+        )
+
+
+def test_many_lines_have_panels_of_their_own_over_the_others():
+    lines = [Series(str(n), n, [1, 2], [n, n], marked=n > 6) for n in range(9)]
+    frame = Frame("step", "loss", plain, (4, "here"), ((0.5, "chance"),))
+    with paper_style():
+        figure = draw(lines, frame)
+        titles = [(axes.get_title(), axes.title.get_color()) for axes in figure.axes]
+        for axes in figure.axes[2:]:
+            axes.remove()
+        check(
+            figure,
+            """
+                6.75 x 4.41 inches
+                panel 1,1 of 3x3 '0'
+                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
+                  y linear -0.4..8.4 ticks 0 2 4 6 8 grid
+                  line #d0d0d0 -: x 1 2; y 0 0
+                  line #d0d0d0 -: x 1 2; y 1 1
+                  line #d0d0d0 -: x 1 2; y 2 2
+                  line #d0d0d0 -: x 1 2; y 3 3
+                  line #d0d0d0 -: x 1 2; y 4 4
+                  line #d0d0d0 -: x 1 2; y 5 5
+                  line #d0d0d0 -: x 1 2; y 6 6
+                  line #d0d0d0 -: x 1 2; y 7 7
+                  line #d0d0d0 -: x 1 2; y 8 8
+                  line #000000 -: x 1 2; y 0 0
+                  line #707070 :: level at 0.5
+                  line #707070 --: upright at 4
+                panel 1,2 of 3x3 '1'
+                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
+                  y linear -0.4..8.4 ticks 0 2 4 6 8 unlabelled grid
+                  line #d0d0d0 -: x 1 2; y 0 0
+                  line #d0d0d0 -: x 1 2; y 1 1
+                  line #d0d0d0 -: x 1 2; y 2 2
+                  line #d0d0d0 -: x 1 2; y 3 3
+                  line #d0d0d0 -: x 1 2; y 4 4
+                  line #d0d0d0 -: x 1 2; y 5 5
+                  line #d0d0d0 -: x 1 2; y 6 6
+                  line #d0d0d0 -: x 1 2; y 7 7
+                  line #d0d0d0 -: x 1 2; y 8 8
+                  line #0072b2 -: x 1 2; y 1 1
+                  line #707070 :: level at 0.5
+                  line #707070 --: upright at 4
+                below 'step'
+                left 'loss'
+                legend upper, upper center, columns: 2
+                  'chance' #707070 :
+                  'here' #707070 --
+                """,
+        )
+    assert [title for title, _ in titles] == [str(n) for n in range(9)]
+    assert [colour for _, colour in titles[5:8]] == ["#E69F00", "#CC79A7", "#000000"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "shape", "labelled"),
+    [
+        (9, (3, 3), [7, 8, 9]),
+        (10, (3, 4), [7, 8, 9, 10]),  # as many places are empty as with three columns
+        (11, (3, 4), [8, 9, 10, 11]),
+        (13, (5, 3), [11, 12, 13]),
+    ],
+)
+def test_the_last_row_of_panels_is_as_full_as_can_be(lines, shape, labelled):
+    """And the last panel of every column has the labels of its ticks."""
+    figure = draw([Series(str(n), n, [1], [1]) for n in range(lines)], Frame("x", "y", plain))
+    assert len(figure.axes) == lines
+    assert figure.axes[0].get_subplotspec().get_gridspec().get_geometry() == shape
+    with_labels = [
+        number
+        for number, axes in enumerate(figure.axes, 1)
+        if axes.xaxis.get_tick_params()["labelbottom"]
+    ]
+    assert with_labels == labelled
+
+
+def test_looks_differ_in_colour_and_mark_then_in_dashes_too():
+    """Seven colours, ten marks, three dashes."""
+    figure = blank(1)
+    numbers = (0, 1, 6, 7, 9, 10, 13, 14, 20, 21)
+    legend_above(figure, [line_handle(Series(str(n), n, [], [])) for n in numbers], columns=2)
+    check(
+        figure,
+        """
+            6.75 x 1.00 inches
+            legend upper, upper center, columns: 2
+              '0' #000000 - o
+              '1' #0072b2 - s
+              '6' #cc79a7 - X
+              '7' #000000 (4 1.5) <
+              '9' #56b4e9 (4 1.5) *
+              '10' #009e73 (4 1.5) o
+              '13' #cc79a7 (4 1.5) ^
+              '14' #000000 (1 1.2) v
+              '20' #cc79a7 (1 1.2) o
+              '21' #000000 - s
+            """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("x", "aligned"), [(3.2, "left"), (3.4, "center"), (6.6, "center"), (6.8, "right")]
+)
+def test_a_note_grows_towards_the_wider_side(x, aligned):
+    axes = blank(1).add_subplot()
+    finish(axes, Frame("x", "y", plain, (x, "note")), with_note=True)
+    (note,) = axes.texts
+    assert note.get_horizontalalignment() == aligned
+    assert note.xycoords == axes.get_xaxis_transform()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (1, 50, [1, 2, 5, 10, 20, 50]),
+        (1, 1000, [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]),
+        (1, 2000, [1, 10, 100, 1000]),
+    ],
+)
+def test_a_logarithmic_axis_of_more_than_three_decades_has_powers_of_ten_alone(low, high, ticks):
+    axes = Figure().subplots()
+    axes.set_ylim(low, high)
+    log_axis(axes, low, high)
+    assert [place for place in axes.get_yticks() if low <= place <= high] == ticks
+    assert axes.yaxis.get_major_formatter()(2000, 0) == "2000"
+    assert len(axes.get_yticks(minor=True)) == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "drawn", "marked"),
+    [
+        (64, (64, 128), True),
+        (64, (32, 64), True),
+        (64, (65, 128), False),
+        (64, (16, 63), False),
+        (None, (16, 63), False),
+    ],
+)
+def test_the_training_length_is_marked_within_what_is_drawn(length, drawn, marked):
+    wanted = (64.0, "training length") if marked else None
+    assert training_length_mark(length, drawn) == wanted
+
+
+def test_a_legend_too_wide_for_its_figure_is_set_in_fewer_columns():
+    for words, columns in (("a", 3), ("a long name " * 2, 2), ("a long name " * 12, 1)):
+        figure = blank(1)
+        legend_above(figure, [line_handle(Series(words, n, [], [])) for n in range(3)])
+        (legend,) = figure.legends
+        assert legend._ncols == columns
+    empty = blank(1)
+    legend_above(empty, [])
+    assert empty.legends == []

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 
 import pytest
 
+from tests.report.described import check, check_csv
 from tests.report.examples import report
 from trainer.report.figures import write_figures
 from trainer.report.html import write_html
+from trainer.report.plotting import paper_style
 from trainer.report.reach import reach_figures
 from trainer.report.results import Drop, Reach
 
@@ -63,6 +66,91 @@ def test_the_heat_map_shows_losses_less_the_mean_within_the_training_length():
     for values, (first, second, *rest) in zip(drawn_values, losses, strict=True):
         base = (first + second) / 2
         assert values == pytest.approx([x - base for x in (first, second, *rest)])
+
+
+def test_reach_as_a_whole(tmp_path):
+    """The run at every length, paler the shorter; others at the longest; a line at the drop."""
+    history = (
+        Reach(4, False, 64, (64, 128), (4.0, 5.0), (1.0, 0.5), (0, 64, 128), (4.0, 5.0)),
+        Reach(8, True, 64, (64, 128), (4.5, None), (0.75,), (0, 64, 128), (4.5, None)),
+    )
+    other = (Reach(4, False, 64, (64, 128), (3.0, 3.5), (0.25, 0.125), (0, 128), (3.0,)),)
+    made = report(drop=Drop(6, 4.0, 5.0), reach={"Mine": history, "RoPE": other})
+    with paper_style():
+        both, by_position = reach_figures(made, {"Mine": 1, "RoPE": 0})
+        check(
+            both.draw(),
+            """
+            6.75 x 3.10 inches
+            panel 1,1 of 1x1
+              x linear 3.8..8.2 'training step' ticks 4 5 6 7 8
+              y linear -4..106 'retrieval (%)' ticks 0 25 50 75 100 grid
+              line #0072b2 - alpha 0.5: x 4 8; y 100 75
+              line #0072b2 -: x 4 8; y 50 nan
+              line #000000 -: x 4; y 12.5
+              line #707070 --: upright at 6
+              note 'encoding dropped at step 6' #707070 center bottom: 0 3 offset points from 6
+                  1
+            legend right, center right, columns: 1
+              'Mine, 1×' #0072b2 - alpha 0.5
+              'Mine, 2×' #0072b2 -
+              'RoPE, 2×' #000000 -
+            """,
+        )
+        check(
+            by_position.draw(),
+            """
+                6.75 x 2.60 inches
+                panel 1,1 of 1x1
+                  x linear 0..2 'training step of the measurement' ticks 0.5='4' 1.5='8'
+                  y linear 0..128 'position (tokens)' ticks 0 64 128
+                  cells RdBu_r CenteredNorm -1..1: x 0 1 2; y 0 64 128; 0 0 / 1 nan
+                  line #010101 :: level at 64
+                  line #010101 --: upright at 1
+                bar 'excess loss (nats/token)' RdBu_r CenteredNorm -1..1 ticks -1 -0.75 -0.5 -0.25 0
+                    0.25 0.5 0.75 1 beside 1
+                """,
+        )
+    history = tuple(replace(one, retrieval=()) for one in history)
+    with paper_style():
+        loss, by_position = reach_figures(report(reach={"Mine": history}), {"Mine": 1})
+        check(
+            loss.draw(),
+            """
+            6.75 x 3.10 inches
+            panel 1,1 of 1x1
+              x linear 3.8..8.2 'training step' ticks 4 5 6 7 8
+              y linear 3.95..5.05 'held-out loss (nats/token)' ticks 4 4.2 4.4 4.6 4.8 5 grid
+              line #0072b2 - alpha 0.5: x 4 8; y 4 4.5
+              line #0072b2 -: x 4 8; y 5 nan
+            legend right, center right, columns: 1
+              'Mine, 2×' #0072b2 -
+              'Mine, 1×' #0072b2 - alpha 0.5
+            """,
+        )
+    by_position.write(tmp_path / "b")
+    check_csv(
+        tmp_path / "b.csv",
+        """
+        arm, step, dropped, from_position, to_position, loss
+        Mine, 4, False, 0, 64, 4
+        Mine, 4, False, 64, 128, 5
+        Mine, 8, True, 0, 64, 4.5
+        Mine, 8, True, 64, 128,
+        """,
+    )
+
+
+def test_the_drop_is_drawn_in_the_heat_map_and_no_more_than_ten_steps_are_named():
+    """Eleven measurements over steps of two; the eighth is the first after the drop."""
+    history = tuple(reach(2 * number, number > 6) for number in range(11))
+    with paper_style():
+        _, plan = reach_figures(report(reach={"DroPE": history}), {"DroPE": 0})
+        axes, _ = plan.draw().axes
+    assert [line.get_xdata()[0] for line in axes.lines] == [0, 7]  # the first is horizontal
+    assert axes.get_xticks().tolist() == [0.5, 2.5, 4.5, 6.5, 8.5, 10.5]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "4", "8", "12", "16", "20"]
+    assert axes.get_yticks().tolist() == [0, 64, 128, 192, 256]
 
 
 def test_one_measurement_without_retrieval_is_drawn(tmp_path):

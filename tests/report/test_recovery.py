@@ -6,10 +6,12 @@ import csv
 
 import pytest
 
+from tests.report.described import check
 from tests.report.examples import report
 from trainer.report.figures import write_figures
 from trainer.report.html import write_html
-from trainer.report.recovery import recoveries, value_of
+from trainer.report.plotting import paper_style
+from trainer.report.recovery import recoveries, recovery_figure, value_of
 from trainer.report.results import Drop, Milestone, Report
 
 
@@ -86,3 +88,63 @@ def test_perplexities_are_drawn_where_there_is_nothing_else(tmp_path):
     made = report(milestones={"DroPE": history(30.0, 20.0, 90.0, 21.0, key="perplexity/2x")})
     assert [figure.path.stem for figure in write_figures(made, tmp_path)] == ["benchmarks"]
     assert "perplexity" in (tmp_path / "benchmarks.svg").read_text()
+
+
+def test_benchmarks_as_a_whole():
+    """The run in every task and in their mean, others in the mean alone; perplexities left out."""
+    scores = ({"a": 0.5, "b": 0.25, "perplexity/1x": 9.0}, {"a": 0.75, "b": None, "c": 1.0})
+    run = tuple(Milestone(n, 1000 * n, n > 1, one) for n, one in enumerate((*scores, scores[0])))
+    milestones = {"DroPE": run, "RoPE": run[:1], "NoPE": ()}
+    with paper_style():
+        (plan,) = recovery_figure(report(milestones=milestones))
+        check(
+            plan.draw(),
+            """
+            6.75 x 3.10 inches
+            panel 1,1 of 1x1
+              x linear -100..2100 'training tokens' ticks 0='0' 500='500' 1000='1 k' 1500='1.5
+                  k' 2000='2 k'
+              y linear 21.88..90.62 'score (%)' ticks 30 40 50 60 70 80 90 grid
+              line #000000 -: x 0 1000 2000; y 37.5 87.5 37.5
+              line #0072b2 -: x 0 1000 2000; y 50 75 50
+              line #56b4e9 -: x 0 1000 2000; y 25 nan 25
+              line #009e73 -: x 0; y 37.5
+              line #707070 --: upright at 2000
+              note 'encoding dropped' #707070 right bottom: 0 3 offset points from 2000 1
+            legend right, center right, columns: 1
+              'DroPE, a' #0072b2 -
+              'DroPE, mean' #000000 -
+              'RoPE, mean' #009e73 -
+              'DroPE, b' #56b4e9 -
+            """,
+        )
+
+
+@pytest.mark.parametrize("key", ["perplexity/1x", "lambada/perplexity", "wiki/bits_per_byte"])
+def test_perplexities_as_a_whole(key):
+    with paper_style():
+        (plan,) = recovery_figure(report(milestones={"DroPE": history(30.0, 20.0, key=key)}))
+        (axes,) = plan.draw().axes
+    assert axes.get_ylabel() == "perplexity"
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[30, 20]]
+    assert [text.get_text() for text in axes.texts] == []
+
+
+def test_one_task_needs_no_mean():
+    with paper_style():
+        (plan,) = recovery_figure(report(milestones={"DroPE": history(0.5, 0.25)}))
+        figure = plan.draw()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["piqa/acc"]
+
+
+@pytest.mark.parametrize("reference", [0.0, None, -0.5])
+def test_a_score_that_was_nothing_cannot_be_recovered(reference):
+    assert recoveries({"DroPE": history(0.5, reference, 0.5)}) == []
+
+
+@pytest.mark.parametrize(
+    ("score", "shown"), [(9.9996, "10.000"), (10.0, "10.0"), (1234.5, "1,234.5")]
+)
+def test_scores_are_named_with_few_digits(score, shown):
+    (line,) = recoveries({"DroPE": history(0.0, score, score)})
+    assert f"before the drop ({shown}) never lost" in line

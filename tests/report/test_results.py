@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.report.described import check_text
 from tests.report.examples import EXPERIMENT, cell, example, report
 from trainer.errors import UserError
 from trainer.report.results import Arm, Cell, Drop, Observation, Reach, Report
@@ -156,3 +157,104 @@ def test_cells_that_contradict_themselves_are_refused():
         cell([30.0])
     with pytest.raises(ValueError, match="1 losses but 1 edges"):
         cell([], edges=(0,), losses=(3.0,))
+
+
+def test_a_file_has_a_cell_a_line_and_plain_lists_on_one(tmp_path):
+    made = Report(
+        name="é",
+        training_length=64,
+        cells=(cell([1.0, 0.5], length=1024), cell([], task="perplexity", last_loss=math.inf)),
+        methods={"none": "as is"},
+        tasks={},
+        notes=("a [1,\n 2] b",),
+        config={"lengths": [1, 2.5], "nested": [[1], ["x", "y"]]},
+        environment={},
+        arms=(Arm("RoPE", "rope", 1, 2, 3, None, ((1, 4.5), (2, math.nan))),),
+    )
+    made.write(tmp_path / "report.json")
+    check_text(
+        (tmp_path / "report.json").read_text(encoding="utf-8"),
+        """
+        {
+          "name": "é",
+          "training_length": 64,
+          "methods": {
+            "none": "as is"
+          },
+          "tasks": {},
+          "notes": [
+            "a [1,\\n 2] b"
+          ],
+          "config": {
+            "lengths": [1, 2.5],
+            "nested": [
+              [1],
+              [
+                "x",
+                "y"
+              ]
+            ]
+          },
+          "environment": {},
+          "arms": [
+            {
+              "name": "RoPE",
+              "encoding": "rope",
+              "parameters": 1,
+              "steps": 2,
+              "tokens": 3,
+              "final_loss": null,
+              "curve": [
+                [1, 4.5],
+                [2, null]
+              ],
+              "skipped": 0,
+              "rewinds": 0,
+              "finite": true,
+              "changes": []
+            }
+          ],
+          "drop": null,
+          "observations": [],
+          "task": {},
+          "temperature": {},
+          "timing": {},
+          "reach": {},
+          "milestones": {},
+          "made": {},
+          "cells": [
+        {"model": "RoPE", "method": "none", "task": "multi_key", "length": 1024, "factor": 1.0, "scores": [1.0, 0.5], "depths": [], "labels": [], "edges": [], "losses": [], "last_loss": null, "by_window": [], "seconds": 0.0},
+        {"model": "RoPE", "method": "none", "task": "perplexity", "length": 2048, "factor": 2.0, "scores": [], "depths": [], "labels": [], "edges": [], "losses": [], "last_loss": null, "by_window": [], "seconds": 0.0}
+          ]
+        }
+        """,  # noqa: E501
+    )
+
+
+def test_the_last_tokens_are_those_asked_for_or_the_shortest_that_were_read():
+    perplexity = cell([], task="perplexity", length=32)
+    assert report(perplexity, config={"evaluation": {"last": 16}}).last == 16
+    assert report(perplexity, config={"evaluation": {"last": None}}).last == 32
+    assert report(cell([1.0], length=32)).last == 1024
+    assert report(cell([], task="perplexity", length=2048)).last == 1024
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"depths": (0.5,)}, "has 2 scores but 1 depths"),
+        ({"labels": ("a", "b", "c")}, "has 2 scores but 3 labels"),
+        ({"losses": (4.0,), "edges": (0,)}, "has 1 losses but 1 edges"),
+        ({"losses": (4.0,), "edges": (0, 1, 2)}, "has 1 losses but 3 edges"),
+    ],
+)
+def test_what_belongs_together_is_as_long(fields, said):
+    with pytest.raises(ValueError, match=said):
+        cell([0.0, 1.0], **fields)
+    cell([0.0, 1.0], depths=(0.0, 1.0), labels=("a", "b"), losses=(4.0,), edges=(0, 1))
+
+
+@pytest.mark.parametrize("score", [-0.01, 1.01, math.nan])
+def test_scores_are_fractions(score):
+    with pytest.raises(ValueError, match="not between 0 and 1"):
+        cell([0.5, score])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap
 
 from trainer.report.statistics import (
+    Comparison,
     Estimate,
     average,
     change,
@@ -109,6 +110,28 @@ def test_a_difference_is_marked_by_its_direction():
     assert sign_test([1.0] * 9, [0.0] * 9).mark == "↑"
     assert sign_test([0.0] * 9, [1.0] * 9).mark == "↓"
     assert sign_test([1.0] * 9, [1.0] * 9).mark == ""
+
+
+def test_a_difference_is_marked_below_one_in_twenty():
+    assert Comparison(9, 1, 0.05).mark == ""
+    assert Comparison(9, 1, 0.0499).mark == "↑"
+    assert Comparison(1, 9, 0.0499).mark == "↓"
+
+
+def test_intervals_are_the_same_in_every_repetition():
+    """Of the first 2000 resamples of numpy's generator with seed 0: each resample draws how often
+    each value occurs."""
+    draws = np.random.default_rng(0).multinomial(4, [0.5, 0.25, 0.25], size=2000)
+    low, high = np.quantile(draws @ [0.0, 0.5, 1.0] / 4, (0.025, 0.975))
+    assert estimate([0.0, 1.0, 0.5, 0.0]) == Estimate(0.375, low, high)
+    draws = np.random.default_rng(0).multinomial(2, [0.5, 0.5], size=2000) @ [[2.0, 1.0], [9, 3]]
+    low, high = np.quantile(draws[:, 0] / draws[:, 1] - 1, (0.025, 0.975))
+    assert change([2.0, 9.0], [1.0, 3.0]) == Estimate(1.75, low, high)
+
+
+def test_an_average_keeps_the_sides_of_its_parts_apart():
+    own = average([Estimate(0.5, 0.2, 0.6), Estimate(0.5, 0.1, 0.8)])
+    assert (own.low, own.high) == pytest.approx((0.5 - 0.5 / 2, 0.5 + 0.1**0.5 / 2))
 
 
 def test_pairs_come_in_pairs():

@@ -63,7 +63,8 @@ def test_perplexity_is_exp_of_the_last_loss_and_the_lowest_is_best():
     table = by_key(made)[PERPLEXITY]
     assert [(e.value, e.best) for _, _, (e,) in table.rows] == [("20.00", False), ("12.35", True)]
     assert perplexity(1e4) == math.inf
-    assert [number(x) for x in (9.876, 123.4, 1e7, math.inf)] == ["9.88", "123", "1e+07", "inf"]
+    assert [number(x) for x in (9.876, 99.99, 100.0, 123.4)] == ["9.88", "99.99", "100", "123"]
+    assert [number(x) for x in (99_999.0, 1e5, math.inf)] == ["99999", "1e+05", "inf"]
 
 
 def test_averages_by_each_part_of_a_label():
@@ -128,6 +129,26 @@ def test_differences_by_label_are_tested_on_the_pairs_of_trials_with_it():
     (by_label,) = (t for t in tables(made) if t.detail)
     assert [e.mark for e in by_label.rows[1][2]] == ["↑", "↓", ""]
     assert [e.best for e in by_label.rows[1][2]] == [True, False, True]
+
+
+def test_labels_may_have_more_parts_than_others_and_not_be_there_at_every_length():
+    made = report(
+        cell([0.2, 0.4, 0.6], task="longbench", labels=("qa|4K", "code", "qa|8K")),
+        cell([0.5], task="longbench", length=4096),
+    )
+    kinds, buckets = (table for table in tables(made) if table.detail)
+    assert kinds.columns == (("code", "1 trial"), ("qa", "2 trials"))
+    assert buckets.columns == (("4K", "1 trial"), ("8K", "1 trial"))
+    assert [e.value for e in buckets.rows[0][2]] == ["20.0", "60.0"]
+
+
+def test_two_tasks_with_a_label_are_counted_as_tasks():
+    """And trials of one task as trials, also where it is only one."""
+    labels = ("a", "b", "b")
+    one, two = (cell([0.5, 0.5, 0.5], task=task, labels=labels) for task in ("x", "y"))
+    made = {table.key: table.columns for table in tables(report(one, two))}
+    assert made["summary-2048-label-1"] == (("a", "2 tasks"), ("b", "2 tasks"))
+    assert made["x-2048-label-1"] == (("a", "1 trial"), ("b", "2 trials"))
 
 
 def test_a_label_that_all_trials_share_makes_no_table():

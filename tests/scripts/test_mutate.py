@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,16 @@ def test_every_change_is_of_one_place_and_leaves_what_is_said_and_sized_alone():
     assert before not in after
 
 
+def test_how_large_something_is_drawn_is_left_alone():
+    source = 'axes.plot(x, linewidth=0.5, marker=low(2))\nlook = {"lines.alpha": 1, "b": 3}'
+    assert [m.change for m in mutants(source.encode(), "a.py")] == [
+        "axes.plot(x, linewidth=0.5, marker=low(2))  ->  pass",
+        "axes.plot(x, linewidth=0.5, marker=low(2))  ->  axes.plot(x, linewidth=0.5)",
+        "2  ->  3",
+        "3  ->  4",
+    ]
+
+
 PACKAGE = {
     "trainer/__init__.py": "",
     "trainer/small/__init__.py": "",
@@ -62,6 +73,10 @@ PACKAGE = {
         "def doubled(x):\n    return x + x\n\n\ndef unseen(x):\n    return x - 1\n"
     ),
     "tests/__init__.py": "",
+    "tests/other/__init__.py": "",
+    "tests/other/test_elsewhere.py": (
+        "from trainer.small.sums import unseen\n\n\ndef test_unseen():\n    assert unseen(0) != 1\n"
+    ),
     "tests/small/__init__.py": "",
     "tests/small/test_sums.py": (
         "import pytest\nfrom trainer.small.sums import doubled\n\n\n"
@@ -83,12 +98,24 @@ def test_a_run_works_in_a_copy_and_says_what_no_test_noticed(tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.py")}
     script = tmp_path / "scripts" / "mutate.py"
     words = [sys.executable, script, "--rooms", "small", "--preload"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+    words += ["--also", "tests/other", "--keep", "kept"]
+
+    def run():
+        done = subprocess.run(
+            words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done
+
+    done = run()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.py")} == before
     assert "left out, as it does not pass: tests/small/test_sums.py::test_broken" in done.stderr
-    assert "| small | 3 | 3 | 1 | 33.3% |" in done.stdout
-    assert done.stdout.splitlines()[-2:] == [
-        "- `trainer/small/sums.py:6`: `1  ->  2`",
-        "- `trainer/small/sums.py:6`: `x - 1  ->  x + 1`",
-    ]
+    # The other room's test notices x + 1.
+    assert "| small | 3 | 3 | 2 | 66.7% |" in done.stdout
+    assert done.stdout.splitlines()[-1:] == ["- `trainer/small/sums.py:6`: `1  ->  2`"]
+    # What the first run of the tests has found is kept: here most of it is taken away.
+    (kept,) = (tmp_path / "kept").iterdir()
+    called, seconds, failed = pickle.loads((kept / "watched.pickle").read_bytes())
+    one = {name: seen for name, seen in called.items() if name.endswith("test_one")}
+    (kept / "watched.pickle").write_bytes(pickle.dumps((one, seconds, failed)))
+    assert "1 tests, " in run().stderr

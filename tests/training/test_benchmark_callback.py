@@ -6,7 +6,9 @@ import gzip
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,12 +25,15 @@ from tests.training.test_run import (
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
 from trainer.evaluation import multiple_choice
+from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.requests import Encoder
 from trainer.report.results import Milestone
 from trainer.runs.checkpoints import load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.monitoring import BenchmarksConfig
 from trainer.runs.parsing import merged, parse
+from trainer.runs.ranks import Ranks
+from trainer.training.callbacks import benchmarks
 from trainer.training.callbacks.benchmarks import benchmark_problems
 
 TASK, QUESTIONS = "sentences", 7
@@ -231,3 +236,54 @@ def test_tasks_of_lm_eval_are_asked_too(run, base, tmp_path, monkeypatch):
     assert benchmark_problems(config) == []
     assert_same_tensors(checkpoint_of(plain), checkpoint_of(config))
     assert all(one.scores.keys() == {"harness/squares/acc"} for one in milestones(config))
+
+
+def test_no_task_makes_more_than_is_asked():
+    """Nor more than the evaluation would."""
+    given = EvaluationConfig(
+        last=7,
+        needles=replace(EvaluationConfig().needles, trials=50),
+        ruler=replace(EvaluationConfig().ruler, trials=3),
+        longbench=replace(EvaluationConfig().longbench, limit=None),
+        many_shot=replace(EvaluationConfig().many_shot, trials=50),
+    )
+    found = benchmarks._within(given, BenchmarksConfig(tasks=("statements",), limit=9))
+    assert (found.tasks, found.windows, found.last) == (("statements",), 9, None)
+    counts = (found.needles.trials, found.ruler.trials, found.longbench.limit)
+    assert (*counts, found.many_shot.trials) == (9, 3, 9, 9)
+    fewer = replace(given, longbench=replace(given.longbench, limit=2))
+    assert benchmarks._within(fewer, BenchmarksConfig(limit=9)).longbench.limit == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_share_the_questions_of_lm_eval_and_have_all_answers_in_order(monkeypatch, ranks):
+    def answers(items):
+        return [10 * item for item in items]
+
+    items = list(range(7))
+    parts = [answers(items[rank::ranks]) for rank in range(ranks)]
+    monkeypatch.setattr(benchmarks, "all_gather", lambda own: parts if own in parts else None)
+    for rank in range(ranks):
+        stub = SimpleNamespace(ranks=Ranks(rank, ranks, rank, ranks))
+        assert benchmarks.Benchmarks._spread(stub, items, answers) == answers(items)
+
+
+@pytest.mark.parametrize(
+    ("step", "trained", "history", "measured"),
+    [(0, True, [], True), (1, True, [], False), (0, False, [], False), (0, True, ["one"], False)],
+)
+def test_trained_weights_are_measured_before_the_first_step(step, trained, history, measured):
+    done = []
+    stub = SimpleNamespace(
+        config=SimpleNamespace(model=SimpleNamespace(is_trained=trained)),
+        history=history,
+        measure=lambda trainer, module: done.append("measured"),
+    )
+    module = SimpleNamespace(timer=SimpleNamespace(read=lambda: done.append("clock")))
+    benchmarks.Benchmarks.on_train_start(stub, SimpleNamespace(global_step=step), module)
+    assert done == (["measured", "clock"] if measured else [])
+
+
+def test_a_mean_of_nothing_is_no_number():
+    assert benchmarks._mean([1.0, 2.0]) == 1.5
+    assert math.isnan(benchmarks._mean([]))

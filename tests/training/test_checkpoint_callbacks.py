@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.program import run_ranks
+from trainer.errors import TransientError, UserError
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks import checkpointing, timed_checkpoints
@@ -110,3 +111,109 @@ def test_a_checkpoint_is_complete_for_no_rank_before_it_is_for_the_first(said_by
 def test_a_file_that_one_rank_cannot_hash_is_said_by_all_and_none_waits(said_by_two):
     for said in said_by_two:
         assert "step 7 could not be written (process 1: Stale file handle)" in said["hashed"]
+
+
+@pytest.fixture
+def saving(monkeypatch, tmp_path):
+    """Go through steps of two micro-batches, some of whose checkpoints cannot be written: by step
+    what was saved, and of what was said to the timer."""
+
+    def go(steps=7, kept=(), failing=(), asynchronous=True, error=None, **options):
+        config = RunConfig(trainer=TrainerConfig(
+            max_steps=steps, checkpoint_every=3, async_checkpoint=asynchronous, **options
+        ))  # fmt: skip
+        callback = checkpointing.Checkpointing(
+            config, tmp_path, lambda trainer: {"step": trainer.global_step}, frozenset(kept)
+        )
+        written, entered, staged = [], [], []
+
+        def write(tensors, state, name):
+            if state["step"] in failing:
+                raise error or OSError("No space left.\nMore.")
+            written.append((name, state["step"], tensors))
+
+        def stage(tensors):
+            staged.append(tensors)
+            return "copied"
+
+        monkeypatch.setattr(
+            checkpointing, "tensors_of", lambda model, optimizer: (model, optimizer)
+        )
+        monkeypatch.setattr(callback, "_write", write)
+        monkeypatch.setattr(callback, "_staged", stage)
+        trainer = SimpleNamespace(
+            global_step=0,
+            accumulate_grad_batches=2,
+            optimizers=["optimizer"],
+            lightning_module=SimpleNamespace(
+                model="model", timer=SimpleNamespace(enter=entered.append)
+            ),
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        )
+        for index in range(2 * steps):
+            trainer.global_step += index % 2
+            callback.on_train_batch_end(trainer, None, None, None, index)
+            if not asynchronous:
+                assert callback._in_flight is None
+        callback.teardown(trainer, None, "fit")
+        assert staged == [("model", "optimizer")] * (len(entered) // 2)
+        assert entered == ["checkpoint", "data"] * (len(entered) // 2)
+        assert {tensors for *_, tensors in written} <= {"copied"}
+        return [(name, step) for name, step, _ in written], callback
+
+    return go
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_every_third_step_the_kept_ones_and_the_last_are_saved(saving, asynchronous):
+    saved, callback = saving(7, kept=(2, 3), asynchronous=asynchronous)
+    assert saved == [(f"step-{step:06}", step) for step in (2, 3, 6, 7)]
+    assert callback.last_saved == 7
+    assert saving(6)[0] == [("step-000003", 3), ("step-000006", 6)]
+
+
+def test_only_the_last_checkpoint_must_be_written(saving, caplog):
+    saved, _ = saving(7, failing=(3, 6))
+    assert [step for _, step in saved] == [7]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"Checkpoint step-00000{step} could not be written (No space left); the run goes on, older "
+        "checkpoints are untouched"
+        for step in (3, 6)
+    ]
+    with pytest.raises(TransientError, match=r"step 7 could not be written \(No space left\)"):
+        saving(7, failing=(7,))
+
+
+def test_what_is_no_failure_to_write_is_raised(saving):
+    with pytest.raises(KeyError):
+        saving(7, failing=(3,), error=KeyError("a mistake"))
+
+
+def test_the_reason_of_a_failure_is_its_first_line():
+    wrapped = checkpointing.CheckpointException("write", {1: (OSError("full\nmore"), None)})
+    assert checkpointing.reason(wrapped) == "full"
+    assert checkpointing.reason(UserError("said.")) == "said."
+    assert checkpointing.reason(RuntimeError()) == "RuntimeError"
+    assert checkpointing.reason(RuntimeError("a\nb")) == "a"
+
+
+def test_what_is_changed_by_the_drop_is_saved_before_it(monkeypatch, tmp_path):
+    callback = checkpointing.Checkpointing(RunConfig(), tmp_path, None)
+    names = []
+    monkeypatch.setattr(callback, "save", lambda trainer, name: names.append(name))
+    callback.before_drop(None)
+    assert names == ["before-drop"]
+
+
+def test_copies_go_to_the_same_memory_while_names_stay(monkeypatch, tmp_path):
+    made = []
+
+    def stager(pinned):
+        made.append(pinned)
+        return SimpleNamespace(stage=lambda tensors: (len(made), tensors))
+
+    monkeypatch.setattr(checkpointing, "BlockingAsyncStager", stager)
+    callback = checkpointing.Checkpointing(RunConfig(), tmp_path, None)
+    found = [callback._staged(dict.fromkeys(names))[0] for names in ("ab", "ba", "abc", "abc")]
+    assert found == [1, 1, 2, 2]
+    assert made == [torch.cuda.is_available()] * 2

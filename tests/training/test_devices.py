@@ -153,7 +153,17 @@ def test_deterministic_algorithms_are_asked_for_while_training(gpu, run, monkeyp
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(1, "1 second"), (150, "2 minutes"), (9 * 3600, "9 hours"), (3.4e8, "11 years")],
+    [
+        (1, "1 second"),
+        (119, "119 seconds"),
+        (120, "2 minutes"),
+        (150, "2 minutes"),
+        (7199, "120 minutes"),
+        (9 * 3600, "9 hours"),
+        (2 * 86400, "2 days"),
+        (2 * 365 * 86400 - 1, "730 days"),
+        (3.4e8, "11 years"),
+    ],
 )
 def test_durations_in_words(seconds, said):
     assert in_words(seconds) == said
@@ -177,3 +187,43 @@ def test_a_run_for_gpus_is_not_begun_on_a_cpu_by_itself(monkeypatch):
     assert "about 11 years" in problem
     asked = replace(long, trainer=replace(long.trainer, accelerator="cpu"))
     assert device_problems(asked) == device_problems(RunConfig()) == []
+
+
+def test_what_a_machine_cannot_do_is_named(gpu, monkeypatch):
+    """A GPU without bfloat16; no GPU where one is asked for."""
+    half = RunConfig(trainer=TrainerConfig(precision="bf16"))
+    asked = []
+
+    def supported(emulated):
+        asked.append(emulated)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(devices, "backend_problem", lambda *_: None)
+    (problem,) = device_problems(half)
+    assert "'bf16' is not supported by this GPU (NVIDIA A100)" in problem
+    assert asked == [False]
+    assert device_problems(replace(half, trainer=TrainerConfig(precision="fp32"))) == []
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)
+    assert device_problems(half) == []
+    monkeypatch.setattr(devices, "backend_problem", lambda *what: f"{what}")
+    assert device_problems(half) == [str((half.model.attention_backend, "cuda"))]
+    monkeypatch.setattr(devices, "backend_problem", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (problem,) = device_problems(RunConfig(trainer=TrainerConfig(accelerator="gpu")))
+    assert problem.startswith("trainer.accelerator: 'gpu', but torch sees no GPU")
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(3600.0, False), (3 * 3600.0, True)])
+def test_a_long_run_on_a_cpu_is_said_to_be_one(monkeypatch, caplog, seconds, said):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(devices, "cpu_seconds", lambda _: seconds)
+    open_gpus(with_trainer(accelerator="cpu"), Ranks())
+    assert [r.getMessage() for r in caplog.records] == [
+        "On this machine's CPU about 3 hours"
+    ] * said
+
+
+def test_more_threads_take_less_time():
+    one, four = (RunConfig(trainer=TrainerConfig(threads=threads)) for threads in (1, 4))
+    assert cpu_seconds(one) == pytest.approx(4 * cpu_seconds(four))

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
+import pytest
 import torch
+from torch import nn
 
 from tests.program import run_ranks
 from trainer.model.config import SoftmaxConfig
 from trainer.runs.config import OptimizerConfig
-from trainer.training.optimizers import make_optimizer
+from trainer.training.optimizers import (
+    global_norm,
+    make_optimizer,
+    newton_schulz,
+    scale_or_skip_next_step,
+)
 
 
 def loss_of(model):
@@ -101,3 +109,125 @@ def test_decay_is_on_matrices_and_by_option_on_embeddings(tiny_decoder):
             "embed_tokens.weight",
             "lm_head.weight",
         }
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_next_step_is_scaled_or_skipped(tiny_decoder, name):
+    """A step that is skipped leaves weights and all averages as they are, also the first one."""
+    config = OptimizerConfig(name=name, lr=1e-3)
+    plain, scaled, skipped = (tiny_decoder() for _ in range(3))
+    for model, factor, skip in ((plain, 1.0, 0), (scaled, 0.25, 0), (skipped, 1.0, 1)):
+        optimizer = make_optimizer(model, config)
+        for first in (True, False):
+            model.zero_grad(set_to_none=True)
+            (loss_of(model) / factor).backward()
+            before = copy.deepcopy([p.detach() for p in model.parameters()])
+            averages = copy.deepcopy(optimizer.state)
+            flag = torch.tensor(bool(skip) and not first)
+            scale_or_skip_next_step(optimizer, torch.tensor(factor), flag)
+            optimizer.step()
+        if skip:
+            assert all(map(torch.equal, before, model.parameters()))
+            for old, new in zip(averages.values(), optimizer.state.values(), strict=True):
+                for key in old:
+                    assert torch.equal(old[key], new[key]), key
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    fresh = tiny_decoder()
+    optimizer = make_optimizer(fresh, config)
+    loss_of(fresh).backward()
+    scale_or_skip_next_step(optimizer, torch.tensor(1.0), torch.tensor(True))
+    optimizer.step()
+    assert_equal(fresh, tiny_decoder())
+
+
+def test_what_has_no_gradient_stays(tiny_decoder):
+    model = tiny_decoder()
+    frozen = model.layers[0].mlp
+    frozen.requires_grad_(False)
+    before = copy.deepcopy(model)
+    steps(model, [make_optimizer(model, OptimizerConfig(name="muon"))], 1)
+    assert_equal(frozen, before.layers[0].mlp)
+    moved, was = (one.layers[1].mlp.down_proj.weight for one in (model, before))
+    assert not torch.equal(moved, was)
+
+
+def test_a_closure_computes_the_loss_with_gradients():
+    model = nn.Linear(2, 2)
+    optimizer = make_optimizer(model, OptimizerConfig(name="muon"))
+
+    def closure():
+        model(torch.ones(2)).sum().backward()
+        return "the loss"
+
+    before = model.weight.clone()
+    with torch.no_grad():
+        assert optimizer.step(closure) == "the loss"
+    assert not torch.equal(model.weight, before)
+    assert optimizer.step() is None
+
+
+def test_groups_have_what_is_configured():
+    """Matrices first, then embeddings, then vectors; schedules multiply what they begin with."""
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(3, 2), "a": nn.Linear(2, 2)})
+    keys = ("lr", "initial_lr", "weight_decay", "momentum", "betas", "eps", "fused")
+
+    def groups(**values):
+        options = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.2}
+        made = make_optimizer(model, OptimizerConfig(**options | values))
+        assert [len(g["params"]) for g in made.param_groups] == [1, 1, 1]
+        assert made.param_groups[0]["params"][0] is model["a"].weight
+        assert made.param_groups[1]["params"][0] is model["embed_tokens"].weight
+        return [{k: g[k] for k in keys if k in g} for g in made.param_groups]
+
+    adamw = {"lr": 0.1, "initial_lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-3, "fused": True}
+    rest = [adamw | {"weight_decay": 0.0}] * 2
+    assert groups() == [adamw | {"weight_decay": 0.2}, *rest]
+    muon = {"lr": 0.5, "initial_lr": 0.5, "weight_decay": 0.2, "momentum": 0.75}
+    assert groups(name="muon", muon_lr=0.5, muon_momentum=0.75) == [muon, *rest]
+
+
+def test_the_norm_is_of_all_gradients_together():
+    model = nn.Linear(2, 1)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert global_norm(model.parameters()).item() == 5
+    model.bias.grad = torch.tensor([12.0])
+    assert global_norm(model.parameters()).item() == 13
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+        model.bias.fill_(1.0)
+    assert global_norm(model.parameters(), of=lambda p: p.detach()).item() == 3
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (6, 3), (3, 6)])
+def test_muon_s_iteration_keeps_directions_and_evens_out_their_sizes(shape):
+    """A matrix U S V^T becomes U S' V^T; the polynomial is iterated on the singular values."""
+    torch.manual_seed(0)
+    left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    sizes = torch.linspace(1, 2, min(shape))
+    values = sizes / sizes.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    wanted = left @ torch.diag(values) @ right
+    found = newton_schulz(left @ torch.diag(sizes) @ right)
+    assert found.dtype == torch.bfloat16
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.float(), wanted, atol=0.03, rtol=0)
+    assert newton_schulz(torch.zeros(2, 2)).tolist() == [[0, 0], [0, 0]]
+
+
+def test_a_tall_matrix_moves_by_more():
+    """By the root of its rows over its columns, of a direction with singular values near 1."""
+    moved = {}
+    for rows in (8, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(4, rows, bias=False)
+        config = OptimizerConfig(name="muon", muon_lr=1.0, weight_decay=0.0, muon_momentum=0.0)
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.randn(rows, 4)
+        direction = newton_schulz(model.weight.grad).float()
+        make_optimizer(model, config).step()
+        moved[rows] = (before - model.weight.detach(), direction)
+    for rows, factor in ((8, math.sqrt(2)), (2, 1.0)):
+        found, direction = moved[rows]
+        torch.testing.assert_close(found, factor * direction, atol=1e-2, rtol=1e-2)

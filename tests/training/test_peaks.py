@@ -45,6 +45,10 @@ def test_peaks_are_units_times_rate_times_clock(name, units, clock, bf16, fp32):
         ("NVIDIA GH200 480GB", 989.4e12, 66.9e12),
         ("NVIDIA B200", 2250e12, 75e12),
         ("NVIDIA GB200", 2500e12, 80e12),
+        ("NVIDIA RTX A6000", 154.8e12, 38.7e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("NVIDIA H100 NVL", 835.5e12, 60e12),
+        ("AMD Instinct MI300X VF", 1307.4e12, 163.4e12),
     ],
 )
 def test_a_name_within_another_is_another_device(name, bf16, fp32):
@@ -77,7 +81,13 @@ def test_a_device_that_is_not_known_has_no_peak(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "fp32"), [("Tesla V100-SXM2-32GB", 15.7e12), ("Tesla T4", 8.1e12)]
+    ("name", "fp32"),
+    [
+        ("Tesla V100-SXM2-32GB", 15.7e12),
+        ("Tesla V100-PCIE-16GB", 14.0e12),
+        ("Tesla V100S-PCIE-32GB", 16.4e12),
+        ("Tesla T4", 8.1e12),
+    ],
 )
 def test_devices_without_bf16_units_have_no_peak_in_it(name, fp32):
     assert dense_peak(name, "bf16") is None

@@ -17,8 +17,10 @@ from trainer.errors import PreemptedError
 from trainer.runs.checkpoints import read_state, regular_checkpoints, step_name
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.training import stretch
+from trainer.training.callbacks import preemption
 from trainer.training.callbacks.preemption import (
     MARGIN,
+    Notice,
     Preemption,
     deadline,
     heeding_signals,
@@ -170,3 +172,95 @@ def test_the_dashboard_continues_the_same_run(run, monkeypatch, tmp_path):
     assert len(pieces) == 2
     assert {path.stem for path in pieces} == {f"run-{identity}"}
     assert read_state(checkpoint_of(config))["loggers"]["WandbLogger"] == identity
+
+
+@pytest.mark.parametrize(
+    ("second", "after", "ends"),
+    [
+        (signal.SIGTERM, 9.9, False),  # the same notice, passed on by another way
+        (signal.SIGUSR1, 9.9, False),
+        (signal.SIGTERM, 10.0, True),
+        (signal.SIGINT, 0.1, True),  # a person
+    ],
+)
+def test_the_first_signal_is_remembered_and_a_second_one_ends(monkeypatch, second, after, ends):
+    now, sent = [100.0], []
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(preemption.signal, "signal", lambda *what: sent.append(what))
+    monkeypatch.setattr(preemption.os, "kill", lambda *what: sent.append(what))
+    notice = Notice()
+    assert notice.asked is None
+    notice.on_signal(signal.SIGTERM, None)
+    assert (notice.asked, sent) == ("SIGTERM", [])
+    now[0] += after
+    notice.on_signal(second, None)
+    assert sent == ([(second, signal.SIG_DFL), (os.getpid(), second)] if ends else [])
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """Go through steps of two micro-batches that take so many seconds each, with what every step
+    asks for: the step after which the run stops and why, and who has asked."""
+
+    def go(steps, asks=(), *, seconds=1.0, agreed=None, limit="", **options):
+        now = [0.0]
+        monkeypatch.setattr(preemption.time, "time", lambda: now[0])
+        requeues, saved = [], []
+        monkeypatch.setattr(preemption, "ask_for_requeue", lambda: requeues.append(1))
+        monkeypatch.setattr(preemption, "on_rank_zero", lambda ask: ask())
+        if limit:
+            monkeypatch.setenv("SLURM_JOB_END_TIME", limit)
+        checkpointing = SimpleNamespace(
+            seconds=0.0, save_now=lambda trainer: saved.append(trainer.global_step)
+        )
+        config = RunConfig(trainer=TrainerConfig(max_steps=steps, **options))
+        callback = Preemption(config, checkpointing, began=0.0)
+        if agreed:
+            callback._vote = SimpleNamespace(agreed=agreed)
+        trainer = SimpleNamespace(global_step=0, accumulate_grad_batches=2, should_stop=False)
+        for index in range(2 * steps):
+            now[0] += seconds / 2
+            trainer.global_step += index % 2
+            if trainer.global_step in asks and index % 2:
+                callback._notice.on_signal(signal.SIGTERM, None)
+            callback.on_train_batch_end(trainer, None, None, None, index)
+            if trainer.should_stop:
+                break
+        assert len(requeues) == len(saved) == bool(callback.reason) == trainer.should_stop
+        return next(iter(saved), None), callback.reason, callback.asked
+
+    return go
+
+
+def test_a_run_stops_after_the_step_that_was_asked_in_but_not_after_the_last(stopped):
+    assert stopped(5, [3]) == (3, "SIGTERM", "SIGTERM")
+    assert stopped(5, [5]) == (None, None, "SIGTERM")
+    assert stopped(5) == (None, None, None)
+
+
+def test_a_limit_is_named_where_no_signal_came_before_it(stopped):
+    assert stopped(9, max_time="00:00:04") == (5, "trainer.max_time", "trainer.max_time")
+    assert stopped(9, [2], max_time="00:00:04") == (2, "SIGTERM", "SIGTERM")
+    # The end of the job at 130 s, less the margin of two minutes, is before that.
+    end = "the end of the SLURM job"
+    assert stopped(20, limit="130", max_time="00:00:11") == (11, end, end)
+
+
+def test_a_run_of_long_steps_stops_long_before_the_end_of_its_job(stopped):
+    """Steps of 100 s: the margin is 300 s as soon as two steps have shown it."""
+    end = "the end of the SLURM job"
+    assert stopped(20, seconds=100.0, limit="1000") == (8, end, end)
+
+
+def test_another_rank_may_have_asked(stopped):
+    votes = iter([False, True])
+    assert stopped(5, agreed=lambda mine: next(votes)) == (2, "another rank", None)
+    # Who asks here is heard where all know of it.
+    cast = []
+
+    def agreed(mine):
+        cast.append(mine)
+        return len(cast) == 4
+
+    assert stopped(9, [2], agreed=agreed) == (4, "SIGTERM", "SIGTERM")
+    assert cast == [False, True, True, True]

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from tests.training.test_run import checkpoint_of, rows_of
 from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
 from trainer.runs.checkpoints import read_state
+from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.training.callbacks import stability
+from trainer.training.callbacks.stability import Rewind, Watchdog
 
 
 def poison(monkeypatch, bad):
@@ -105,3 +108,93 @@ def test_a_heartbeat_on_a_full_disk_stops_no_run(run, monkeypatch, caplog):
     assert trained.checkpoint.name == "step-000012"
     said = [r.getMessage() for r in caplog.records if "heartbeat" in r.getMessage()]
     assert said == ["heartbeat.json: No space left on device; the run goes on"]
+
+
+def batches(callback, module=None, steps=6):
+    """Go through steps of two micro-batches."""
+    trainer = SimpleNamespace(
+        global_step=0, max_steps=steps, accumulate_grad_batches=2, should_stop=False
+    )
+    for index in range(2 * steps):
+        yield trainer, index
+        callback.on_train_batch_start(trainer, module, None, index)
+        trainer.global_step += index % 2
+        callback.on_train_batch_end(trainer, module, None, None, index)
+
+
+@pytest.mark.parametrize(
+    ("limit", "in_a_row", "broken", "looked"),
+    [(3, 3, (3, 6), [3, 6]), (4, 3, None, [3, 6]), (None, 9, None, [])],
+)
+def test_skipped_updates_are_counted_where_metrics_are_logged(limit, in_a_row, broken, looked):
+    """Every three steps; the sixth finds the last three skipped."""
+    seen, now = [], []
+
+    def skipped():
+        seen.append(now[0].global_step)
+        return in_a_row if seen[-1] == 6 else 0
+
+    callback = Rewind(RunConfig(trainer=TrainerConfig(rewind_after=limit, log_every=3)))
+    module = SimpleNamespace(tally=SimpleNamespace(skipped_in_a_row=skipped))
+    for trainer, _ in batches(callback, module):
+        now[:] = [trainer]
+    assert (callback.broken, seen) == (broken, looked)
+    assert now[0].should_stop == (broken is not None)
+
+
+def test_every_step_is_watched_and_the_first_for_longer(monkeypatch, tmp_path):
+    armed = []
+    later = {"exit": True, "file": stability.sys.__stderr__}
+
+    def arm(seconds, **options):
+        assert options == later
+        armed.append(seconds)
+
+    monkeypatch.setattr(stability.faulthandler, "dump_traceback_later", arm)
+    monkeypatch.setattr(
+        stability.faulthandler, "cancel_dump_traceback_later", lambda: armed.append("over")
+    )
+    config = RunConfig(trainer=TrainerConfig(step_timeout=5.0))
+    callback = Watchdog(config, tmp_path, False)
+    callback.on_train_start()
+    for _ in batches(callback, steps=3):
+        pass
+    callback.on_train_end()
+    callback.on_exception()
+    assert armed == [50.0, 5.0, 5.0, "over", "over"]
+    armed.clear()
+    Watchdog(RunConfig(trainer=TrainerConfig(step_timeout=None)), tmp_path, False).on_train_start()
+    assert armed == []
+
+
+@pytest.mark.parametrize("rank_zero", [True, False])
+def test_a_heart_beats_every_logged_step_and_at_the_end(monkeypatch, tmp_path, rank_zero):
+    beats, full = [], [False]
+
+    def write(path, text):
+        assert path == tmp_path / "heartbeat.json"
+        beats.append(json.loads(text))
+        if full[0]:
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(stability, "write_atomically", write)
+    monkeypatch.setattr(stability.time, "time", lambda: 12.5)
+    callback = Watchdog(RunConfig(trainer=TrainerConfig(log_every=4)), tmp_path, rank_zero)
+    for _ in batches(callback):
+        pass
+    beat = {"time": 12.5, "pid": os.getpid()}
+    assert beats == ([beat | {"step": 4}, beat | {"step": 6}] if rank_zero else [])
+
+
+def test_a_full_disk_is_said_again_only_after_it_was_not(monkeypatch, tmp_path, caplog):
+    full = iter([True, True, False, True, False, False])
+
+    def write(*_):
+        if next(full):
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(stability, "write_atomically", write)
+    callback = Watchdog(RunConfig(trainer=TrainerConfig(log_every=1)), tmp_path, True)
+    for _ in batches(callback):
+        pass
+    assert [r.getMessage() for r in caplog.records] == 2 * ["heartbeat.json: full; the run goes on"]

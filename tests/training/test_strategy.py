@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.data.corpus import prepare_corpus
@@ -44,6 +45,38 @@ def alone(monkeypatch):
 def tiny(**more):
     model = ModelConfig(32, 48, 2, 2, 1, None, 50, tie_word_embeddings=False)
     return RunConfig(model=model, **more)
+
+
+def test_lightning_s_part_of_a_strategy():
+    """Each rank holds a shard, and none a part of a product."""
+    of = {
+        name: strategy.lightning_strategy(
+            tiny(strategy=StrategyConfig(name=name)), Ranks(1, 4, 1, 4)
+        )
+        for name in ("single", "ddp", "fsdp2", "hsdp")
+    }
+    assert of["single"] == "auto"
+    assert type(of["ddp"]) is strategy.Replicated
+    for name in ("fsdp2", "hsdp"):
+        assert type(of[name]) is strategy.Sharded
+        assert (of[name]._data_parallel_size, of[name]._tensor_parallel_size) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("operator", "kept"),
+    [
+        ("aten.mm.default", True),
+        ("aten.addmm.default", True),
+        ("unrope.onednn_product.default", True),
+        ("aten._scaled_dot_product_flash_attention.default", True),
+        ("flash_attn.forward.default", True),
+        ("aten.mul.Tensor", False),
+        ("aten.silu.default", False),
+    ],
+)
+def test_expensive_results_are_not_computed_again(operator, kept):
+    policy = strategy._keep_products(None, operator)
+    assert policy == (CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])

@@ -79,3 +79,71 @@ def test_a_spike_is_six_deviations_above_the_last_128_steps():
         window.append(value if math.isfinite(value) else last.mean())
     assert expected >= 2
     assert spikes.count.tolist() == [expected, 0]
+
+
+def test_tokens_weigh_in_the_parts_of_the_sequence_too():
+    """(1 * 2 + 3 * 4) / (1 + 3) in the first part of four, whose weights add up over steps."""
+    tally = Tally()
+    for loss, weight in ((2.0, 1.0), (4.0, 3.0)):
+        weights = torch.ones(1, 4)
+        weights[0, 0] = weight
+        tally.add(torch.tensor([[loss, 0.0, 0.0, 8.0]]), weights)
+        tally.end_step()
+    row = tally.read()
+    assert [row[f"loss/quarter_{i}"] for i in (1, 2, 3, 4)] == [3.5, 0, 0, 8]
+    assert row["loss"] == pytest.approx(((2 + 8) / 4 + (12 + 8) / 6) / 2)
+
+
+def test_updates_that_were_skipped_are_counted_in_a_row_and_since_the_start():
+    tally, counted = Tally(), []
+    for skipped in (True, True, False, True):
+        tally.add(torch.ones(1, 4), torch.ones(1, 4))
+        tally.end_step()
+        tally.end_update(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(skipped))
+        counted.append((tally.skipped_in_a_row(), tally.read()["skipped_steps"]))
+    assert counted == [(1, 1), (2, 2), (0, 2), (1, 3)]
+
+
+def test_spikes_are_a_share_of_the_steps_of_a_row():
+    tally = Tally()
+
+    def step(loss, norm):
+        tally.add(torch.full((1, 4), loss), torch.ones(1, 4))
+        tally.end_update(*tally.end_step()[:1], torch.tensor(norm), torch.tensor(False))
+
+    for number in range(128):
+        step(1 + number % 2, 1.0 + number % 2)
+    tally.read()
+    for loss, norm in ((1.0, 1.0), (90.0, 1.0), (1.0, 1.0), (1.0, 1.0)):
+        step(loss, norm)
+    step(1.0, 900.0)
+    row = tally.read()
+    assert (row["loss_spikes"], row["gradient_spikes"]) == pytest.approx((0.2, 0.2))
+    step(1.0, 1.0)
+    row = tally.read()
+    assert (row["loss_spikes"], row["gradient_spikes"]) == (0, 0)
+
+
+def test_a_tally_of_nothing():
+    tally = Tally()
+    row = tally.read()
+    assert math.isnan(row.pop("loss"))
+    assert math.isnan(row.pop("gradient_norm"))
+    assert row == {"skipped_steps": 0, "loss_spikes": 0, "gradient_spikes": 0}
+    other = Tally()
+    other.load(json.loads(json.dumps(tally.state())), torch.device("cpu"))
+    assert other.state() == tally.state()
+    assert other.spikes.seen == 0
+    assert other.skipped_in_a_row() == 0
+
+
+def test_a_mean_over_ranks_is_their_sum_over_their_number(monkeypatch):
+    ranks = [True, 4]
+    monkeypatch.setattr(tallies.dist, "is_initialized", lambda: ranks[0])
+    monkeypatch.setattr(tallies.dist, "get_world_size", lambda: ranks[1])
+    monkeypatch.setattr(tallies.dist, "all_reduce", lambda x: x.add_(9))
+    x = torch.tensor([3.0])
+    assert tallies.mean_over_ranks(x) is x
+    assert x.item() == 3
+    for ranks[:] in ([True, 1], [False, 4]):
+        assert tallies.mean_over_ranks(torch.tensor([3.0])).item() == 3

@@ -140,7 +140,7 @@ def _overlay(figure: Figure, series: Sequence[Series], frame: Frame) -> None:
 def _small_multiples(
     figure: Figure, series: Sequence[Series], frame: Frame, shape: tuple[int, int]
 ) -> None:
-    grid = figure.subplots(*shape, sharex=True, sharey=True, squeeze=False)
+    grid = figure.subplots(*shape, sharex=True, sharey=True)
     panels = list(grid.flat)
     for axes, item in zip(panels, series, strict=False):
         for other in series:

@@ -129,8 +129,7 @@ def axes(sweep: Sweep) -> list[Axis]:
     for key in numbers:
         rest = [one for one in sweep.keys if one != key]
         own = [r for r in sweep.runs if all(_same(r, first, one) for one in rest)]
-        if len(own) > 1:
-            found.append(Axis(key, (("", _sorted(key, own)),)))
+        found.append(Axis(key, (("", _sorted(key, own)),)))
     held = {run.place for axis in found for _, line in axis.lines for _, run in line}
     return found if len(held) == len(sweep.runs) else []
 

@@ -131,9 +131,8 @@ def _terminal(
     facts_too: bool,
 ) -> rich_table.Table:
     drawn = rich_table.Table(
-        title=Text(f"{sweep.name}{'' if facts_too else ' (continued)'}"),
+        title=Text(f"{sweep.name}{'' if facts_too else ' (continued)'}", style="bold"),
         title_justify="left",
-        title_style="bold",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,

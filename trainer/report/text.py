@@ -83,9 +83,8 @@ def csv_table(report: Report) -> str:
 def _terminal(table: Table, start: int, count: int) -> rich_table.Table:
     chosen = slice(start, start + count)
     drawn = rich_table.Table(
-        title=Text(table.title + (" (continued)" if start else "")),
+        title=Text(table.title + (" (continued)" if start else ""), style="bold"),
         title_justify="left",
-        title_style="bold",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,

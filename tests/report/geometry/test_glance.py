@@ -27,6 +27,11 @@ def indicator(values, lengths=(32, 64, 128), wanted="high", trained=64, **more):
         ((2.0, 2.0, 0.5), "low", "holds"),
         ((-0.6, -0.6, -1.0), "high", "breaks"),
         ((0.0, 0.0, math.nan), "high", None),
+        # At the limits themselves: a tenth holds, a third drifts.
+        ((1.0, 1.0, 1.1), "low", "drifts"),  # which is a little more than a tenth, in floats
+        ((8.0, 8.0, 8.75), "low", "holds"),
+        ((3.0, 3.0, 4.0), "low", "drifts"),
+        ((3.0, 3.0, 4.0625), "low", "breaks"),
     ],
 )
 def test_a_change_for_the_worse_from_the_training_length_on_is_judged(values, wanted, verdict):
@@ -71,3 +76,38 @@ def test_the_curve_stays_in_its_box(values, trained):
     assert len(points) == len(values)
     assert all(0 <= x <= 120 and 0 <= y <= 34 for x, y in points)
     assert 0 <= one.mark <= 120
+
+
+def test_what_is_within_is_the_last_length_that_was_trained():
+    one = indicator((1.0, 2.0, 4.0, 8.0), lengths=(16, 64, 128, 256), trained=64)
+    assert (one.within, one.beyond, one.change, one.usual) == (2, 8, -3, 0.5)
+    assert indicator((1.0, 2.0), lengths=(128, 256)).within == 1
+    assert indicator((1.0, 2.0), lengths=(33, 64)).usual == 0
+    assert indicator((1.0, 2.0), lengths=(32, 64)).usual == 0.5
+    assert not indicator((1.0, 2.0), lengths=(32, 64)).goes_beyond
+    assert indicator((1.0, 2.0), lengths=(32, 65)).goes_beyond
+    near_zero = indicator((0.0, 0.01, 0.02), wanted="low")
+    assert (near_zero.change, near_zero.usual) == pytest.approx((0.2, 0.2))
+
+
+def test_indicators_are_judged_and_no_shares_by_themselves():
+    one = indicator((0.1, 0.9, 0.0625))
+    assert (one.verdict, one.shown(one.beyond)) == ("breaks", "0.0625")
+    assert indicator((0.1,), percent=True).shown(0.61234) == "61.2%"
+
+
+@pytest.mark.parametrize(
+    ("values", "lengths", "trained", "curve", "mark"),
+    [
+        # Logarithmic to the right, from 2 at the top to 32 at the bottom.
+        ((1.0, 2.0, 0.0), (16, 32, 256), 64, "0.0,17.0 30.0,2.0 120.0,32.0", 60.0),
+        # A change of a twentieth is drawn as one of half its size, in the middle.
+        ((1.0, 1.05), (32, 128), 999, "0.0,18.4 120.0,15.6", 120.0),
+        ((-4.0, -4.0), (32, 64), 16, "0.0,17.0 120.0,17.0", 0.0),
+        ((0.0, 0.0), (32, 64), 32, "0.0,17.0 120.0,17.0", 0.0),
+        ((3.0,), (32,), 32, "0.0,17.0", 0.0),
+    ],
+)
+def test_a_curve_lies_in_a_box_of_120_by_34(values, lengths, trained, curve, mark):
+    one = indicator(values, lengths, trained=trained)
+    assert (one.curve, one.mark) == (curve, mark)

@@ -4,15 +4,19 @@ import csv
 import json
 import math
 import re
+from dataclasses import replace
+from html import unescape
 
 import numpy as np
 import pytest
 
+from tests.report.described import check_text
 from trainer.report.geometry import page
 from trainer.report.geometry.drawing import Panel, by_length, over_heads
 from trainer.report.geometry.glance import Indicator
 from trainer.report.geometry.page import GeometryReport, write_geometry_report
 from trainer.report.geometry.section import Grid, Picture, Section
+from trainer.report.plotting import WIDTH, blank
 
 
 def section(key):
@@ -135,3 +139,118 @@ def test_the_page_is_the_last_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_geometry_report(report("one"), tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def words_of(page):
+    body = page[page.index("<body>") :]
+    body = re.sub(r"<br>|</(td|th|dt|dd|b|a|span)>", " ", body)
+    text = unescape(re.sub(r"<[^>]+>", "", body))
+    return "\n".join(filter(None, (" ".join(line.split()) for line in text.splitlines())))
+
+
+def test_the_page_as_words(tmp_path):
+    """Of two sections, of which the second has its own figures and tables counted on."""
+    made = report("one", "two", environment={"torch": "2"})
+    made.sections[1].grids[0].rows.append(("none", math.nan))
+    made.sections[1].grids[0].rows.append(("array", [1, 2]))
+    check_text(
+        words_of(write_geometry_report(made, tmp_path).read_text()),
+        """
+        <script>alert(1)</script>: attention geometry
+        All pairs rotate. Trained at 64 tokens and
+        read here with 2 held-out texts of
+        128 tokens, 2× the training length.
+        2026-01-02, python -m trainer analyze
+        At a glance
+        Sink <weight>
+        0.5 → 0.1
+        a meaning
+        ✗ breaks
+        Sink <weight>
+        0.5 → 0.1
+        a meaning
+        ✗ breaks
+        From the training length (dashed) to 128 tokens, length on a
+        logarithmic axis. A value drifts where it is more than a tenth worse than at the training
+        length, and breaks where it is more than a third worse; a change no larger than the one from
+        half the training length to it holds.
+        Contents
+        Section one
+        Section two
+        A thing was left out & why.
+        Section one
+        What is measured & how.
+        a=⟨q,k⟩
+        b<c
+        A paper, Sec. 3.
+        What these numbers say
+        The first <finding>.
+        Figure 1. Curves. More.
+        Numbers .
+        Table 1. A table.
+        measure value
+        rows 1,234
+        rate 0.123
+        Everything measured: one/numbers.json
+        Section two
+        What is measured & how.
+        a=⟨q,k⟩
+        b<c
+        A paper, Sec. 3.
+        What these numbers say
+        The first <finding>.
+        Figure 2. Curves. More.
+        Numbers .
+        Table 2. A table.
+        measure value
+        rows 1,234
+        rate 0.123
+        none ·
+        array [1, 2]
+        Everything measured: two/numbers.json
+        Settings and environment
+        Made 2026-01-02
+        Command python -m trainer analyze
+        Of a, step 7
+        Settings
+        {
+        "length": 128
+        }
+        Environment
+        {
+        "torch": "2"
+        }
+        """,
+    )
+
+
+@pytest.mark.parametrize(("width", "rem"), [(WIDTH, 52), (WIDTH / 2, 26), (2 * WIDTH, 52)])
+def test_a_figure_is_as_wide_on_the_page_as_on_paper(tmp_path, width, rem):
+    made = report("one")
+    picture = replace(made.sections[0].pictures[0], figure=blank(1, width))
+    made.sections[0] = replace(made.sections[0], pictures=(picture,))
+    page = write_geometry_report(made, tmp_path / "new" / "place").read_text()
+    assert f'<img style="--width: {rem}.0rem" src="data' in page
+    assert 'alt="Curves"' in page  # the first sentence
+
+
+def test_numbers_are_strict_json_a_key_a_line(tmp_path):
+    made = report("one")
+    numbers = {
+        "é": (1, 2.5, math.inf),
+        "by layer": {0: np.float32(0.5), "deep": [np.array([math.nan, 2.0])]},
+        "count": np.int64(7),
+        "training_length": 99,
+        "words": None,
+    }
+    made.sections[0] = replace(made.sections[0], numbers=numbers)
+    write_geometry_report(made, tmp_path)
+    assert (tmp_path / "one" / "numbers.json").read_text(encoding="utf-8").splitlines() == [
+        "{",
+        '  "training_length": 99,',
+        '  "é": [1, 2.5, null],',
+        '  "by layer": {"0": 0.5, "deep": [[null, 2.0]]},',
+        '  "count": 7,',
+        '  "words": null',
+        "}",
+    ]

@@ -101,7 +101,7 @@ def heat_maps(
             axes.grid(visible=False)
             axes.locator_params(integer=True, nbins=6)
             if not isinstance(scale, Scale):
-                figure.colorbar(image, ax=axes, label=look.label, pad=0.02)
+                figure.colorbar(image, label=look.label, pad=0.02)
         _tidy(grid, len(panels))
         figure.supxlabel(x, fontsize=8)
         figure.supylabel(y, fontsize=8)

@@ -102,10 +102,8 @@ def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
 
 def _json(numbers: dict[str, Any]) -> str:
     """Strict JSON, a key a line; what is no number is null."""
-    lines = [
-        f"  {json.dumps(key)}: {json.dumps(_strict(value), ensure_ascii=False, allow_nan=False)}"
-        for key, value in numbers.items()
-    ]
+    words = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    lines = [f"  {words(key)}: {words(_strict(value))}" for key, value in numbers.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

@@ -1,0 +1,346 @@
+"""What a figure shows, in lines of text that a test holds against what it should show.
+
+Said are its size, the place of every panel, labels, scales, limits and ticks, and of all that is
+drawn the numbers (to four digits), colours, dashes, marks and names. Left out are sizes of text,
+lines and marks, opacity of points, paddings, and what lies above what.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from textwrap import dedent, wrap
+
+import numpy as np
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
+from matplotlib.ticker import NullLocator
+from rich.console import Console
+
+WIDE = 84
+
+
+def check(figure, expected):
+    """Hold a figure against its description."""
+    check_text(described(figure), expected)
+
+
+def check_csv(path, expected):
+    """Hold a file of numbers, shown to four digits, against its lines."""
+    with path.open(newline="") as file:
+        rows = [", ".join(map(_cell, row)) for row in csv.reader(file)]
+    check_text("\n".join(rows), expected)
+
+
+def check_text(text, expected):
+    """Hold a text against another that is indented as a whole."""
+    given = [line.rstrip() for line in text.strip("\n").splitlines()]
+    assert given == dedent(expected).strip("\n").rstrip(" ").rstrip("\n").splitlines()
+
+
+STYLES = {"1": "bold", "2": "dim", "3": "italic", "31": "red", "32": "green", "36": "cyan"}
+
+
+def styled(renderable, width):
+    """What a terminal shows, with the names of styles in angle brackets."""
+    console = Console(width=width, color_system="standard", force_terminal=True)
+    with console.capture() as capture:
+        console.print(renderable)
+    text = re.sub(r"\x1b\[0m", "</>", capture.get())
+    return re.sub(r"\x1b\[([\d;]+)m", lambda found: f"<{_styles(found[1])}>", text)
+
+
+def _styles(codes):
+    return " ".join(STYLES[code] for code in codes.split(";"))
+
+
+def _cell(text):
+    try:
+        return _number(text)
+    except ValueError:
+        return text
+
+
+def described(figure):
+    """A figure's size, its panels in their order, labels and legends."""
+    width, height = figure.get_size_inches()
+    found = [f"{width:.2f} x {height:.2f} inches"]
+    for axes in figure.axes:
+        found += _bar(axes) if hasattr(axes, "_colorbar") else _panel(axes)
+    for side, text in (("below", figure._supxlabel), ("left", figure._supylabel)):
+        found += [] if text is None else [f"{side} {text.get_text()!r}"]
+    for legend in figure.legends:
+        columns = min(legend._ncols, len(legend.get_texts()))
+        names = {place: name for name, place in legend.codes.items()}
+        place = f"{legend._outside_loc or 'inside'}, {names[legend._loc_real]}"
+        found.append(f"legend {place}, columns: {columns}")
+        entries = zip(legend.get_texts(), legend.legend_handles, strict=True)
+        found += [f"  {text.get_text()!r} {_look(handle)}" for text, handle in entries]
+    return "\n".join("\n".join(_wrapped(line)) for line in found)
+
+
+def _wrapped(line):
+    indent = "  " if line.startswith("  ") else ""
+    return wrap(
+        line.strip(),
+        WIDE,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}    ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _number(value):
+    return f"{float(value):.4g}"
+
+
+def _numbers(values):
+    values = np.ma.filled(np.ma.asarray(values, dtype=float), np.nan).ravel().tolist()
+    if len(values) > 24:
+        return f"{len(values)} from {_number(values[0])} to {_number(values[-1])}"
+    return " ".join(map(_number, values))
+
+
+def _path(points):
+    points = list(points)
+    if len(points) > 24:
+        return f"{len(points)} from {_numbers(points[0])} to {_numbers(points[-1])}"
+    return ", ".join(map(_numbers, points))
+
+
+def _panel(axes):
+    spec = axes.get_subplotspec()
+    rows, columns = spec.get_gridspec().get_geometry()
+    place = f"{spec.rowspan.start + 1},{spec.colspan.start + 1} of {rows}x{columns}"
+    titles = [axes.get_title(loc) for loc in ("left", "center", "right")]
+    found = [f"panel {place} {' | '.join(repr(title) for title in titles if title)}"]
+    found += [_axis(axes, name) for name in "xy"]
+    if axes.get_aspect() != "auto":
+        found.append(f"  aspect {_number(axes.get_aspect())} by {axes.get_adjustable()}")
+    if axes.get_box_aspect() is not None:
+        found.append(f"  box {_number(axes.get_box_aspect())}")
+    spines = [name for name, spine in axes.spines.items() if spine.get_visible()]
+    if sorted(spines) != ["bottom", "left"]:
+        found.append(f"  spines {' '.join(spines) or 'none'}")
+    whole = [bar for bar in axes.containers if hasattr(bar, "has_yerr")]
+    parts = [part for bar in whole for part in _parts(bar)]
+    for artist in axes.get_children():
+        if artist not in parts and (say := _SAID.get(type(artist).__name__)):
+            said = say(artist, axes)
+            flat = " as a picture" if artist.get_rasterized() else ""
+            found += [f"  {said}{flat}"] if said else []
+    return found + [f"  {_intervals(bar)}" for bar in whole]
+
+
+def _axis(axes, name):
+    axis = getattr(axes, f"{name}axis")
+    low, high = getattr(axes, f"get_{name}lim")()
+    shown = axis.get_tick_params().get("labelbottom" if name == "x" else "labelleft", True)
+    places, texts = axis.get_majorticklocs(), axis.get_majorticklabels()
+    ticks = [
+        (place, text)
+        for place, text in zip(places, texts if shown else [Text()] * len(places), strict=True)
+        if min(low, high) <= place <= max(low, high)
+    ]
+    said = f"  {name} {axis.get_scale()} {_number(low)}..{_number(high)}"
+    said += f" {axis.get_label_text()!r}" if axis.get_label_text() else ""
+    said += f" ticks {_ticks([(p, text.get_text()) for p, text in ticks])}" if ticks else " bare"
+    said += "" if shown else " unlabelled"
+    said += " unmarked" if axis.get_tick_params().get("length") == 0 else ""
+    turned = max((text.get_rotation() for _, text in ticks), default=0)
+    said += f" turned by {_number(turned)}" if turned else ""
+    if axis.get_scale() == "log" and not isinstance(axis.get_minor_locator(), NullLocator):
+        said += " and between"
+    return said + (" grid" if any(line.get_visible() for line in axis.get_gridlines()) else "")
+
+
+def _ticks(ticks):
+    """Labels where they are other than numbers to be expected."""
+    ticks = [(place, re.sub(r"\$\\mathdefault{(.*)}\$", r"\1", text)) for place, text in ticks]
+    if all(_is_expected(text, place) for place, text in ticks):
+        return _numbers([place for place, _ in ticks])
+    return " ".join(f"{_number(place)}={text!r}" for place, text in ticks)
+
+
+def _is_expected(text, place):
+    try:
+        return not text or float(text.replace("−", "-")) == float(_number(place))
+    except ValueError:
+        return False
+
+
+def _bar(axes):
+    bar = axes._colorbar
+    texts = axes.get_yticklabels()
+    ticks = [
+        (place, text.get_text())
+        for place, text in zip(bar.get_ticks(), texts, strict=True)
+        if bar.vmin <= place <= bar.vmax
+    ]
+    panels = [axes.figure.axes.index(one) + 1 for one in axes._colorbar_info["parents"]]
+    beside = f"beside {' '.join(map(str, panels))}"
+    return [f"bar {axes.get_ylabel()!r} {_scale(bar.mappable)} ticks {_ticks(ticks)} {beside}"]
+
+
+def _scale(mappable):
+    norm = mappable.norm
+    kind = type(norm).__name__.replace("Normalize", "")
+    colours = mappable.get_cmap()
+    name = f"{_colour(colours(0.0))}-{_colour(colours(1.0))}"
+    name = name if colours.name == "unnamed" else colours.name
+    ends = f"{_number(norm.vmin)}..{_number(norm.vmax)}"
+    return " ".join(filter(None, (name, kind, ends)))
+
+
+def _colour(*colours):
+    shown = []
+    for colour in colours:
+        if isinstance(colour, str):
+            shown.append("none" if colour.lower() == "none" else to_hex(colour))
+        else:
+            shown += [to_hex(one[:3]) for one in np.atleast_2d(np.asarray(colour, dtype=float))]
+    return " ".join(dict.fromkeys(shown)) or "none"
+
+
+def _look(artist):
+    """Colour, dashes and mark."""
+    if not hasattr(artist, "get_marker"):
+        return _colour(artist.get_facecolor())
+    look = [_colour(artist.get_color()), _dashes(artist)]
+    if artist.get_marker() not in (None, "None", ""):
+        look.append(str(artist.get_marker()))
+        edge = _colour(artist.get_markeredgecolor())
+        look += [f"edged {edge}"] if edge != look[0] else []
+    if artist.get_alpha() is not None:
+        look.append(f"alpha {_number(artist.get_alpha())}")
+    return " ".join(filter(None, look))
+
+
+def _dashes(line):
+    style = line.get_linestyle()
+    _, pattern = line._unscaled_dash_pattern
+    if style == "--" and list(pattern) != [3.7, 1.6]:
+        return f"({_numbers(pattern)})"
+    return "" if style == "None" else style
+
+
+def _name(artist):
+    label = str(artist.get_label())
+    return "" if not label or label.startswith("_") else f"{label!r} "
+
+
+def _line(artist, axes):
+    x, y = artist.get_data()
+    if artist.get_transform() == axes.get_xaxis_transform(which="grid"):
+        data = f"upright at {_number(x[0])}"
+    elif artist.get_transform() == axes.get_yaxis_transform(which="grid"):
+        data = f"level at {_number(y[0])}"
+    else:
+        data = f"x {_numbers(x)}; y {_numbers(y)}" if len(x) else "nothing"
+    return f"line {_name(artist)}{_look(artist)}: {data}"
+
+
+def _points(artist, _):
+    x, y = np.ma.filled(np.ma.asarray(artist.get_offsets(), dtype=float), np.nan).T
+    sizes = artist.get_sizes()
+    sized = f"; sizes {_numbers(sizes)}" if len(set(sizes)) > 1 else ""
+    colour = _colour(artist.get_facecolors())
+    if artist.get_array() is not None:
+        colour = f"{_scale(artist)} of {_numbers(artist.get_array())}"
+    return f"points {_name(artist)}{colour}: x {_numbers(x)}; y {_numbers(y)}{sized}"
+
+
+def _lines(artist, _):
+    lines = [_path(line) for line in artist.get_segments()]
+    return f"lines {_colour(*artist.get_colors())}: {'; '.join(lines) or 'none'}"
+
+
+def _area(artist, _):
+    (path,) = artist.get_paths()
+    return f"area {_look(artist)}: {_path(path.vertices)}"
+
+
+def _steps(artist, _):
+    """A histogram: every corner above its ground, once."""
+    corners = dict.fromkeys((x, y) for x, y in artist.get_xy().tolist() if y)
+    return f"area {_name(artist)}{_look(artist)}: {_path(corners)}"
+
+
+def _rows(values):
+    return " / ".join(map(_numbers, values))
+
+
+def _mesh(artist, _):
+    edges = artist.get_coordinates()
+    x, y = _numbers(edges[0, :, 0]), _numbers(edges[:, 0, 1])
+    return f"cells {_scale(artist)}: x {x}; y {y}; {_rows(artist.get_array())}"
+
+
+def _image(artist, _):
+    missing = _numbers(artist.get_cmap().get_bad())
+    kind = f"{artist.get_interpolation()}, else {missing}"
+    where = f"from {_numbers(artist.get_extent())}"
+    return f"image {_scale(artist)}, {kind}, {where}: {_rows(artist.get_array())}"
+
+
+def _arc(artist, _):
+    turn = f"{_number(artist.theta1)} to {_number(artist.theta2)} degrees"
+    size = f"{_number(artist.width)} x {_number(artist.height)}"
+    look = _colour(artist.get_edgecolor())
+    return f"arc {look}: {size} around {_numbers(artist.get_center())}, {turn}"
+
+
+def _written(artist):
+    aligned = f"{artist.get_horizontalalignment()} {artist.get_verticalalignment()}"
+    return f"{artist.get_text()!r} {_colour(artist.get_color())} {aligned}"
+
+
+def _note(artist, _):
+    if artist.arrow_patch is not None:
+        look = f"{artist.arrowprops['arrowstyle']} {_colour(artist.arrowprops['color'])}"
+        return f"arrow {look}: {_numbers(artist.xyann)} to {_numbers(artist.xy)}"
+    off = f"{_numbers(artist.xyann)} {artist.anncoords} from {_numbers(artist.xy)}"
+    return f"note {_written(artist)}: {off}"
+
+
+def _text(artist, axes):
+    if artist.get_transform() != axes.transData:  # a title
+        return ""
+    return f"text {_written(artist)}: {_numbers(artist.get_position())}"
+
+
+def _span(artist, axes):
+    if artist is axes.patch:
+        return ""
+    return f"span {_look(artist)}: {_number(artist.get_x())}, {_number(artist.get_width())} wide"
+
+
+def _parts(bar):
+    line, caps, bars = bar.lines
+    return [line, *caps, *bars]
+
+
+def _intervals(bar):
+    line, _, (bars,) = bar.lines
+    if line is None:
+        return f"bars {_colour(*bars.get_colors())}: {'; '.join(map(_path, bars.get_segments()))}"
+    x, y = line.get_data()
+    marks = f"{_look(line)}: x {_numbers(x)}; y {_numbers(y)}"
+    return f"bars {marks}; {'; '.join(map(_path, bars.get_segments()))}"
+
+
+_SAID = {
+    "Line2D": _line,
+    "PathCollection": _points,
+    "LineCollection": _lines,
+    "PolyCollection": _area,
+    "FillBetweenPolyCollection": _area,
+    "Polygon": _steps,
+    "QuadMesh": _mesh,
+    "AxesImage": _image,
+    "Arc": _arc,
+    "Annotation": _note,
+    "Text": _text,
+    "Rectangle": _span,
+}

@@ -1,0 +1,213 @@
+"""Lines of many models and methods, as whole figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.report.described import check
+from tests.report.examples import cell, report
+from trainer.report.outcomes import Outcomes
+from trainer.report.panels import apart, draw_rows, pair
+from trainer.report.plotting import Frame, Series, paper_style
+
+
+def plain(axes):
+    axes.set_xlim(0, 10)
+
+
+FRAME = Frame("step", "loss", plain, (4, "here"), ((0.5, "chance"),))
+
+
+def rows_of(models, methods):
+    """The outcomes of all of them, and a level line for each."""
+    outcomes = Outcomes(report(*(cell([1.0], m, k) for m in models for k in methods)))
+    lines = {
+        row: Series("", 0, [1, 2], [n, n], marked=n > 0) for n, row in enumerate(outcomes.rows)
+    }
+    return outcomes, lines
+
+
+def test_up_to_eight_lines_share_a_panel():
+    outcomes, lines = rows_of(("DroPE", "RoPE"), ("none", "pi"))
+    with paper_style():
+        check(
+            draw_rows(outcomes, lines, FRAME),
+            """
+                6.75 x 3.10 inches
+                panel 1,1 of 1x1
+                  x linear 0..10 'step' ticks 0 2 4 6 8 10
+                  y linear -0.15..3.15 'loss' ticks 0 0.5 1 1.5 2 2.5 3 grid
+                  line #d55e00 -: x 1 2; y 0 0
+                  line #56b4e9 - D: x 1 2; y 1 1
+                  line #000000 - o: x 1 2; y 2 2
+                  line #0072b2 - s: x 1 2; y 3 3
+                  line #707070 :: level at 0.5
+                  line #707070 --: upright at 4
+                  note 'here' #707070 center bottom: 0 3 offset points from 4 1
+                legend right, center right, columns: 1
+                  'RoPE + PI' #0072b2 - s
+                  'RoPE' #000000 - o
+                  'DroPE + PI' #56b4e9 - D
+                  'DroPE' #d55e00 -
+                  'chance' #707070 :
+                """,
+        )
+
+
+def test_more_lines_have_a_panel_for_each_model():
+    """A method looks in all of them as with the first model that has it."""
+    models = ("RoPE", "HoPE", "Mine", "Fourth", "Fifth")
+    outcomes, lines = rows_of((*models, "without lines"), ("none", "yarn"))
+    del lines["RoPE", "yarn"], lines["without lines", "none"], lines["without lines", "yarn"]
+    with paper_style():
+        figure = draw_rows(outcomes, lines, FRAME)
+        assert [axes.get_title() for axes in figure.axes] == [*models]
+        for axes in figure.axes[2:]:
+            axes.remove()
+        check(
+            figure,
+            """
+                6.75 x 3.80 inches
+                panel 1,1 of 2x3 'RoPE'
+                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
+                  y linear -0.45..9.45 ticks 0 2 4 6 8 grid
+                  line #dcdcdc -: x 1 2; y 0 0
+                  line #dcdcdc -: x 1 2; y 2 2
+                  line #dcdcdc -: x 1 2; y 3 3
+                  line #dcdcdc -: x 1 2; y 4 4
+                  line #dcdcdc -: x 1 2; y 5 5
+                  line #dcdcdc -: x 1 2; y 6 6
+                  line #dcdcdc -: x 1 2; y 7 7
+                  line #dcdcdc -: x 1 2; y 8 8
+                  line #dcdcdc -: x 1 2; y 9 9
+                  line #000000 -: x 1 2; y 0 0
+                  line #707070 :: level at 0.5
+                  line #707070 --: upright at 4
+                panel 1,2 of 2x3 'HoPE'
+                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
+                  y linear -0.45..9.45 ticks 0 2 4 6 8 unlabelled grid
+                  line #dcdcdc -: x 1 2; y 0 0
+                  line #dcdcdc -: x 1 2; y 2 2
+                  line #dcdcdc -: x 1 2; y 3 3
+                  line #dcdcdc -: x 1 2; y 4 4
+                  line #dcdcdc -: x 1 2; y 5 5
+                  line #dcdcdc -: x 1 2; y 6 6
+                  line #dcdcdc -: x 1 2; y 7 7
+                  line #dcdcdc -: x 1 2; y 8 8
+                  line #dcdcdc -: x 1 2; y 9 9
+                  line #000000 - o: x 1 2; y 2 2
+                  line #0072b2 - s: x 1 2; y 3 3
+                  line #707070 :: level at 0.5
+                  line #707070 --: upright at 4
+                below 'step'
+                left 'loss'
+                legend upper, upper center, columns: 4
+                  'as is' #000000 - o
+                  'YaRN' #0072b2 - s
+                  'chance' #707070 :
+                  'here' #707070 --
+                """,
+        )
+
+
+def test_more_methods_than_models_have_a_panel_for_each_method():
+    methods = ("none", "pi", "ntk", "yarn", "longrope", "dope")
+    outcomes, lines = rows_of(("RoPE", "Mine"), methods)
+    del lines["RoPE", "none"], lines["RoPE", "dope"], lines["Mine", "dope"]
+    with paper_style():
+        figure = draw_rows(outcomes, lines, FRAME)
+        assert [axes.get_title() for axes in figure.axes] == [
+            *("as is", "PI", "NTK-aware", "YaRN", "LongRoPE"),
+        ]
+        for axes in figure.axes[2:]:
+            axes.remove()
+        check(
+            figure,
+            """
+                6.75 x 3.80 inches
+                panel 1,1 of 2x3 'as is'
+                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
+                  y linear 0.025..10.47 ticks 2 4 6 8 10 grid
+                  line #dcdcdc -: x 1 2; y 6 6
+                  line #dcdcdc -: x 1 2; y 1 1
+                  line #dcdcdc -: x 1 2; y 7 7
+                  line #dcdcdc -: x 1 2; y 2 2
+                  line #dcdcdc -: x 1 2; y 8 8
+                  line #dcdcdc -: x 1 2; y 3 3
+                  line #dcdcdc -: x 1 2; y 9 9
+                  line #dcdcdc -: x 1 2; y 4 4
+                  line #dcdcdc -: x 1 2; y 10 10
+                  line #cc79a7 - X: x 1 2; y 6 6
+                  line #707070 :: level at 0.5
+                  line #707070 --: upright at 4
+                panel 1,2 of 2x3 'PI'
+                  x linear 0..10 ticks 0 2 4 6 8 10 unlabelled
+                  y linear 0.025..10.47 ticks 2 4 6 8 10 unlabelled grid
+                  line #dcdcdc -: x 1 2; y 6 6
+                  line #dcdcdc -: x 1 2; y 1 1
+                  line #dcdcdc -: x 1 2; y 7 7
+                  line #dcdcdc -: x 1 2; y 2 2
+                  line #dcdcdc -: x 1 2; y 8 8
+                  line #dcdcdc -: x 1 2; y 3 3
+                  line #dcdcdc -: x 1 2; y 9 9
+                  line #dcdcdc -: x 1 2; y 4 4
+                  line #dcdcdc -: x 1 2; y 10 10
+                  line #0072b2 - s: x 1 2; y 1 1
+                  line #cc79a7 - X: x 1 2; y 7 7
+                  line #707070 :: level at 0.5
+                  line #707070 --: upright at 4
+                below 'step'
+                left 'loss'
+                legend upper, upper center, columns: 4
+                  'RoPE' #0072b2 - s
+                  'Mine' #cc79a7 - X
+                  'chance' #707070 :
+                  'here' #707070 --
+                """,
+        )
+
+
+def test_a_pair_of_panels_shares_one_legend():
+    one = Series("one", 0, [1, 2], [0, 1], low=[0, 0.5], high=[0.5, 1])
+    two = Series("two", 1, [1, 2], [1, 1], low=[0, 0.5], high=[1, 1])
+    three = Series("three", 2, [1, 2], [3, 3])
+    right = Frame("other", "success", plain, None, ((0.25, "only here"),))
+    with paper_style():
+        check(
+            pair(([one, two], [two, three]), (FRAME, right)),
+            """
+                6.75 x 2.90 inches
+                panel 1,1 of 1x2
+                  x linear 0..10 ticks 0 2 4 6 8 10
+                  y linear -0.05..1.05 'loss' ticks 0 0.2 0.4 0.6 0.8 1 grid
+                  line #000000 - o: x 0.9897 1.979; y 0 1
+                  line #0072b2 - s: x 1.01 2.021; y 1 1
+                  line #707070 :: level at 0.5
+                  line #707070 --: upright at 4
+                  bars #000000: 0.9897 0, 0.9897 0.5; 1.979 0.5, 1.979 1
+                  bars #0072b2: 1.01 0, 1.01 1; 2.021 0.5, 2.021 1
+                panel 1,2 of 1x2
+                  x linear 0..10 ticks 0 2 4 6 8 10
+                  y linear -0.15..3.15 'success' ticks 0 0.5 1 1.5 2 2.5 3 grid
+                  line #0072b2 - s: x 0.9897 1.979; y 1 1
+                  line #56b4e9 - D: x 1 2; y 3 3
+                  line #707070 :: level at 0.25
+                  bars #0072b2: 0.9897 0, 0.9897 1; 1.979 0.5, 1.979 1
+                below 'step'
+                legend upper, upper center, columns: 5
+                  'one' #000000 - o
+                  'two' #0072b2 - s
+                  'three' #56b4e9 - D
+                  'chance' #707070 :
+                  'here' #707070 --
+                """,
+        )
+
+
+def test_lines_with_intervals_stand_apart_by_three_hundredths_of_an_octave():
+    lines = [Series(str(n), n, [64, 128], [1, 1], [0, 0], [2, 2]) for n in range(3)]
+    lines.append(Series("none", 0, [64], [1]))
+    first, second, third, last = apart(lines)
+    for line, octaves in ((first, -0.045), (second, -0.015), (third, 0.015), (last, 0)):
+        assert line.x == pytest.approx([x * 2**octaves for x in (64, 128)[: len(line.x)]])
+    assert first.y == lines[0].y

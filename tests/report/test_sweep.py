@@ -1,0 +1,591 @@
+"""The runs of a sweep: names, table and figures, each as a whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from rich.console import Console
+
+from tests.report.described import check, check_csv, check_text, styled
+from tests.report.examples import cell, report, statements
+from trainer.report.plotting import paper_style
+from trainer.report.results import PERPLEXITY
+from trainer.report.statistics import estimate
+from trainer.report.sweep import Reached, Sweep, SweptRun, numeric, reached
+from trainer.report.sweep_figures import axes, measures, sweep_figure
+from trainer.report.sweep_page import write_sweep_report
+from trainer.report.sweep_table import (
+    csv_sweep,
+    legend,
+    markdown_sweep,
+    short,
+    terminal_sweep,
+    unfinished,
+)
+
+TRIALS = 12
+
+
+def at(factor, hits=None, *windows, trained=64):
+    """Reached with so many of twelve trials right, and with such losses of windows."""
+    scores = () if hits is None else (1.0,) * hits + (0.0,) * (TRIALS - hits)
+    loss = sum(windows) / len(windows) if windows else None
+    mean = estimate(scores) if scores else None
+    return Reached(int(factor * trained), factor, mean, scores, loss, windows)
+
+
+def run(place, settings, *found, state="finished", **more):
+    return SweptRun(place, f"label {place}", settings, state, reached=found, **more)
+
+
+def rates():
+    """Three learning rates, of which one run has failed and one was measured on other text."""
+    return Sweep(
+        "rates",
+        (
+            run("a", {"optimizer.lr": "1e-4"}, problem="It did not start.", state="not started"),
+            run(
+                *("b", {"optimizer.lr": "1e-3"}),
+                *(at(1, 12, 3.0, 3.25), at(4, 2, 3.5, 4.0)),
+                **{"tokens": 26_214_400, "loss": 3.0625, "skipped": 0},
+            ),
+            run(
+                *("c", {"optimizer.lr": "1e-2"}),
+                *(at(1, 12, 2.5, 2.75), at(4, 10, 3.0, 3.5)),
+                **{"tokens": 999, "loss": 2.5, "skipped": 1200, "state": "step 7 of 9"},
+            ),
+            run(
+                *("d", {"optimizer.lr": "1"}),
+                *(at(1, None, 9.0), at(4, 9)),
+                **{"measured_on": "other", "problem": "Its weights are not finite."},
+            ),
+        ),
+    )
+
+
+def said(renderable, width):
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+def test_the_table_as_markdown():
+    check_text(
+        markdown_sweep(rates()),
+        """
+        ## rates
+
+        | run | 64 tokens, 1× (trained) | 256 tokens, 4× | tokens | training loss | skipped updates | state |
+        | --- | ---: | ---: | ---: | ---: | ---: | --- |
+        | optimizer.lr=1e-4 | · | · | · | · | · | not started |
+        | optimizer.lr=1e-3 | **100.0** (75.8–100.0) / 3.125 | 16.7 (4.7–44.8) / 3.750 | 26.2M | 3.062 | 0 | finished |
+        | optimizer.lr=1e-2 | **100.0** (75.8–100.0) / 2.625 | **83.3** (55.2–95.3) ↑ / 3.250 | 999 | 2.500 | 1,200 | step 7 of 9 |
+        | optimizer.lr=1 | 9.000 | 75.0 (46.8–91.1) / · | · | · | · | finished |
+
+        Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Bold: the highest of a column. Runs that were measured on other text or trials than the first are not tested. · not measured.
+
+        - optimizer.lr=1e-4: not started; It did not start.
+        - optimizer.lr=1e-2: step 7 of 9
+        - optimizer.lr=1: finished; Its weights are not finite.
+        """,  # noqa: E501
+    )
+
+
+def test_the_table_in_a_terminal_continues_below():
+    """In 68 columns there is room for one length beside the facts, in 69 and more for both."""
+    check_text(
+        said(terminal_sweep(rates(), 68), 68),
+        """
+            rates
+                                                 64 tokens        train skipped
+            run                               1× (trained) tokens  loss updates
+            ───────────────────────────────────────────────────────────────────
+            optimizer.lr=1e-4                            ·      ·     ·       ·
+            not started
+            optimizer.lr=1e-3                 100.0  3.125  26.2M 3.062       0
+                                                75.8–100.0
+            optimizer.lr=1e-2                 100.0  2.625    999 2.500   1,200
+            step 7 of 9                         75.8–100.0
+            optimizer.lr=1                           9.000      ·     ·       ·
+            rates (continued)
+                                                        256 tokens
+            run                                                 4×
+            ──────────────────────────────────────────────────────
+            optimizer.lr=1e-4                                    ·
+            not started
+            optimizer.lr=1e-3                          16.7  3.750
+                                                          4.7–44.8
+            optimizer.lr=1e-2                          83.3↑ 3.250
+            step 7 of 9                                  55.2–95.3
+            optimizer.lr=1                             75.0      ·
+                                                         46.8–91.1
+            Success in % with its 95% interval, then the held-out loss (nats per
+            token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same
+            trials (exact sign test, p < 0.05, not corrected for the number of
+            tests). Bold: the highest of a column. Runs that were measured on
+            other text or trials than the first are not tested. · not measured.
+
+            optimizer.lr=1e-4: not started; It did not start.
+            optimizer.lr=1e-2: step 7 of 9
+            optimizer.lr=1: finished; Its weights are not finite.
+            """,
+    )
+    check_text(
+        said(terminal_sweep(rates(), 100), 100),
+        """
+        rates
+                                                     64 tokens    256 tokens        train skipped
+        run                                       1× (trained)            4× tokens  loss updates
+        ─────────────────────────────────────────────────────────────────────────────────────────
+        optimizer.lr=1e-4                                    ·             ·      ·     ·       ·
+        not started
+        optimizer.lr=1e-3                         100.0  3.125   16.7  3.750  26.2M 3.062       0
+                                                    75.8–100.0      4.7–44.8
+        optimizer.lr=1e-2                         100.0  2.625   83.3↑ 3.250    999 2.500   1,200
+        step 7 of 9                                 75.8–100.0     55.2–95.3
+        optimizer.lr=1                                   9.000   75.0      ·      ·     ·       ·
+                                                                   46.8–91.1
+        Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse
+        than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number
+        of tests). Bold: the highest of a column. Runs that were measured on other text or trials than the
+        first are not tested. · not measured.
+
+        optimizer.lr=1e-4: not started; It did not start.
+        optimizer.lr=1e-2: step 7 of 9
+        optimizer.lr=1: finished; Its weights are not finite.
+        """,  # noqa: E501
+    )
+
+
+def test_a_narrow_table_has_a_length_at_a_time_and_breaks_names():
+    """Behind its comma, then behind its equals sign."""
+    settings = {"optimizer.weight_decay": "0.1", "model.name": "never so long"}
+    other = {"optimizer.weight_decay": "0.2", "model.name": "never so long, or longer"}
+    runs = run("a", settings, at(1, 3)), run("b", other, at(1, 3), at(4, 6), state="at step 7 of 9")
+    check_text(
+        said(terminal_sweep(Sweep("s", runs), 54), 54),
+        """
+        s
+                               64 tokens        train skipped
+        run                 1× (trained) tokens  loss updates
+        ─────────────────────────────────────────────────────
+        optimizer.weight_d   25.0      ·      ·     ·       ·
+        ecay=                   8.9–53.2
+        0.1,
+        model.name=
+        never so long
+        optimizer.weight_d   25.0      ·      ·     ·       ·
+        ecay=                   8.9–53.2
+        0.2,
+        model.name=
+        never so long,
+        or longer
+        at step 7 of 9
+        s (continued)
+                                                   256 tokens
+        run                                                4×
+        ─────────────────────────────────────────────────────
+        optimizer.weight_decay=0.1,                         ·
+        model.name=never so long
+        optimizer.weight_decay=0.2,               50.0      ·
+        model.name=never so long,                   25.4–74.6
+        or longer
+        at step 7 of 9
+        Success in % with its 95% interval, then the held-out
+        loss (nats per token). ↑ ↓ better or worse than
+        optimizer.weight_decay=0.1, model.name=never so long
+        on the same trials (exact sign test, p < 0.05, not
+        corrected for the number of tests). Bold: the highest
+        of a column. · not measured.
+
+        optimizer.weight_decay=0.2, model.name=never so long,
+        or longer: at step 7 of 9
+        """,
+    )
+    assert "(continued)" not in said(terminal_sweep(rates(), 69), 69)
+
+
+def test_styles_of_a_terminal():
+    check_text(
+        styled(terminal_sweep(rates(), 100), 100),
+        """
+            <bold>rates                                                                                    </>
+            <bold>                                        </> <bold>    64 tokens</> <bold>   256 tokens</> <bold>      </> <bold>train</> <bold>skipped</>
+            <bold>run                                     </> <bold> 1× (trained)</> <bold>           4×</> <bold>tokens</> <bold> loss</> <bold>updates</>
+            ─────────────────────────────────────────────────────────────────────────────────────────
+            optimizer.lr=1e-4                        <dim>            ·</> <dim>            ·</>      ·     ·       ·
+            <red>not started</>
+            optimizer.lr=1e-3                        <bold> 100.0 </><bold cyan> 3.125</>   16.7 <cyan> 3.750</>  26.2M 3.062       0
+                                                     <bold>   </><bold dim>75.8–100.0</>      <dim>4.7–44.8</>
+            optimizer.lr=1e-2                        <bold> 100.0 </><bold cyan> 2.625</> <bold>  83.3</><bold green>↑</><bold cyan> 3.250</>    999 2.500   1,200
+            <red>step 7 of 9</>                              <bold>   </><bold dim>75.8–100.0</> <bold>    </><bold dim>55.2–95.3</>
+            optimizer.lr=1                                   9.000   75.0 <cyan>     ·</>      ·     ·       ·
+                                                                       <dim>46.8–91.1</>
+            <dim>Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse </>
+            <dim>than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number </>
+            <dim>of tests). Bold: the highest of a column. Runs that were measured on other text or trials than the </>
+            <dim>first are not tested. · not measured.</>
+
+            <bold red>optimizer.lr=1e-4: not started; It did not start.</>
+            <bold red>optimizer.lr=1e-2: step 7 of 9</>
+            <bold red>optimizer.lr=1: finished; Its weights are not finite.</>
+            """,  # noqa: E501
+    )
+
+
+def test_the_numbers_in_full(tmp_path):
+    (tmp_path / "sweep.csv").write_text(csv_sweep(rates()))
+    check_csv(
+        tmp_path / "sweep.csv",
+        """
+        run, optimizer.lr, run_dir, state, problem, tokens, training_loss, skipped_steps, length, factor, n, retrieval, low, high, p_value, loss, loss_change, loss_change_low, loss_change_high
+        optimizer.lr=1e-4, 0.0001, a, not started, It did not start., , , , , , , , , , , , , ,
+        optimizer.lr=1e-3, 0.001, b, finished, , 2.621e+07, 3.062, 0, 64, 1, 12, 1, 0.7575, 1, , 3.125, , ,
+        optimizer.lr=1e-3, 0.001, b, finished, , 2.621e+07, 3.062, 0, 256, 4, 12, 0.1667, 0.04697, 0.448, , 3.75, , ,
+        optimizer.lr=1e-2, 0.01, c, step 7 of 9, , 999, 2.5, 1200, 64, 1, 12, 1, 0.7575, 1, 1, 2.625, -0.16, -0.1667, -0.1538
+        optimizer.lr=1e-2, 0.01, c, step 7 of 9, , 999, 2.5, 1200, 256, 4, 12, 0.8333, 0.552, 0.953, 0.007812, 3.25, -0.1333, -0.1429, -0.125
+        optimizer.lr=1, 1, d, finished, Its weights are not finite., , , , 64, 1, , , , , , 9, , ,
+        optimizer.lr=1, 1, d, finished, Its weights are not finite., , , , 256, 4, 12, 0.75, 0.4677, 0.9111, , , , ,
+        """,  # noqa: E501
+    )
+
+
+def test_losses_alone_are_a_table_too():
+    """Lengths vary where training lengths do; the least loss is the best."""
+    sweep = Sweep(
+        "losses",
+        (
+            run("a", {"k": "1"}, at(1, None, 3.0), at(4, None, 4.0)),
+            run("b", {"k": "2"}, at(1, None, 2.5, trained=128)),
+        ),
+    )
+    check_text(
+        markdown_sweep(sweep),
+        """
+        ## losses
+
+        | run | tokens vary, 1× (trained) | 256 tokens, 4× | tokens | training loss | skipped updates | state |
+        | --- | ---: | ---: | ---: | ---: | ---: | --- |
+        | k=1 | 3.000 | **4.000** | · | · | · | finished |
+        | k=2 | **2.500** | · | · | · | · | finished |
+
+        Held-out loss in nats per token. Bold: the lowest of a column. · not measured.
+        """,  # noqa: E501
+    )
+    assert sweep.loss_change(sweep.runs[1], 1) is None  # not of the same text
+    assert unfinished(sweep) == []
+
+
+def test_nothing_was_evaluated_yet():
+    sweep = Sweep("none", (run("a", {"k": "1"}), run("b", {"k": "2"})))
+    assert legend(sweep) == "No run has been evaluated yet."
+    assert (sweep.reference, sweep.factors, list(sweep_figure(sweep))) == (None, (), [])
+    check_text(
+        said(terminal_sweep(sweep, 80), 80),
+        """
+        none
+                                                        train skipped
+        run                                      tokens  loss updates
+        ─────────────────────────────────────────────────────────────
+        k=1                                           ·     ·       ·
+        k=2                                           ·     ·       ·
+        No run has been evaluated yet.
+        """,
+    )
+
+
+def test_a_page_of_a_sweep_links_to_those_of_its_runs(tmp_path):
+    here, away = tmp_path / "runs" / "b", tmp_path / "runs" / "c"
+    here.mkdir(parents=True)
+    (here / "report.html").touch()
+    sweep = Sweep("s", (run(str(here), {"k": "1"}, at(1, 3)), run(str(away), {"k": "2"}, at(1, 4))))
+    page = write_sweep_report(sweep, {"Made": "today", "Command": "this"}, tmp_path / "out")
+    assert page == tmp_path / "out" / "report.html"
+    text = page.read_text()
+    assert text.count('href="../runs/') == 1
+    assert 'href="../runs/b/report.html"' in text
+    names = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.*")}
+    figures = {f"figures/sweep.{kind}" for kind in ("svg", "png", "csv")}
+    assert names == {"report.html", "table.md", "table.csv", *figures}
+    assert (tmp_path / "out" / "table.md").read_text() == markdown_sweep(sweep)
+    assert (tmp_path / "out" / "table.csv").read_text() == csv_sweep(sweep)
+    for words in ("today", "k=1", "25.0", "33.3", "data:image/svg"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        # Of one or two keys all are named, by ends of two words or as many as tell them apart.
+        ([{"a.b.c": "1"}, {"a.b.c": "2"}], ("b.c=1", "b.c=2")),
+        (
+            [{"a.b.c": "1", "d.b.c": "1", "e": "0"}, {"a.b.c": "2", "d.b.c": "3", "e": "0"}],
+            ("a.b.c=1, d.b.c=1", "a.b.c=2, d.b.c=3"),
+        ),
+        ([{"x.a.b.c": "1", "x.d.b.c": "1"}, {"x.a.b.c": "2"}], ("a.b.c=1, d.b.c=1", "a.b.c=2")),
+        # Of three those in which a run differs from the first, which has its label.
+        (
+            [{"a": "1", "b": "1", "c": "1"}, {"a": "2", "b": "2", "c": "1"}, {"c": "2"}],
+            ("label 0", "a=2, b=2", "c=2"),
+        ),
+        # Names that two share are told apart by directories.
+        ([{"a": "1"}, {"a": "2"}, {"a": "1"}], ("a=1 (0)", "a=2", "a=1 (2)")),
+    ],
+)
+def test_a_run_is_named_by_what_differs(settings, names):
+    assert Sweep("s", tuple(run(str(n), s) for n, s in enumerate(settings))).names == names
+
+
+def test_tests_are_of_the_same_trials_and_windows():
+    reference, better, fewer, other, longer = (
+        run("a", {"k": "1"}, at(1, 3, 2.0, 4.0)),
+        run("b", {"k": "2"}, at(1, 12, 3.0, 6.0)),
+        run("c", {"k": "3"}, Reached(64, 1, estimate((1.0,)), (1.0,), 3.0, (3.0,))),
+        run("d", {"k": "4"}, at(1, 12, 3.0, 6.0), measured_on="x"),
+        run("e", {"k": "5"}, at(1, 12, 3.0, 6.0, trained=128)),
+    )
+    sweep = Sweep("s", (run("z", {"k": "0"}), reference, better, fewer, other, longer))
+    assert sweep.reference is reference
+    held = sweep.comparison(better, 1)
+    assert (held.better, held.worse) == (9, 0)
+    assert sweep.loss_change(better, 1).mean == 0.5
+    for one in (reference, fewer, other, longer):
+        assert sweep.comparison(one, 1) is None
+        assert sweep.loss_change(one, 1) is None
+    assert sweep.comparison(better, 4) is None
+
+
+def test_what_a_run_reached_is_its_statements_or_the_mean_over_its_tasks():
+    made = report(*statements("RoPE", (100, None, 50, 25), (4.0, 4.1, None, 4.3)))
+    assert [(r.length, r.factor, r.loss, len(r.scores)) for r in reached(made, "RoPE")] == [
+        *((64, 1, 4.0, 256), (128, 2, 4.1, 0), (256, 4, None, 256), (512, 8, 4.3, 256)),
+    ]
+    assert [r.retrieval and r.retrieval.mean for r in reached(made, "RoPE")] == [1, None, 0.5, 0.25]
+    tasks = [cell([1.0, 0.0]), cell([0.0], task="multi_value")]
+    text = cell([], task=PERPLEXITY, last_loss=3.0, by_window=(2.0, None, 4.0))
+    (found,) = reached(report(*tasks, text, cell([1.0], method="pi")), "RoPE")
+    assert (found.retrieval.mean, found.scores, found.by_window) == (0.25, (1, 0, 0), (2, 4))
+    (found,) = reached(report(tasks[1]), "RoPE")
+    assert (found.retrieval.mean, found.loss) == (0, None)
+    (found,) = reached(report(text), "RoPE")
+    assert (found.retrieval, found.scores) == (None, ())
+
+
+def test_numbers_are_short():
+    counts = (999, 1000, 26_214_400, 10**9, 2 * 10**12)
+    assert [short(count) for count in counts] == ["999", "1k", "26.2M", "1B", "2T"]
+    assert [numeric(text) for text in ("1e-3", "never", "inf")] == [0.001, None, math.inf]
+
+
+def figure(sweep):
+    with paper_style():
+        (plan,) = sweep_figure(sweep)
+        return plan, plan.draw()
+
+
+def test_one_key_of_numbers_is_a_curve(tmp_path):
+    """Logarithmic, as the values span more than a factor of eight."""
+    plan, drawn = figure(rates())
+    assert plan.title == "The runs of the sweep over optimizer.lr"
+    check(
+        drawn,
+        """
+        6.75 x 2.40 inches
+        panel 1,1 of 1x4 'loss at 1×'
+          x log 0.0001..1.413 'optimizer.lr' ticks 0.0001 0.001 0.01 1 turned by 40
+          y linear 2.306..9.319 ticks 4 6 8 grid
+          line #000000 - o: x 0.0001 0.001 0.01 1; y nan 3.125 2.625 9
+          bars #000000: ; 0.001 3.125, 0.001 3.125; 0.01 2.625, 0.01 2.625; 1 9, 1 9
+        panel 1,2 of 1x4 'loss at 4×'
+          x log 0.0001..1 'optimizer.lr' ticks 0.0001 0.001 0.01 1 turned by 40
+          y linear 3.225..3.775 ticks 3.3 3.4 3.5 3.6 3.7 grid
+          line #000000 - o: x 0.0001 0.001 0.01 1; y nan 3.75 3.25 nan
+          bars #000000: ; 0.001 3.75, 0.001 3.75; 0.01 3.25, 0.01 3.25;
+        panel 1,3 of 1x4 'retrieval at 1× (%)'
+          x log 0.0001..1 'optimizer.lr' ticks 0.0001 0.001 0.01 1 turned by 40
+          y linear 74.54..101.2 ticks 75 80 85 90 95 100 grid
+          line #000000 - o: x 0.0001 0.001 0.01 1; y nan 100 100 nan
+          bars #000000: ; 0.001 75.75, 0.001 100; 0.01 75.75, 0.01 100;
+        panel 1,4 of 1x4 'retrieval at 4× (%)'
+          x log 0.0001..1.413 'optimizer.lr' ticks 0.0001 0.001 0.01 1 turned by 40
+          y linear 0.1662..99.83 ticks 20 40 60 80 grid
+          line #000000 - o: x 0.0001 0.001 0.01 1; y nan 16.67 83.33 75
+          bars #000000: ; 0.001 4.697, 0.001 44.8; 0.01 55.2, 0.01 95.3; 1 46.77, 1 91.11
+        """,
+    )
+    plan.write(tmp_path / "sweep")
+    check_csv(
+        tmp_path / "sweep.csv",
+        """
+        run, optimizer.lr, loss at 1×, loss at 4×, retrieval at 1× (%), retrieval at 4× (%)
+        optimizer.lr=1e-4, 0.0001, , , ,
+        optimizer.lr=1e-3, 0.001, 3.125, 3.75, 100, 16.67
+        optimizer.lr=1e-2, 0.01, 2.625, 3.25, 100, 83.33
+        optimizer.lr=1, 1, 9, , , 75
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ("0 1 100", "linear"),
+        ("1 2 8", "linear"),
+        ("1 2 9", "log"),
+        ("0.5 4 4.5", "log"),
+        ("-8 -4 -1", "linear"),
+    ],
+)
+def test_positive_values_that_span_more_than_a_factor_of_eight_are_logarithmic(values, scale):
+    runs = (run(value, {"k": value}, at(1, None, 3.0)) for value in values.split())
+    assert figure(Sweep("s", tuple(runs)))[1].axes[0].get_xscale() == scale
+
+
+def grid(*values):
+    """Runs by two keys, of which the last misses its loss."""
+    runs = [
+        run(f"{a} {b}", {"one.a": a, "one.b": b}, at(1, n, 3.0 + n), at(4, 12 - n))
+        for n, (a, b) in enumerate(values)
+    ]
+    return Sweep("grid", (*runs[:-1], run(runs[-1].place, runs[-1].settings, at(1, 6))))
+
+
+def test_a_grid_with_numbers_is_a_line_for_each_value_of_the_other_key():
+    """Along the key with more values; 8 is no more than eight times 1."""
+    values = [(a, b) for a in ("1", "2") for b in ("8", "2.5", "1")]
+    plan, drawn = figure(grid(*values))
+    assert plan.title == "The runs of the sweep over one.b"
+    check(
+        drawn,
+        """
+        6.75 x 2.40 inches
+        panel 1,1 of 1x3 'loss at 1×'
+          x linear 0.65..8.35 'one.b' ticks 1 2.5 8
+          y linear 2.8..7.2 ticks 3 4 5 6 7 grid
+          line #000000 - o: x 1 2.5 8; y 5 4 3
+          line #0072b2 - s: x 1 2.5 8; y nan 7 6
+          bars #000000: 1 5, 1 5; 2.5 4, 2.5 4; 8 3, 8 3
+          bars #0072b2: ; 2.5 7, 2.5 7; 8 6, 8 6
+        panel 1,2 of 1x3 'retrieval at 1× (%)'
+          x linear 0.65..8.35 'one.b' ticks 1 2.5 8
+          y linear -3.731..78.35 ticks 0 20 40 60 grid
+          line #000000 - o: x 1 2.5 8; y 16.67 8.333 0
+          line #0072b2 - s: x 1 2.5 8; y 50 33.33 25
+          bars #000000: 1 4.697, 1 44.8; 2.5 1.487, 2.5 35.39; 8 0, 8 24.25
+          bars #0072b2: 1 25.38, 1 74.62; 2.5 13.81, 2.5 60.94; 8 8.894, 8 53.23
+        panel 1,3 of 1x3 'retrieval at 4× (%)'
+          x linear 0.65..8.35 'one.b' ticks 1 2.5 8
+          y linear 36.02..103 ticks 40 60 80 100 grid
+          line #000000 - o: x 1 2.5 8; y 83.33 91.67 100
+          line #0072b2 - s: x 1 2.5 8; y nan 66.67 75
+          bars #000000: 1 55.2, 1 95.3; 2.5 64.61, 2.5 98.51; 8 75.75, 8 100
+          bars #0072b2: ; 2.5 39.06, 2.5 86.19; 8 46.77, 8 91.11
+        legend upper, upper center, columns: 2
+          'one.a=1' #000000 - o
+          'one.a=2' #0072b2 - s
+        """,
+    )
+
+
+def test_a_grid_of_words_is_a_map():
+    values = [(a, b) for a in ("never", "always") for b in ("x", "y")]
+    plan, drawn = figure(grid(*values))
+    assert plan.title == "The runs of the sweep by one.a and one.b"
+    check(
+        drawn,
+        """
+            6.75 x 1.70 inches
+            panel 1,1 of 1x3 'loss at 1×'
+              x linear -0.5..1.5 'one.b' ticks 0='x' 1='y' unmarked
+              y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
+              spines none
+              image cividis 3..5, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 3 4 / 5
+                  nan
+              text '3.000' #ffffff center center: 0 0
+              text '4.000' #ffffff center center: 1 0
+              text '5.000' #010101 center center: 0 1
+              text '·' #010101 center center: 1 1
+            panel 1,2 of 1x3 'retrieval at 1× (%)'
+              x linear -0.5..1.5 'one.b' ticks 0='x' 1='y' unmarked
+              y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
+              spines none
+              image cividis 0..50, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 0 8.333
+                  / 16.67 50
+              text '0.0' #ffffff center center: 0 0
+              text '8.3' #ffffff center center: 1 0
+              text '16.7' #ffffff center center: 0 1
+              text '50.0' #010101 center center: 1 1
+            panel 1,3 of 1x3 'retrieval at 4× (%)'
+              x linear -0.5..1.5 'one.b' ticks 0='x' 1='y' unmarked
+              y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
+              spines none
+              image cividis 83.33..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100
+                  91.67 / 83.33 nan
+              text '100.0' #010101 center center: 0 0
+              text '91.7' #ffffff center center: 1 0
+              text '83.3' #ffffff center center: 0 1
+              text '·' #010101 center center: 1 1
+            left 'one.a'
+            """,
+    )
+
+
+def test_what_is_no_grid_is_drawn_by_name():
+    """Two keys of words with three of four places."""
+    sweep = grid(("never", "x"), ("always", "x"), ("always", "y"))
+    plan, drawn = figure(sweep)
+    assert plan.title == "The runs of the sweep by run"
+    check(
+        drawn,
+        """
+        6.75 x 1.32 inches
+        panel 1,1 of 1x3 'loss at 1×'
+          x linear 2.95..4.05 ticks 3 3.5 4 grid
+          y linear 2.5..-0.5 ticks 0='one.a=never, one.b=x' 1='one.a=always, one.b=x'
+              2='one.a=always, one.b=y' grid
+          bars #0072b2 o: x 3; y 0; 3 0, 3 0
+          bars #0072b2 o: x 4; y 1; 4 1, 4 1
+        panel 1,2 of 1x3 'retrieval at 1× (%)'
+          x linear -3.731..78.35 ticks 0 50 grid
+          y linear 2.5..-0.5 ticks 0 1 2 unlabelled grid
+          bars #0072b2 o: x 0; y 0; 0 0, 24.25 0
+          bars #0072b2 o: x 8.333; y 1; 1.487 1, 35.39 1
+          bars #0072b2 o: x 50; y 2; 25.38 2, 74.62 2
+        panel 1,3 of 1x3 'retrieval at 4× (%)'
+          x linear 62.84..101.8 ticks 80 100 grid
+          y linear 2.5..-0.5 ticks 0 1 2 unlabelled grid
+          bars #0072b2 o: x 100; y 0; 75.75 0, 100 0
+          bars #0072b2 o: x 91.67; y 1; 64.61 1, 98.51 1
+        """,
+    )
+
+
+def test_keys_that_change_one_at_a_time_have_a_row_each():
+    settings = [{"a": "1", "b": "8"}, {"a": "2", "b": "8"}, {"a": "1", "b": "4"}]
+    sweep = Sweep("s", tuple(run(str(n), s, at(1, None, 3.0)) for n, s in enumerate(settings)))
+    first, second, third = sweep.runs
+    a, b = axes(sweep)
+    assert (a.key, a.lines) == ("a", (("", ((1, first), (2, second))),))
+    assert (b.key, b.lines) == ("b", (("", ((4, third), (8, first))),))
+    both = run("3", {"a": "3", "b": "3"}, at(1, None, 3.0))
+    assert axes(Sweep("s", (*sweep.runs, both))) == []
+    words = run("3", {"a": "inf", "b": "8"}, at(1, None, 3.0))
+    assert axes(Sweep("s", (*sweep.runs, words))) == []
+    again = run("3", {"a": "1", "b": "8"}, at(1, None, 3.0))
+    a, _ = axes(Sweep("s", (*sweep.runs, again)))
+    assert a.lines == (("", ((1, first), (1, again), (2, second))),)
+    _, drawn = figure(sweep)
+    assert [panel.get_xlabel() for panel in drawn.axes] == ["a", "b"]
+    assert drawn.get_figheight() == pytest.approx(0.5 + 2 * 1.9)
+
+
+def test_panels_are_of_the_shortest_and_longest_lengths_that_have_numbers():
+    sweep = Sweep("s", (run("a", {}, at(1, 3), at(2, 3, 3.0), at(4, None, 3.0)),))
+    assert [(m.title, m.factor) for m in measures(sweep)] == [
+        ("loss at 4×", 4),
+        ("retrieval at 1× (%)", 1),
+    ]
+    alone = Sweep("s", (run("a", {}, at(2, 3, 3.0)),))
+    assert [m.title for m in measures(alone)] == ["loss at 2×", "retrieval at 2× (%)"]

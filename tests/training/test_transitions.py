@@ -1,0 +1,242 @@
+"""What happens between phases, on hand-made phases and batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.data.config import DataConfig
+from trainer.model.attention import RMSNorm
+from trainer.recalibration.config import ChangeConfig
+from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.runs.phase_config import RescaleConfig
+from trainer.runs.phases import phases_of
+from trainer.runs.ranks import Ranks
+from trainer.training.callbacks import transitions
+from trainer.training.callbacks.transitions import Transitions, describe, rescaled_layout
+
+
+def phase(**changes):
+    config = RunConfig(
+        data=DataConfig(sequence_length=changes.pop("length", 64)),
+        trainer=changes.pop("trainer", TrainerConfig()),
+    )
+    (found,) = phases_of(config)
+    return replace(found, **changes)
+
+
+def made(*phases, **more):
+    options = {"effect_batch": None, "before_drop": None, "add_metrics": None} | more
+    return Transitions(phases, **options)
+
+
+@pytest.mark.parametrize(
+    ("factor", "length", "expected"), [(None, 256, 4.0), (3.0, 256, 3.0), (None, 32, 1.0)]
+)
+def test_frequencies_are_rescaled_as_far_as_a_phase_reaches(tiny_decoder, factor, length, expected):
+    layout = tiny_decoder(training_length=64).layout
+    longer = phase(rescale=RescaleConfig("pi", factor), length=length)
+    found = rescaled_layout(layout, longer).layers[0].spectra[0].inv_freq
+    wanted = [frequency / expected for frequency in layout.layers[0].spectra[0].inv_freq]
+    assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"drop": ChangeConfig()}, "dropped the encoding (nope)"),
+        (
+            {"drop": ChangeConfig(anneal_steps=5), "rescale": RescaleConfig("pi")},
+            "dropped the encoding (nope) over 5 steps",
+        ),
+        ({"rescale": RescaleConfig("yarn")}, "frequencies rescaled for longer sequences (yarn)"),
+        ({"name": "long", "length": 4096}, "phase 'long' with sequences of 4,096 tokens"),
+    ],
+)
+def test_a_change_is_told_in_words(changes, said):
+    assert describe(phase(**changes)) == said
+
+
+@pytest.mark.parametrize(
+    ("sequences", "batch", "micro", "ranks", "shared", "parts"),
+    [
+        (8, 4, 4, 1, 1, 2),  # of four, as the run trains on
+        (8, 12, 3, 1, 1, 4),  # three are too few to divide eight: parts of two
+        (8, 16, 8, 2, 2, 2),  # they fit at once, but two ranks share them
+        (8, 16, 8, 2, 1, 1),
+        (9, 12, 2, 3, 3, 9),  # parts of two would not be alike
+        (6, 16, 4, 4, 4, 2),  # of which four ranks have no equal shares
+        (7, 2, 2, 1, 1, 7),
+    ],
+)
+def test_a_fixed_batch_is_read_in_equal_parts_that_fit(
+    sequences, batch, micro, ranks, shared, parts
+):
+    ids = torch.arange(sequences)[:, None].expand(sequences, 3)
+    drawn = []
+
+    def effect_batch(of):
+        drawn.append(of.name)
+        return {"input_ids": ids, "labels": ids + 100}
+
+    callback = made(effect_batch=effect_batch)
+    module = SimpleNamespace(device="cpu", ranks=Ranks(0, ranks, 0, ranks))
+    run = TrainerConfig(batch_size=batch, micro_batch_size=micro)
+    found = callback._micro_batches(module, phase(trainer=run), shared)
+    assert [len(inputs) for inputs, _ in found] == [sequences // parts] * parts
+    assert torch.equal(torch.cat([inputs for inputs, _ in found]), ids)
+    assert torch.equal(torch.cat([targets for _, targets in found]), ids + 100)
+    callback._micro_batches(module, phase(trainer=run), shared)
+    callback._micro_batches(module, phase(trainer=run, name="other"), shared)
+    assert drawn == ["pretrain", "other"]  # drawn once for each phase
+
+
+@pytest.mark.parametrize(("parts", "alone"), [(4, False), (3, True)])
+def test_ranks_share_the_parts_and_have_all_losses_in_order(monkeypatch, parts, alone):
+    """Fewer parts than they could share they read alone, all of them."""
+    model = SimpleNamespace(token_losses=lambda x, y: torch.stack([x, y], dim=1).float())
+    monkeypatch.setattr(transitions, "evaluating", lambda module: nullcontext(model))
+    callback = made()
+    batches = [(torch.tensor([10 * n, 10 * n + 1]),) * 2 for n in range(parts)]
+    monkeypatch.setattr(callback, "_micro_batches", lambda module, phase, ranks: batches)
+
+    def losses(rank):
+        return callback.losses(SimpleNamespace(ranks=Ranks(rank, 2, rank, 2)), phase())
+
+    sent = []
+
+    def first_round(own):
+        sent.append(own)
+        return [own, own]
+
+    monkeypatch.setattr(transitions, "all_gather", first_round)
+    losses(0), losses(1)
+    in_order = [10 * n + i for n in range(parts) for i in (0, 1)]
+    if alone:
+        assert sent == []
+    else:
+        assert sent == [[[0, 1], [20, 21]], [[10, 11], [30, 31]]]
+        monkeypatch.setattr(transitions, "all_gather", lambda _: sent)
+    assert losses(0) == losses(1) == in_order
+
+
+class Model(nn.Module):
+    """What of a decoder an optimizer's reset looks at."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.config = SimpleNamespace(qk_norm=SimpleNamespace(when=when))
+        self.q_norm, self.k_norm, self.norm = (RMSNorm(2, 1e-6) for _ in range(3))
+        self.linear = nn.Linear(2, 2, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("policy", "when", "kept"),
+    [
+        ("keep", "after_drop", {"q_norm", "k_norm", "norm", "linear"}),
+        ("reset", "after_drop", set()),
+        ("reset_new", "after_drop", {"norm", "linear"}),
+        ("reset_new", "always", {"q_norm", "k_norm", "norm", "linear"}),
+    ],
+)
+def test_an_optimizer_forgets_what_its_phase_says(policy, when, kept):
+    model = Model(when)
+    names = {parameter: name.split(".")[0] for name, parameter in model.named_parameters()}
+    optimizer = SimpleNamespace(state=dict.fromkeys(names, "averages"))
+    trainer = SimpleNamespace(optimizers=[optimizer])
+    made()._reset_optimizer(trainer, SimpleNamespace(model=model), phase(optimizer_state=policy))
+    assert {names[parameter] for parameter in optimizer.state} == kept
+
+
+@pytest.fixture
+def crossing(monkeypatch, tiny_decoder):
+    """Go through a run of two steps before a second phase and four in it, of two micro-batches:
+    the callback, what others were told, and the layouts in each step."""
+
+    def go(second, *, begin=0, resume=None):
+        first = phase(end=2)
+        second = replace(second, name="second", start=2, end=6)
+        losses = iter([[4.0, 6.0], [7.0, 9.0], [1.0, 2.0]])
+        said: list = []
+        found = made(
+            first,
+            second,
+            before_drop=lambda trainer: said.append("saved"),
+            add_metrics=said.append,
+        )
+        monkeypatch.setattr(found, "losses", lambda module, phase: next(losses))
+        if resume:
+            found.load_state_dict(resume)
+        model = tiny_decoder(training_length=64)
+        optimizer = SimpleNamespace(state={"a": 1})
+        trainer = SimpleNamespace(
+            global_step=begin, accumulate_grad_batches=2, optimizers=[optimizer]
+        )
+        module = SimpleNamespace(model=model, trainer=trainer)
+        layouts = []
+        for index in range(2 * (6 - begin)):
+            found.on_train_batch_start(trainer, module, None, index)
+            layouts.append(model.layout)
+            trainer.global_step += index % 2
+            found.on_train_batch_end(trainer, module, None, None, index)
+        return found, said, layouts[::2], optimizer.state
+
+    return go
+
+
+def test_a_drop_is_saved_before_measured_around_and_at_its_end(crossing):
+    callback, said, layouts, state = crossing(phase(drop=ChangeConfig(), optimizer_state="reset"))
+    assert said == [
+        "saved",
+        {"drop/loss_before": 5.0, "drop/loss_after": 8.0},
+        {"drop/loss_end": 1.5},
+    ]
+    assert callback.effects == {
+        "second": {
+            **{"step": 2, "loss_before": 5.0, "loss_after": 8.0, "loss_end": 1.5},
+            "sequences": {"before": [4.0, 6.0], "after": [7.0, 9.0], "end": [1.0, 2.0]},
+        }
+    }
+    turning = [any(spectrum.inv_freq for spectrum in one.layers[0].spectra) for one in layouts]
+    assert turning == [True, True, False, False, False, False]
+    assert state == {}
+    assert callback.has_dropped
+    assert [callback.crossed_at(step) for step in (1, 2, 3)] == [False, True, False]
+
+
+def test_a_longer_phase_is_measured_too_and_nothing_is_saved(crossing):
+    callback, said, layouts, state = crossing(phase(length=128))
+    assert said == [
+        {"phase_second/loss_before": 5.0, "phase_second/loss_after": 8.0},
+        {"phase_second/loss_end": 1.5},
+    ]
+    assert [one.training_length for one in layouts] == [64, 64, 128, 128, 128, 128]
+    assert state == {"a": 1}
+    assert not callback.has_dropped
+
+
+@pytest.mark.parametrize("length", [64, 32])
+def test_a_phase_that_changes_nothing_is_not_measured(crossing, length):
+    callback, said, layouts, _ = crossing(phase(length=length))
+    assert (callback.effects, said) == ({}, [])
+    assert {one.training_length for one in layouts} == {64}
+
+
+def test_angles_shrink_before_every_step_and_a_resume_goes_on_with_them(crossing):
+    """Over three steps: two thirds, one third, none."""
+    slow = phase(drop=ChangeConfig(anneal_steps=3))
+    callback, _, layouts, _ = crossing(slow)
+    fastest = [max(one.layers[0].spectra[0].inv_freq, default=0.0) for one in layouts]
+    assert fastest == pytest.approx([1, 1, 2 / 3, 1 / 3, 0, 0])
+    assert callback.state_dict()["before"] is None
+    effects = {"second": {"step": 2}}
+    half = {"effects": effects, "before": layouts[0].to_dict()}
+    _, said, layouts, _ = crossing(slow, begin=3, resume=half)
+    fastest = [max(one.layers[0].spectra[0].inv_freq, default=0.0) for one in layouts]
+    assert fastest == pytest.approx([1 / 3, 0, 0])
+    assert said == [{"drop/loss_end": 5.0}]  # nothing is changed twice
