@@ -27,7 +27,6 @@ from trainer.evaluation.requests import Encoder
 from trainer.report.results import Milestone
 from trainer.runs.checkpoints import load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig
-from trainer.runs.monitoring import BenchmarksConfig
 from trainer.runs.parsing import merged, parse
 from trainer.training.callbacks.benchmarks import benchmark_problems
 
@@ -207,11 +206,6 @@ def test_a_length_that_is_too_short_for_a_task_is_named(run, asked):
     benchmarks = asked["monitor"]["benchmarks"] | {"lengths": [1]}
     with pytest.raises(UserError, match=r"monitor\.benchmarks\.lengths: expected at least"):
         run(monitor={"benchmarks": benchmarks})
-
-
-def test_nothing_is_due_by_itself():
-    assert not BenchmarksConfig().enabled
-    assert not BenchmarksConfig().is_due(0, 10**9, 100)
 
 
 def test_tasks_of_lm_eval_are_asked_too(run, base, tmp_path, monkeypatch):
