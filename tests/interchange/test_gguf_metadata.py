@@ -146,7 +146,5 @@ def test_only_llama_s_words_are_tokens_whatever_the_merges_say(pre):
 @pytest.mark.parametrize("changes", [{"model": "llama"}, {"pre": "other"}])
 def test_other_tokenizers_are_refused(changes):
     words = WORDS | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
-    with pytest.raises(
-        UserError, match=r"^the tokenizer .* is not supported; expected 'gpt2'"
-    ):
+    with pytest.raises(UserError, match=r"^the tokenizer .* is not supported; expected 'gpt2'"):
         _tokenizer(words)
