@@ -133,6 +133,16 @@ def test_qwen2_has_biases_and_windows_in_its_upper_layers():
     assert windows(layout) == [None, 128] * 4
 
 
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+def test_windows_of_qwen_begin_where_those_of_transformers_do(kind):
+    """Where a file leaves out from which layer on, and how wide they are."""
+    given = {"num_hidden_layers": 30, "use_sliding_window": True}
+    theirs = getattr(transformers, f"{kind}Config")(**given)
+    expected = [4096 if "sliding" in layer else None for layer in theirs.layer_types]
+    assert expected == [None] * 28 + [4096] * 2
+    assert windows(read(architectures=[f"{kind}ForCausalLM"], **given)[1]) == expected
+
+
 def test_qwen3_normalises_queries_and_keys_of_each_head():
     config, layout = read(architectures=["Qwen3ForCausalLM"])
     assert (config.qk_norm.when, config.qk_norm.kind) == ("always", "per_head")
