@@ -14,10 +14,8 @@ from trainer.analysis.capture import capture
 from trainer.analysis.names import kinds
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.data.corpus import prepare_corpus
-from trainer.model.config import ModelConfig
 from trainer.positional.rescaling import ntk_aware
 from trainer.runs.config import RunConfig
-from trainer.runs.memory import free_memory, needed_memory
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
@@ -364,18 +362,6 @@ def test_too_little_memory_is_said_before_the_model_is_read(rope, monkeypatch, c
     monkeypatch.setattr(analysis, "free_memory", lambda device: 10_000)
     [said] = refused([f"checkpoint={rope}", "+analysis=sinks", *SHORT], capsys)
     assert "2 x 48 tokens need about" in said
-
-
-def test_memory_grows_with_the_model_and_with_the_tokens(tiny_decoder):
-    small = ModelConfig(hidden_size=64, num_hidden_layers=2, vocab_size=500)
-    weights = needed_memory(small, 0)
-    tiny = tiny_decoder()
-    counted = 4 * sum(parameter.numel() for parameter in tiny.parameters())
-    assert needed_memory(tiny.config, 0) == pytest.approx(counted, rel=0.05)
-    assert needed_memory(small, 0, models=2) == 2 * weights
-    one = needed_memory(small, 1000) - weights
-    assert needed_memory(small, 5000) - weights == 5 * one
-    assert 2**20 < free_memory("cpu") < 2**50
 
 
 def test_every_study_can_be_asked_for():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.model.test_cache import MODELS
 from tests.model.test_decoder import published
 from trainer.generation.generate import generate
+from trainer.generation.sampler import Sampler
 from trainer.generation.sampling import Sampling
 from trainer.model.linear import HAS_ONEDNN, Linear
 from trainer.positional.rescaling import ntk_aware
@@ -135,3 +136,13 @@ def test_weights_keep_no_copies_after_generation(tiny_decoder):
     assert len(usual) == 14
     assert (during != usual) == HAS_ONEDNN
     assert products() == usual
+
+
+@torch.no_grad()
+def test_what_is_drawn_is_drawn_from_the_model_s_logits(tiny_decoder):
+    model, sampling = tiny_decoder(), Sampling(1.5, 0.9, seed=4)
+    sampler, prompt = Sampler(sampling, 1), PROMPT[:1]
+    for _ in range(20):
+        prompt = torch.cat([prompt, sampler(model(prompt)[:, -1], [0])[:, None]], dim=1)
+    assert generate(model, PROMPTS[:1], 20, sampling=sampling) == prompt[:, 12:].tolist()
+    assert generate(model, PROMPTS[:1], 20) != prompt[:, 12:].tolist()

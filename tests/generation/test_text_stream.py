@@ -125,3 +125,17 @@ def test_only_what_may_be_a_stop_string_is_held_back():
 def test_an_empty_stop_string_is_an_error():
     with pytest.raises(ValueError, match="empty stop string"):
         TextStream(BYTE_LEVEL, [""])
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "shown"),
+    [
+        (["d", "abc"], "xabcd", "x"),  # a longer one than the shortest
+        (["bc", "abc"], "xabcd", "x"),  # two that end together: the one that begins first
+        (["abc", "bc"], "xabcd", "x"),
+        (["b"], "b", ""),
+        (["cd"], "xabc", "xabc"),
+    ],
+)
+def test_the_stop_string_that_is_complete_first_ends_the_text_where_it_begins(stop, text, shown):
+    assert "".join(streamed(CHARACTERS, map(ord, text), stop)) == shown

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
@@ -169,3 +170,18 @@ def test_a_directory_that_holds_something_is_left_alone(bilingual, tmp_path):
         with pytest.raises(UserError, match=r"is not empty|is a file"):
             export_model(model, tokenizer, 0, to)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "said"),
+    [("first\nlast\n", "last"), ("", "it says nothing")],
+)
+def test_what_transformers_says_last_is_passed_on(
+    tmp_path, monkeypatch, tiny_decoder, stderr, said
+):
+    monkeypatch.setattr(
+        gate.subprocess, "run", lambda command, **_: CompletedProcess(command, 1, "", stderr)
+    )
+    with pytest.raises(UserError) as error:
+        gate.largest_difference(tiny_decoder(), tmp_path, [0], custom=False)
+    assert str(error.value) == f"export: transformers cannot load what was written: {said}"

@@ -265,13 +265,15 @@ def test_llama_3_cuts_text_as_transformers_says(tmp_path, tokenizer, small, text
 def test_a_converted_file_is_the_same_model(tmp_path, tokenizer, small):
     theirs = small(tie_word_embeddings=True)
     write(tmp_path / "small.gguf", theirs, tokenizer)
-    convert_gguf(tmp_path / "small.gguf", tmp_path / "converted")
+    convert_gguf(tmp_path / "small.gguf", tmp_path / "new" / "converted")
     before = read_pretrained(str(tmp_path / "small.gguf"))
-    after = read_pretrained(str(tmp_path / "converted"))
+    after = read_pretrained(str(tmp_path / "new" / "converted"))
     assert (after.config, after.layout) == (before.config, before.layout)
     assert after.require_tokenizer().to_str() == before.require_tokenizer().to_str()
     assert torch.equal(after.decoder()(IDS), before.decoder()(IDS))
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted").eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "new" / "converted"
+    ).eval()
     torch.testing.assert_close(loaded(IDS).logits, theirs(IDS).logits)
 
 

@@ -133,6 +133,16 @@ def test_qwen2_has_biases_and_windows_in_its_upper_layers():
     assert windows(layout) == [None, 128] * 4
 
 
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+def test_windows_of_qwen_begin_where_those_of_transformers_do(kind):
+    """Where a file leaves out from which layer on, and how wide they are."""
+    given = {"num_hidden_layers": 30, "use_sliding_window": True}
+    theirs = getattr(transformers, f"{kind}Config")(**given)
+    expected = [4096 if "sliding" in layer else None for layer in theirs.layer_types]
+    assert expected == [None] * 28 + [4096] * 2
+    assert windows(read(architectures=[f"{kind}ForCausalLM"], **given)[1]) == expected
+
+
 def test_qwen3_normalises_queries_and_keys_of_each_head():
     config, layout = read(architectures=["Qwen3ForCausalLM"])
     assert (config.qk_norm.when, config.qk_norm.kind) == ("always", "per_head")
@@ -204,3 +214,70 @@ def test_harmless_keys_are_let_pass():
     more = {"attention_dropout": 0.1, "torch_dtype": "bfloat16", "use_cache": True}
     more |= {"pretraining_tp": 1, "attention_bias": False, "logit_scale": None}
     assert read(**more) == read()
+
+
+WHOLE = "expected a positive whole number, got"
+MALFORMED = [
+    *(
+        ({key: 0}, f"{key}: {WHOLE} 0.")
+        for key in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "vocab_size", "max_position_embeddings", "num_key_value_heads", "head_dim",
+            "sliding_window", "no_rope_layer_interval",
+        )
+    ),
+    ({"max_window_layers": -1}, f"max_window_layers: {WHOLE} -1."),
+    ({"head_dim": "8"}, f"head_dim: {WHOLE} '8'."),
+    ({"vocab_size": 1 << 31}, f"vocab_size: expected less than 2^31, got {1 << 31}."),
+    ({"sliding_window": 1 << 31}, f"sliding_window: expected less than 2^31, got {1 << 31}."),
+    ({"rms_norm_eps": True}, "rms_norm_eps: expected a number, got True."),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1."),
+    ({"use_sliding_window": "no"}, "use_sliding_window: expected true or false, got 'no'."),
+    (
+        {"no_rope_layers": [1] * 7},
+        f"no_rope_layers: expected a list with an entry for each layer, got {[1] * 7}.",
+    ),
+    ({"no_rope_layers": [1] * 8 + [2]}, "no_rope_layers: expected 0 or 1, got 2."),
+    (
+        {"layer_types": ["full_attention"] * 7 + ["x"]},
+        "layer_types: expected 'full_attention' or 'sliding_attention', got 'x'.",
+    ),
+    (
+        {"layer_types": "full"},
+        "layer_types: expected a list with an entry for each layer, got 'full'.",
+    ),
+    ({"architectures": "x"}, "architectures: expected a list of names, got 'x'."),
+    ({"architectures": [1]}, "architectures: expected a list of names, got [1]."),
+    ({"attention_multiplier": 1}, "attention_multiplier=1 is not supported."),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu' or 'swish'."),
+    ({"rope_parameters": "x"}, "rope_parameters: expected keys and values, got 'x'."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "said"), MALFORMED, ids=str)
+def test_what_is_malformed_is_said_in_one_sentence(changes, said):
+    with pytest.raises(UserError) as error:
+        read(**changes)
+    assert error.value.problems == (f"here: {said}",)
+
+
+def test_what_lies_just_within_the_bounds_is_read():
+    _, layout = read(
+        architectures=["Qwen2ForCausalLM"], max_window_layers=0, sliding_window=1,
+        use_sliding_window=True, rms_norm_eps=1, max_position_embeddings=(1 << 31) - 1,
+    )  # fmt: skip
+    assert windows(layout) == [1] * 8
+    assert layout.training_length == (1 << 31) - 1
+    neutral = {"hidden_act": "swish", "logits_scaling": 1, "embedding_multiplier": 1.0}
+    neutral |= {"residual_multiplier": 1, "mlp_bias": False, "rope_interleaved": False}
+    assert read(**neutral) == read()
+    assert read(rms_norm_eps=0.5)[0].rms_norm_eps == 0.5
+    assert read(tie_word_embeddings=True)[0].tie_word_embeddings
+
+
+def test_without_a_size_of_the_layers_their_list_is_not_judged():
+    with pytest.raises(UserError) as error:
+        read(num_hidden_layers=None, layer_types=["full_attention"])
+    assert [problem.split(": ")[1] for problem in error.value.problems] == [
+        "num_hidden_layers", "layer_types",
+    ]  # fmt: skip

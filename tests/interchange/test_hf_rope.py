@@ -218,3 +218,69 @@ def test_all_problems_come_at_once():
     with pytest.raises(UserError) as error:
         ours({"rope_type": "llama3", "factor": 0, "wavelength": 3})
     assert len(error.value.problems) == 4
+
+
+NUMBER = "expected a number greater than"
+WRONG = [
+    ({"rope_theta": 1}, f"rope_theta: {NUMBER} 1, got 1."),
+    (
+        {"original_max_position_embeddings": 1},
+        f"original_max_position_embeddings: {NUMBER} 1, got 1.",
+    ),
+    *(
+        ({key: 0}, f"{key}: {NUMBER} 0, got 0.")
+        for key in (
+            "factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor",
+            "high_freq_factor",
+        )
+    ),
+    *(({key: -1}, f"{key}: {NUMBER} -1, got -1.") for key in ("mscale", "mscale_all_dim")),
+    ({"factor": True}, f"factor: {NUMBER} 0, got True."),
+    *(
+        (
+            {"partial_rotary_factor": share},
+            f"partial_rotary_factor: expected a number from 0 to 1, got {share!r}.",
+        )
+        for share in (-0.1, 1.1, "1", True)
+    ),
+    (
+        {"partial_rotary_factor": 0.27},
+        "partial_rotary_factor: 0.27 of 64 channels is 17; expected an even number.",
+    ),
+    *(
+        (
+            {key: given},
+            f"{key}: expected a list of 32 positive numbers, one for each rotated pair.",
+        )
+        for key in ("short_factor", "long_factor")
+        for given in ([1.0] * 31, [1.0] * 31 + [0], [1.0] * 31 + [True], 1.0)
+    ),
+    (
+        LLAMA3 | {"factor": 8.0, "high_freq_factor": 1.0},
+        "high_freq_factor: expected more than low_freq_factor.",
+    ),
+    (
+        {"rope_type": "longrope", "short_factor": [1.0] * 32},
+        "long_factor: missing; the type 'longrope' needs rope_theta, short_factor, long_factor.",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "said"), WRONG, ids=str)
+def test_what_is_wrong_is_said_in_one_sentence(values, said):
+    with pytest.raises(UserError) as error:
+        ours(values)
+    assert error.value.problems == (f"rope_parameters.{said}",)
+
+
+def test_what_lies_just_within_the_bounds_is_read():
+    assert not ours({"partial_rotary_factor": 0}).rotates
+    assert ours({"partial_rotary_factor": 1}) == ours({})
+    small = {"mscale": 0, "mscale_all_dim": -0.5, "beta_slow": 1e-9, "attention_factor": 1e-9}
+    assert ours({"rope_type": "yarn", "factor": 1e-9} | small).rotary_scale == 1e-9
+    odd = {"rope_type": "proportional", "partial_rotary_factor": 0.27}
+    assert sum(f > 0 for f in ours(odd).inv_freq) == 8
+    near = LLAMA3 | {"factor": 8.0, "high_freq_factor": 1.0001}
+    assert ours(near).rotates
+    with pytest.raises(UserError, match=r"rope_theta: missing; the type 'linear' needs rope_theta"):
+        spectrum_from_rope_parameters({"type": "linear", "factor": 2.0}, D, C)

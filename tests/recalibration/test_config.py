@@ -83,3 +83,65 @@ def test_of_two_times_the_one_that_counts_is_named():
 
 def test_layers_may_count_from_the_last():
     assert DropConfig(layers=[-4, -1, 3]).problems(1000, 128, 4, 2) == []
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        DropConfig(anneal_steps=1000),
+        DropConfig(at=990, anneal_steps=10, slower_than=0.1),
+        DropConfig(to="alibi"),
+        DropConfig(heads=[-2, 1], layers=[0], faster_than=0.1),
+        DropConfig(anneal_steps=5, anneal="heads"),
+        DropConfig(anneal="heads", heads=[0]),
+        DropConfig(at=5, enabled=False),
+        DropConfig(at=10**9, enabled=False),
+    ],
+)
+def test_what_lies_just_within_the_bounds_is_possible(drop):
+    assert drop.problems(1000, 128, 4, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("drop", "said"),
+    [
+        (
+            DropConfig(at=0),
+            "drop.at: 0 is step 0, but the run has steps 1 to 999 to drop at (trainer.max_steps is "
+            "1000); give such a step, a fraction between 0 and 1, or null for no drop.",
+        ),
+        (
+            DropConfig(layers=[]),
+            "drop.layers: an empty list drops nothing; null means all layers.",
+        ),
+        (
+            DropConfig(heads=[-3]),
+            "drop.heads: head -3 does not exist in a model of 2 key-value heads.",
+        ),
+        (
+            DropConfig(faster_than=-1.0),
+            "drop.faster_than: expected a number of tokens, got -1.0.",
+        ),
+        (
+            DropConfig(to="rope", anneal_steps=1),
+            "drop.to: pairs, and what shrinks over steps, are dropped to nope alone, got 'rope'.",
+        ),
+        (
+            DropConfig(anneal_steps=-1),
+            "drop.anneal_steps: expected 0 to 1000, the steps that are left, got -1.",
+        ),
+        (
+            DropConfig(anneal_steps=1, anneal="heads", slower_than=8.0),
+            "drop.anneal: 'heads' goes through all heads; leave out the choice.",
+        ),
+    ],
+)
+def test_what_is_impossible_is_said_in_one_sentence(drop, said):
+    assert drop.problems(1000, 128, 4, 2) == [said]
+
+
+def test_trained_weights_may_drop_at_once():
+    assert DropConfig(at=0).problems(10, 1, 4, 2, trained=True) == []
+    (problem,) = DropConfig(at=-1).problems(10, 1, 4, 2, trained=True)
+    assert "the run has steps 0 to 9 to drop at" in problem
+    assert DropConfig(at=85, enabled=False).step(1000, 128) is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
+import math
 import os
 import shutil
 from dataclasses import asdict
@@ -18,16 +20,22 @@ from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.errors import TransientError, UserError
 from trainer.runs import checkpoint_files, saved_state
 from trainer.runs import state as saved
-from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish
+from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish, visible_damage
 from trainer.runs.checkpoints import (
     check_same_model,
+    description,
     find_checkpoint,
     load_decoder,
     newest_sound_checkpoint,
     read_state,
     regular_checkpoints,
+    remove_leftovers,
+    rotate,
+    set_aside,
     step_name,
+    training_loss,
 )
+from trainer.runs.config import TrainerConfig
 from trainer.runs.models import find_candidate
 from trainer.runs.saved_state import read_saved
 from trainer.training.callbacks import checkpointing
@@ -275,3 +283,156 @@ def test_a_key_that_an_earlier_version_did_not_know_is_as_by_default(tiny_decode
     other = tiny_decoder(model={"initializer_by_depth": False})
     with pytest.raises(UserError, match=r"initializer_by_depth: the checkpoint 'step-1' has True"):
         check_same_model({"model": saved}, other, "step-1")
+
+
+@pytest.fixture
+def some(tmp_path):
+    """A directory of checkpoints with the last logged training loss of each, and what is none."""
+    directory = tmp_path / "some" / "checkpoints"
+    losses = {3: 2.0, 6: 1.0, 9: float("nan"), 12: 1.5, 100: 3, 1_000_000: 1.0}
+    for step, loss in losses.items():
+        partial = directory / f".{step}.partial"
+        partial.mkdir(parents=True)
+        (partial / "state.json").write_text(json.dumps({"loss": loss}))
+        publish(partial, directory / step_name(step), digests(partial))
+    for name in ("step-x", "unused-step-000003", ".step-000015.partial"):
+        (directory / name).mkdir()
+    return directory
+
+
+def steps_in(directory):
+    return [int(path.name.removeprefix("step-")) for path in regular_checkpoints(directory)]
+
+
+def test_checkpoints_are_found_oldest_first_and_nothing_else_is(some):
+    assert steps_in(some) == [3, 6, 9, 12, 100, 1_000_000]
+    newest = some / step_name(1_000_000)
+    assert newest.name == "step-1000000"
+    for given in (some, some.parent, newest):
+        assert find_checkpoint(str(given)) == newest
+    remove_leftovers(some)
+    assert not (some / ".step-000015.partial").exists()
+    assert (some / "unused-step-000003").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("some/checkpoints/step-x/state.json", "is a file; a checkpoint is a directory."),
+        ("somme", "is neither a run directory nor a checkpoint. Did you mean 'some'?"),
+        ("else/where", "is neither a run directory nor a checkpoint."),
+    ],
+)
+def test_what_is_no_checkpoint_is_said(some, tmp_path, given, said):
+    (some / "step-x" / "state.json").write_text("")
+    with pytest.raises(UserError) as error:
+        find_checkpoint(str(tmp_path / given))
+    assert error.value.problems == (f"checkpoint: {str(tmp_path / given)!r} {said}",)
+
+
+def test_a_directory_without_a_checkpoint_is_said_to_have_none(tmp_path):
+    with pytest.raises(UserError, match=f"^checkpoint: there is no checkpoint in '{tmp_path}'.$"):
+        find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [(2.0, 2.0), (3, math.inf), (math.nan, math.inf), ("1", math.inf), (None, math.inf)],
+)
+def test_a_training_loss_that_is_none_is_the_worst(tmp_path, loss, found):
+    assert training_loss(tmp_path) == math.inf  # there is no file
+    for content in ({"loss": loss}, {}, [loss]):
+        (tmp_path / "state.json").write_text(json.dumps(content))
+        expected = found if content == {"loss": loss} else math.inf
+        assert training_loss(tmp_path) == expected or math.isnan(loss)
+    (tmp_path / "state.json").write_text(json.dumps({"loss": loss}))
+    assert training_loss(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("keep", "steps", "left"),
+    [
+        ({"keep_checkpoints": 2}, (), [100, 1_000_000]),
+        ({"keep_checkpoints": 1}, (3, 7), [3, 1_000_000]),
+        ({"keep_checkpoints": 1, "keep_every": 6}, (), [6, 12, 1_000_000]),
+        ({"keep_checkpoints": 1, "keep_best": 1}, (), [6, 1_000_000]),
+        ({"keep_checkpoints": 1, "keep_best": 4}, (), [3, 6, 12, 1_000_000]),
+    ],
+)
+def test_what_a_rotation_keeps(some, keep, steps, left):
+    rotate(some, TrainerConfig(**keep), frozenset(steps))
+    assert steps_in(some) == left
+    assert [path.name for path in some.glob(".*")] == [".step-000015.partial"]
+
+
+def test_what_a_run_does_not_go_on_from_is_set_aside(some):
+    (some / "unused-step-000003" / "old").write_text("")
+    set_aside([some / step_name(3), some / step_name(6)])
+    assert steps_in(some) == [9, 12, 100, 1_000_000]
+    for step in (3, 6):
+        unused = some / f"unused-{step_name(step)}"
+        assert sorted(path.name for path in unused.iterdir()) == [MANIFEST, "state.json"]
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (None, "manifest.json is missing"),
+        ({}, "manifest.json lists no files"),
+        ({"state.json": 3}, "manifest.json is no list of files with sizes and checksums ("),
+        ({"../a": [1, "x"]}, "manifest.json names a file elsewhere (../a)"),
+        ({"..": [1, "x"]}, "manifest.json names a file elsewhere (..)"),
+        ({"": [1, "x"]}, "manifest.json names a file elsewhere ()"),
+        ({"a\nb": [1, "x"]}, r"'a\nb'... is missing"),
+        ({"a" * 100: [1, "x"]}, f"'{'a' * 60}'... is missing"),
+        ({"a" * 99: [1, "x"]}, f"{'a' * 99} is missing"),
+        ({"state.json": [3, "x"]}, "state.json has 13 bytes instead of 3"),
+        ({"state.json": [13, "x"]}, "state.json has changed (its checksum differs)"),
+    ],
+)
+def test_damage_is_named(some, files, said):
+    checkpoint = some / step_name(3)
+    assert damage(checkpoint) is None
+    (checkpoint / MANIFEST).unlink()
+    if files is not None:
+        (checkpoint / MANIFEST).write_text(json.dumps(files))
+    assert damage(checkpoint).startswith(said)
+    if "checksum" not in said or "sizes" in said:
+        assert visible_damage(checkpoint) == damage(checkpoint)
+    else:
+        assert visible_damage(checkpoint) is None
+
+
+def test_a_checkpoint_with_weights_of_another_model_is_refused(finished):
+    path = checkpoint_of(finished[0])
+    state = read_state(path)
+    shape = state["model"]
+    for changes, said in (
+        ({"qkv_bias": True}, r"has no parameter .*; 5 others do not fit either\.$"),
+        ({"intermediate_size": 64}, r"is \(48, 32\) in 'step-000012', but \(64, 32\) in the model"),
+        (NEVER, r"holds 'model\..*norm.*', which the model has not\.$"),
+    ):
+        changed = state | {"model": shape | changes}
+        if changes is NEVER:
+            layers = [layer | {"qk_norm": False} for layer in state["layout"]["layers"]]
+            changed["layout"] = state["layout"] | {"layers": layers}
+        with pytest.raises(UserError, match=said):
+            load_decoder(path, changed)
+
+
+NEVER = {"qk_norm": {"when": "never"}}
+
+
+def test_a_description_holds_all_that_evaluation_needs(finished):
+    config, _ = finished
+    state = read_state(checkpoint_of(config))
+    model = load_decoder(checkpoint_of(config), state)
+    found = json.loads(json.dumps(description(config, model, state["tokenizer"], 12)))
+    assert found == {key: state[key] for key in found}
+    assert found.keys() == {
+        "format", "step", "tokens", "model", "layout", "tokenizer", "config", "versions",
+    }  # fmt: skip
+    assert (found["format"], found["step"]) == (1, 12)
+    assert found["versions"].keys() == {
+        "unrope", "python", "torch", "lightning", "numpy", "datasets", "tokenizers",
+    }  # fmt: skip

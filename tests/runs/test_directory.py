@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trainer.errors import UserError
-from trainer.runs.config import RunConfig
-from trainer.runs.directory import LogFile, open_run_directory, writable_problem
+from trainer.evaluation.config import EvaluationConfig
+from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.directory import (
+    LogFile,
+    check_run_directory,
+    differences,
+    free_place,
+    log_to_file,
+    open_run_directory,
+    saved_run,
+    writable_problem,
+)
 from trainer.runs.mark import MARK
+from trainer.runs.ownership import overwrite_problems
 from trainer.runs.parsing import parse
 
 
@@ -161,3 +174,164 @@ def test_a_log_on_a_full_disk_says_so_once_and_stops_nothing(capsys):
         handler.handle(logging.LogRecord("trainer", 20, "", 0, "line %d", (number,), None))
     said = capsys.readouterr().err
     assert said == "/dev/full: No space left on device; the run goes on\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("7", "it holds no configuration"),
+        ("trainer: 7", "trainer: .*"),
+        ("sead: 7\nmodel: {hidden_size: x}", "model.hidden_size: .*"),
+        ("seed: -1", "seed: expected a whole number .*"),
+        ("trainer: {batch_size: 0}", r"trainer\.batch_size: expected 1 or more, got 0"),
+        ("data: {sequence_length: 0}", r"data\.sequence_length: .*"),
+    ],
+)
+def test_a_record_says_what_is_wrong_in_it(place, content, why):
+    place.mkdir()
+    (place / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match=rf"^run_dir: '.*config\.yaml' is damaged: {why}\.$"):
+        saved_run(place)
+
+
+def test_groups_that_say_nothing_of_training_may_be_of_another_version(place):
+    place.mkdir()
+    (place / "config.yaml").write_text("seed: 3\nmonitor: 7\nlogger: [1]\nevaluation: {lengths: x}")
+    assert saved_run(place) == RunConfig(seed=3)
+
+
+def test_a_directory_with_other_files_is_no_place_for_a_run(place):
+    place.mkdir()
+    assert opened(place) == place  # an empty one is
+    (place / "config.yaml").rename(place / "mine.yaml")
+    with pytest.raises(UserError, match=r"^run_dir: .* holds other files and no run; choose"):
+        opened(place)
+
+
+def test_what_differs_is_named_but_for_what_trains_nothing(place):
+    opened(place)
+    free = {
+        "name": "other", "label": "l", "evaluation": EvaluationConfig(lengths=[1]),
+        "trainer": TrainerConfig(log_every=3), "strategy": StrategyConfig("ddp"),
+    }  # fmt: skip
+    opened(place, **free)
+    changed = OptimizerConfig(lr=1.0, eps=1.0)
+    with pytest.raises(UserError) as error:
+        check_run_directory(RunConfig(run_dir=str(place), optimizer=changed, **free), finished=True)
+    at = f"the run in {str(place)!r} has"
+    assert error.value.problems == (
+        f"optimizer.lr: {at} 0.0003, this command 1.0.",
+        f"optimizer.eps: {at} 1e-08, this command 1.0.",
+        "Choose another name=, or overwrite=true to start again; `python -m trainer evaluate "
+        f"checkpoint={place}` evaluates a run anew.",
+    )
+    other = replace(free["evaluation"], lengths=[2])
+    opened(place, evaluation=other)
+    with pytest.raises(UserError, match=r"^evaluation\.lengths: .* has \[2.0\], this"):
+        check_run_directory(RunConfig(run_dir=str(place), **free), finished=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ({"a": 1}, {"a": 1}, []),
+        ({"a": 1, "b": 2}, {"a": 2, "c": 3}, [("a", 1, 2), ("b", 2, None), ("c", None, 3)]),
+        ({"g": {"a": 1, "free": 1}}, {"g": {"a": 2, "free": 2}}, [("g.a", 1, 2)]),
+        ({"g": {"a": 1}}, {"g": None}, [("g", {"a": 1}, None)]),
+        ({"free": 1, "g": {"h": {"a": [1]}}}, {"g": {"h": {"a": [2]}}}, [("g.h.a", [1], [2])]),
+    ],
+)
+def test_differences_are_named_by_their_keys(old, new, found):
+    assert differences(old, new, ("free", "g.free")) == found
+
+
+def test_a_place_that_can_be_is_left_as_it_is(tmp_path):
+    assert writable_problem(str(tmp_path / "a" / "b")) is None
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert writable_problem(str(tmp_path / "link")) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("file/run", "'{}/file' is a file; give the name of a directory."),
+        ("circle", "'{}/circle' cannot be written (its links go in a circle)."),
+        ("nowhere", "'{}/nowhere' cannot be written (No such file or directory)."),
+        ("nowhere/run", "'{}/nowhere' is a file; give the name of a directory."),
+    ],
+)
+def test_a_place_that_cannot_be_is_named_with_the_reason(tmp_path, where, said):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    assert writable_problem(str(tmp_path / where), "to") == f"to: {said.format(tmp_path)}"
+
+
+def test_the_program_s_log_goes_into_one_file_at_a_time(tmp_path):
+    for name in ("a", "b", "b"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        log_to_file(tmp_path / name)
+        logging.getLogger("trainer.some").warning("ä %s", name)
+    assert len((tmp_path / "a" / "log.txt").read_text("utf-8").splitlines()) == 1
+    lines = (tmp_path / "b" / "log.txt").read_text("utf-8").splitlines()
+    assert [line.partition(" WARNING ")[2] for line in lines] == ["ä b", "ä b"]
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", lines[0])
+
+
+def test_an_error_of_logging_that_is_no_disk_s_is_shown_as_ever(tmp_path, capsys):
+    handler = LogFile(tmp_path / "log.txt")
+    handler.handle(logging.LogRecord("trainer", 20, "", 0, "%d", ("x",), None))
+    assert "Logging error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("taken", "wanted", "found"),
+    [
+        ((), "a.html", "a.html"),
+        (("a.html",), "a.html", "a-2.html"),
+        (("a", "a-2", "a-3"), "a", "a-4"),
+    ],
+)
+def test_a_name_that_is_taken_gets_the_first_free_number(taken, wanted, found):
+    assert free_place(Path("x", wanted), lambda path: path.name not in taken) == Path("x", found)
+
+
+def test_of_many_files_it_does_not_know_five_are_named(place):
+    opened(place)
+    for name in "gfedcba":
+        (place / name).write_text("mine")
+    (place / "h").symlink_to(place)
+    named = ", ".join(repr(str(place / name)) for name in "abcde")
+    assert overwrite_problems(place) == [
+        f"overwrite: not made by this program, so nothing is deleted: {named}, and 3 more; move "
+        "what you want to keep elsewhere first."
+    ]
+    for name in "fgh":
+        (place / name).unlink()
+    (problem,) = overwrite_problems(place)
+    assert f"deleted: {named}; move" in problem
+
+
+def test_problems_of_all_controls_and_of_the_run_are_named(place):
+    opened(place)
+    for control in ("a", "b"):
+        opened(place / "controls" / control)
+        (place / "controls" / control / "mine").write_text("")
+    (place / "deep" / "controls").mkdir(parents=True)
+    (place / "deep" / "controls" / "mine").write_text("")
+    a, b, own = overwrite_problems(place)
+    assert "controls/a/mine'" in a
+    assert "controls/b/mine'" in b
+    assert "deep/controls/mine'" in own
+    assert "controls/a" not in own
+
+
+@pytest.mark.parametrize(
+    "mark", ['{"program": "unrope", "format": 99}', '{"program": "other", "format": 1}', "["]
+)
+def test_a_mark_that_cannot_be_trusted_saves_the_directory(place, mark):
+    opened(place)
+    (place / MARK).write_text(mark)
+    (problem,) = overwrite_problems(place)
+    assert problem.startswith("run_dir: ")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pytest
 
 from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import RunConfig
-from trainer.runs.parsing import parse, validated
+from trainer.runs.parsing import control_config, merged, parse, validated
 from trainer.workflows.evaluation_request import EvaluationRequest
 
 
@@ -72,3 +74,224 @@ def test_what_an_earlier_version_kept_of_evaluations_is_left_out():
     assert (config.seed, config.evaluation.lengths, config.evaluation.fit_windows) == (5, [1, 2], 7)
     assert config.evaluation.needles == EvaluationConfig().needles
     assert problems
+
+
+@dataclass
+class Inner:
+    size: int = 1
+
+
+@dataclass
+class Outer:
+    number: int = 1
+    kind: Literal["some", "other"] = "some"
+    several: list[str] = field(default_factory=list)
+    either: int | list[int] | None = None
+    inner: Inner = field(default_factory=Inner)
+    maybe: Inner | None = None
+    listed: list[Inner] = field(default_factory=list)
+    named: dict[str, Inner] = field(default_factory=dict)
+    free: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"numbr": 1}, ["numbr: unknown key. Did you mean 'number'?"]),
+        ({"inner": {"siz": 1}}, ["inner.siz: unknown key. Did you mean 'size'?"]),
+        ({"maybe": {"siz": 1}}, ["maybe.siz: unknown key. Did you mean 'size'?"]),
+        ({"named": {"a": {"siz": 1}}}, ["named.a.siz: unknown key. Did you mean 'size'?"]),
+        (
+            {"listed": [{"siz": 1}, {"size": 2}]},
+            ["listed.siz: unknown key. Did you mean 'size'?"],
+        ),
+        ({"inner": 3}, ["inner: expected a group of keys, got 3."]),
+        ({"named": {"a": 3}}, ["named.a: expected a group of keys, got 3."]),
+        ({"free": {"x": {"y": 1}}, "maybe": None, "either": [1]}, []),
+        (
+            {"kind": "somme"},
+            "kind: got 'somme'; input should be 'some' or 'other'. Did you mean 'some'?",
+        ),
+        (
+            {"several": "a"},
+            "several: got 'a'; input should be a valid list. Of this one alone it is several=[a].",
+        ),
+        ({"several": {"a": 1}}, "several: got {'a': 1}; input should be a valid list."),
+        ({"several": [1]}, "several.0: got 1; input should be a valid string."),
+    ],
+)  # fmt: skip
+def test_every_mistake_of_a_group_is_one_sentence(values, said):
+    found, problems = validated(Outer, values)
+    assert problems == ([said] if isinstance(said, str) else said)
+    assert isinstance(found, Outer)
+
+
+def test_keys_that_are_wrong_have_their_defaults_and_the_others_what_was_given():
+    values = {"number": "x", "inner": {"size": "y"}, "several": ["a"], "either": "z", "named": 3}
+    found, problems = validated(Outer, values)
+    assert found == Outer(several=["a"])
+    assert [p.split(":")[0] for p in problems] == ["number", "either", "inner.size", "named"]
+
+
+def test_one_sentence_is_said_of_a_key_that_may_be_several_things():
+    _, problems = validated(Outer, {"either": "z"})
+    assert len(problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "result"),
+    [
+        ({}, {"a": 1, "g": {"b": 2, "c": {"d": 3}}}),
+        ({"a": {"x": 1}}, {"a": {"x": 1}, "g": {"b": 2, "c": {"d": 3}}}),
+        ({"g": None}, {"a": 1, "g": None}),
+        ({"g": {"c": {"e": 4}}, "n": 5}, {"a": 1, "g": {"b": 2, "c": {"d": 3, "e": 4}}, "n": 5}),
+        ({"g": {"c": 6}}, {"a": 1, "g": {"b": 2, "c": 6}}),
+    ],
+)
+def test_changes_are_laid_over_what_they_name(changes, result):
+    base = {"a": 1, "g": {"b": 2, "c": {"d": 3}}}
+    assert merged(base, changes) == result
+    assert base == {"a": 1, "g": {"b": 2, "c": {"d": 3}}}
+
+
+def controlled(*, drop=None, **controls):
+    values = {"run_dir": "runs/x", "label": "Mine", "trainer": {"max_steps": 10}}
+    return values | {"drop": {"at": drop}, "controls": controls}
+
+
+def test_a_control_is_the_run_with_its_changes_and_without_controls():
+    values = controlled(drop=5, a={"branch": 3, "seed": 4, "drop": {"at": 7}}, b={"label": "b"})
+    config = parse(RunConfig, values)
+    control = control_config(values, "a")
+    assert control == control_config(values, "a", weights=False)
+    assert (control.run_dir, control.seed, control.label) == ("runs/x/controls/a", 4, None)
+    assert (control.controls, control.drop_step, config.drop_step) == ({}, 7, 5)
+    assert control_config(values, "b").label == "b"
+
+
+BRANCH = "expected 'drop', a step or nothing, got"
+STEPS = "until which the run is as every branch begins, got"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (controlled(**{"a/b": {}}), "controls: 'a/b' names a directory in the run's; expected "
+         "letters, digits and ._+- only."),
+        (controlled(a={"branch": "x"}), f"controls.a.branch: {BRANCH} 'x'."),
+        (controlled(a={"branch": True}), f"controls.a.branch: {BRANCH} True."),
+        (
+            controlled(a={"branch": "drop"}),
+            "controls.a.branch: the run has no drop to branch from; set drop.at.",
+        ),
+        (
+            controlled(a={"branch": 0}),
+            f"controls.a.branch: expected a step from 1 to 10, {STEPS} 0.",
+        ),
+        (
+            controlled(a={"branch": 11}),
+            f"controls.a.branch: expected a step from 1 to 10, {STEPS} 11.",
+        ),
+        (
+            controlled(drop=5, a={"branch": 6}),
+            f"controls.a.branch: expected a step from 1 to 5, {STEPS} 6.",
+        ),
+        (
+            controlled(a={"trainer": {"keep_best": -1}}),
+            "controls.a: trainer.keep_best: expected 0 or more, got -1.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_control_is_one_sentence(values, said):
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, values)
+    assert error.value.problems == (said,)
+
+
+def test_branches_are_possible_from_the_first_step_to_the_last_before_a_drop():
+    ends = {"a": {"branch": 1}, "b": {"branch": 5}, "c": {"branch": "drop"}, "d": {"branch": None}}
+    parse(RunConfig, controlled(drop=5, **ends))
+    parse(RunConfig, controlled(a={"branch": 10}))
+
+
+def test_what_the_run_has_wrong_too_is_not_said_again_of_its_controls():
+    values = controlled(a={"trainer": {"keep_best": -1}})
+    values["trainer"]["log_every"] = 0
+    for found in (), ("before: something.",):
+        with pytest.raises(UserError) as error:
+            parse(RunConfig, values, found)
+        assert error.value.problems == (
+            *found,
+            "trainer.log_every: expected 1 or more, got 0.",
+            "controls.a: trainer.keep_best: expected 0 or more, got -1.",
+        )
+
+
+NORM = "model.qk_norm.when: 'after_drop', but there is no drop; set drop.at, or choose 'never' or"
+RUN = [
+    (
+        {"name": "a/b"},
+        "name: 'a/b' names a directory under runs/; expected letters, digits and ._+- only "
+        "(run_dir= may be any path).",
+    ),
+    (
+        {"run_dir": ""},
+        "run_dir: expected a directory, got nothing; leave it out for runs/NAME.",
+    ),
+    (
+        {"evaluation": {"methods": ["yarn"]}},
+        "evaluation.methods: expected 'none' among them; a run is reported as it is first.",
+    ),
+    (
+        {"evaluation": {"tasks": ["statements"]}, "data": {"needles": {"share": 0.0}}},
+        "evaluation.tasks: nothing but statements, which the training text does not carry; set "
+        "data.needles.share, or add perplexity.",
+    ),
+    (
+        {"model": {"attention_backend": "flash"}},
+        "model.attention_backend: 'flash' computes in 16 bits only; set trainer.precision=bf16, or "
+        "choose 'auto' or 'sdpa'.",
+    ),
+    ({"model": {"qk_norm": {"when": "after_drop"}}}, f"{NORM} 'always'."),
+    ({"drop": {"to": "rpe"}}, "drop.to: unknown encoding 'rpe'. Did you mean 'rope'?"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), RUN)
+def test_what_is_impossible_between_groups_is_one_sentence(values, said):
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, {"run_dir": "x", **values})
+    assert error.value.problems == (said,)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"evaluation": {"methods": ["yarn"], "enabled": False}},
+        {"evaluation": {"tasks": ["statements"], "enabled": False}},
+        {"evaluation": {"tasks": ["statements"]}, "data": {"needles": {"share": 0.5}}},
+        {"evaluation": {"methods": None}},
+        {"model": {"attention_backend": "flash"}, "trainer": {"precision": "bf16"}},
+        {"model": {"qk_norm": {"when": "after_drop"}}, "drop": {"at": 1}},
+        {"model": {"qk_norm": {"when": "after_drop"}}, "drop": {"at": 1, "enabled": False}},
+        {
+            "model": {"qk_norm": {"when": "after_drop"}},
+            "phases": {"a": {"steps": 1}, "b": {"steps": 1, "drop": {}}},
+        },
+        {"drop": {"to": "mine", "at": 1}, "positional": {"encodings": {"mine": {"type": "nope"}}}},
+    ],
+)
+def test_what_is_possible_between_groups(values):
+    parse(RunConfig, {"run_dir": "x", **values})
+
+
+def test_every_step_and_length_that_a_run_has_follows_from_its_groups():
+    values = {"data": {"sequence_length": 64}, "trainer": {"batch_size": 3, "max_steps": 10}}
+    config = parse(RunConfig, {"run_dir": "x", **values, "drop": {"at_tokens": 193}})
+    assert (config.tokens_per_step, config.training_length, config.drop_step) == (192, 64, 2)
+    phases = {
+        "a": {"steps": 2, "sequence_length": 32}, "b": {"steps": 3, "sequence_length": 128},
+        "c": {"steps": 4, "drop": {}}, "d": {"steps": 1, "drop": {"to": "alibi"}},
+    }  # fmt: skip
+    config = parse(RunConfig, {"run_dir": "x", **values, "phases": phases})
+    assert (config.training_length, config.drop_step) == (128, 5)

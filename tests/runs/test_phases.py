@@ -17,6 +17,7 @@ from trainer.runs.phases import (
     samples_between,
     stretch_end,
     tokens_at,
+    with_ends,
 )
 
 SMALL = {
@@ -226,3 +227,161 @@ def test_a_branch_begins_before_the_drop():
             RunConfig,
             merged(SMALL, {"drop": {"at": 3}, "controls": {"x": {"branch": 4, "drop": {"at": 5}}}}),
         )
+
+
+def test_phases_have_what_they_change_and_else_what_the_run_has():
+    mixture = {
+        name: {"files": [f"{name}.txt"], "source": "files", "weight": 1} for name in ("a", "b", "c")
+    }
+    own = {"warmup_steps": 1, "peak": 0.5}
+    config = configured(
+        {
+            "one": {"steps": 2},
+            "two": {"tokens": 1000, "sequence_length": 64, "batch_size": 2, "log_every": 3,
+                    "micro_batch_size": 1, "weights": {"c": 3.0, "a": 1.0}},
+            "three": {"steps": 5, "schedule": own, "drop": {}, "optimizer_state": "reset"},
+            "four": {"steps": 4, "rescale": {"factor": 2.0}, "optimizer_state": "reset_new"},
+            "five": {"steps": 3, "schedule": own, "until": {"every": 3, "flat": 0.1}},
+        },
+        data={"mixture": mixture},
+        seed=9,
+    )  # fmt: skip
+    one, two, three, four, five = phases_of(config)
+    assert [(phase.start, phase.end) for phase in phases_of(config)] == [
+        (0, 2), (2, 10), (10, 15), (15, 19), (19, 22),
+    ]  # fmt: skip
+    assert [(phase.origin, phase.horizon) for phase in phases_of(config)] == [
+        (0, 22), (0, 22), (10, 5), (0, 22), (19, 3),
+    ]  # fmt: skip
+    assert [phase.changes for phase in phases_of(config)] == [False, False, True, True, False]
+    assert [phase.order for phase in phases_of(config)] == [0, 1, 2, 2, 2]
+    assert [phase.order_start for phase in phases_of(config)] == [0, 2, 10, 10, 10]
+    assert [phase.samples for phase in phases_of(config)] == [0, 0, 0, 20, 36]
+    assert [phase.seed - 9 for phase in phases_of(config)] == [
+        0, 1_000_003, 2_000_006, 2_000_006, 2_000_006,
+    ]  # fmt: skip
+    assert [phase.tokens for phase in phases_of(config)] == [0, 256, 1280, 1920, 2432]
+    data, run = two.config.data, two.config.trainer
+    assert (data.sequence_length, run.batch_size, run.micro_batch_size, run.log_every) == (
+        64, 2, 1, 3,
+    )  # fmt: skip
+    assert {name: text["weight"] for name, text in data.mixture.items()} == {"c": 3.0, "a": 1.0}
+    assert one.config == three.config == four.config == config
+    assert (three.drop.to, three.rescale, four.drop, four.rescale.factor) == ("nope", None, None, 2)
+    assert (three.optimizer_state, four.optimizer_state) == ("reset", "reset_new")
+    assert five.until.flat == 0.1
+    assert three.factor(12) == config.phases["three"].schedule.factor(2, 5)
+    assert four.factor(16) == config.schedule.factor(16, 22)
+    # Stretches: another size, another order, or an end that is not known.
+    ends = [stretch_end(phases_of(config), step) for step in (0, 1, 2, 9, 10, 14, 15, 18, 19, 21)]
+    assert ends == [2, 2, 10, 10, 19, 19, 19, 19, 22, 22]
+
+
+def test_optimizers_are_reset_by_a_phase_that_drops_nothing_too():
+    one, two = phases_of(
+        configured({"a": {"steps": 1}, "b": {"steps": 1, "optimizer_state": "reset"}})
+    )
+    assert (one.changes, two.changes) == (False, True)
+
+
+def test_steps_that_alternate_between_two_mixtures_begin_an_order_each_time():
+    lengths = [32, 64, 32]
+    phases = phases_of(
+        configured({f"p{i}": {"steps": 2, "sequence_length": n} for i, n in enumerate(lengths)})
+    )
+    assert [phase.order for phase in phases] == [0, 1, 2]
+    assert [stretch_end(phases, step) for step in range(6)] == [2, 2, 4, 4, 6, 6]
+    assert [samples_between(phases, first, 6) for first in range(6)] == [8, 4, 8, 4, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("ends", "steps", "starts"),
+    [({}, 9, [0, 4]), ({"a": 3}, 8, [0, 3]), ({"a": 3, "b": 1}, 4, [0, 3])],
+)
+def test_phases_that_ended_early_make_a_shorter_run(ends, steps, starts):
+    config = configured({"a": {"tokens": 500}, "b": {"steps": 5}})
+    found = with_ends(config, ends)
+    assert found.trainer.max_steps == steps
+    assert [phase.start for phase in phases_of(found)] == starts
+    assert (found is config) == (not ends)
+
+
+def test_lengths_in_tokens_become_steps_that_reach_them():
+    assert configured({}, trainer={"max_tokens": 129}).trainer.max_steps == 2
+    assert configured({}, trainer={"max_tokens": 128}).trainer.max_steps == 1
+    phases = {"a": {"tokens": 129}, "b": {"tokens": 128, "steps": 7}, "c": {"steps": 2}}
+    config = configured(phases)
+    assert [phase.steps for phase in config.phases.values()] == [2, 1, 2]
+    assert config.trainer.max_steps == 5
+
+
+MIXED = {
+    name: {"files": [f"{name}.txt"], "source": "files", "weight": 1} for name in ("one", "two")
+}
+ENDS = "needed, since 'a' may end early, and the run's is laid out over all steps."
+REFUSED = {
+    **{
+        f"phases.a.{key}: expected 1 or more, got 0.": {"a": {"steps": 1, key: 0}}
+        for key in ("batch_size", "micro_batch_size", "log_every")
+    },
+    "phases.a.sequence_length: expected 2 to 2^31 - 1 tokens, got 1.": {
+        "a": {"steps": 1, "sequence_length": 1}
+    },
+    "phases.a.weights.oen: no text of data.mixture. Did you mean 'one'?": {
+        "a": {"steps": 1, "weights": {"oen": 1.0, "two": 1.0}}
+    },
+    "phases.a.weights.one: expected a positive number, got 0.0; leave out what is not read.": {
+        "a": {"steps": 1, "weights": {"one": 0.0, "two": 1.0}}
+    },
+    "phases.a.weights: nothing is read; name a text.": {"a": {"steps": 1, "weights": {}}},
+    "phases.b.rescale: give it a phase apart from phases.b.drop.": {
+        "a": {"steps": 1}, "b": {"steps": 1, "drop": {}, "rescale": {}}
+    },
+    "phases.a.until.every: expected 1 or more, got 0.": {
+        "a": {"steps": 1, "until": {"flat": 0.1, "every": 0}}
+    },
+    "phases.a.until.patience: expected 1 or more, got 0.": {
+        "a": {"steps": 1, "until": {"flat": 0.1, "patience": 0}}
+    },
+    "phases.a.until.flat: expected a positive number of nats, got 0.0.": {
+        "a": {"steps": 1, "until": {"flat": 0.0}}
+    },
+    f"phases.b.schedule: {ENDS}": {
+        "a": {"steps": 1, "until": {"every": 1, "flat": 0.1}}, "b": {"steps": 1},
+        "c": {"steps": 1, "schedule": {}},
+    },
+    "phases.b.drop.heads: head 2 does not exist in a model of 2 key-value heads.": {
+        "a": {"steps": 1}, "b": {"steps": 1, "drop": {"heads": [2]}}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+def test_what_is_refused_is_said_in_one_whole_sentence(problem):
+    with pytest.raises(UserError) as error:
+        configured(REFUSED[problem], data={"mixture": MIXED})
+    assert error.value.problems == (problem,)
+
+
+def test_what_lies_just_within_the_bounds_is_possible():
+    least = {"every": 1, "patience": 1, "back_within": 0.0}
+    config = configured(
+        {
+            "a": {"steps": 1, "weights": {"two": 1e-9}, "sequence_length": 64, "log_every": 1},
+            "b": {"steps": 1, "rescale": {"factor": 1.5}, "until": least},
+            "c": {"steps": 1, "schedule": {}, "drop": {"anneal_steps": 1}, "until": least},
+            "d": {"steps": 1, "schedule": {}, "until": least | {"flat": 1e-9, "back_within": None}},
+        },
+        data={"mixture": MIXED},
+    )
+    assert config.drop_step == 2
+    assert config.training_length == 64
+    assert configured({"a": {"steps": 1}}).drop_step is None
+
+
+def test_layouts_after_a_rescaling_are_known_only_when_it_is_done():
+    phases = {"a": {"steps": 1}, "b": {"steps": 1, "rescale": {"factor": 2.0}}}
+    drop = {"c": {"steps": 1, "drop": {"to": "rope"}}}
+    assert configured(phases | drop).drop_step == 2
+    with pytest.raises(UserError, match=r"phases\.c\.drop\.to: 'rope' is what the layers"):
+        configured({"a": {"steps": 2}} | drop)

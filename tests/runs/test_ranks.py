@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.program import run_ranks
-from trainer.errors import UserError
-from trainer.runs.ranks import Ranks, current_ranks, device_index, fair_share, on_rank_zero
+from trainer.errors import PreemptedError, UserError
+from trainer.runs import ranks as ranks_module
+from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.ranks import (
+    Ranks,
+    all_gather,
+    current_ranks,
+    device_index,
+    device_of,
+    device_type,
+    fair_share,
+    init_distributed,
+    limit_collectives,
+    on_all_ranks,
+    on_rank_zero,
+    process_group,
+    share_of_cores,
+    shutdown_distributed,
+    waiting_group,
+)
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -135,3 +156,130 @@ def test_ranks_of_a_machine_share_its_cores(said_by_two):
     assert [int(said["threads"]) for said in said_by_two] == [
         max(len(os.sched_getaffinity(0)) // 2, 1)
     ] * 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu07", "gpu07"), ("gpu[07-08,12],login1", "gpu07"), ("a1,a2", "a1"), ("n[3,5]", "n3")],
+)
+def test_the_first_host_of_a_job_is_where_ranks_meet(environment, nodes, first):
+    step = {
+        "PROCID": "0", "LOCALID": "0", "NODEID": "1", "STEP_NUM_TASKS": "2", "JOB_ID": "20001",
+        "STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": nodes,
+    }  # fmt: skip
+    for name, value in step.items():
+        environment.setenv(f"SLURM_{name}", value)
+    assert current_ranks() == Ranks(0, 2, 0, 1)
+    names = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "RANK", "WORLD_SIZE")
+    assert [os.environ[name] for name in names] == [first, "15001", "1", "0", "2"]
+
+
+def test_a_step_of_one_task_and_what_torchrun_says_are_not_srun_s(environment):
+    environment.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert current_ranks() == Ranks()
+    environment.setenv("SLURM_STEP_NUM_TASKS", "8")  # torchrun within srun
+    environment.setenv("RANK", "3")
+    environment.setenv("WORLD_SIZE", "4")
+    assert current_ranks() == Ranks(3, 4, 0, 1)
+    assert "MASTER_ADDR" not in os.environ
+
+
+@pytest.mark.parametrize(("size", "local", "nodes"), [(1, 1, 1), (9, 4, 3), (8, 4, 2)])
+def test_machines_that_are_not_full_count(size, local, nodes):
+    assert Ranks(0, size, 0, local).nodes == nodes
+
+
+def test_a_process_computes_where_it_may(monkeypatch):
+    everywhere, cpu = RunConfig(), RunConfig(trainer=TrainerConfig(accelerator="cpu"))
+    ranks = Ranks(1, 2, 1, 2)
+    for here, config, device in (
+        (False, everywhere, torch.device("cpu")),
+        (True, cpu, torch.device("cpu")),
+        (True, everywhere, torch.device("cuda", 1)),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda here=here: here)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        assert device_of(config, ranks) == device
+        assert device_type(config) == device.type
+
+
+def test_a_run_of_one_device_is_no_run_of_several_processes(environment):
+    assert init_distributed(RunConfig()) == Ranks()
+    for name, value in zip(TORCHRUN, ["0", "2", "0", "2", "0"], strict=True):
+        environment.setenv(name, value)
+    with pytest.raises(UserError) as error:
+        init_distributed(RunConfig())
+    assert error.value.problems == (
+        "strategy: 2 processes were started, but strategy=single uses one; choose strategy=ddp, "
+        "fsdp2 or hsdp.",
+    )
+
+
+@pytest.fixture
+def alone(environment):
+    """A process group of this process; none is left behind."""
+    assert not dist.is_initialized()
+    yield RunConfig(strategy=StrategyConfig("ddp"))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_one_process_of_a_strategy_for_several_has_a_group_of_its_own(alone):
+    assert init_distributed(alone) == Ranks()
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    assert [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")] == [
+        "0", "1", "0", "0",
+    ]  # fmt: skip
+    assert waiting_group() is None
+    group = dist.group.WORLD
+    assert init_distributed(alone) == Ranks()  # again
+    assert dist.group.WORLD is group
+    limit_collectives(0.1)  # of nobody
+    assert on_rank_zero(lambda: 3) == 3
+    assert on_all_ranks(lambda: 4) == [4]
+    assert all_gather(5) == [5]
+    shutdown_distributed()
+    assert not dist.is_initialized()
+    shutdown_distributed()
+
+
+@pytest.mark.parametrize(
+    "error", [None, PreemptedError("stop"), UserError("no"), RuntimeError("x"), KeyboardInterrupt()]
+)
+def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, error, capsys):
+    kinds = type(error) if error else ()
+    with suppress(kinds), process_group(alone) as ranks:
+        assert ranks == Ranks()
+        assert dist.is_initialized()
+        if error:
+            raise error
+    assert not dist.is_initialized()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "stays", "printed"),
+    [
+        (None, False, False),
+        (PreemptedError("stop"), False, False),
+        (UserError("no"), True, False),
+        (RuntimeError("x"), True, True),
+    ],
+)
+def test_of_several_the_group_stays_where_one_may_have_failed_alone(
+    alone, monkeypatch, error, stays, printed, capsys
+):
+    monkeypatch.setattr(ranks_module, "init_distributed", lambda config: Ranks(1, 2))
+    init_distributed(alone)
+    kinds = type(error) if error else ()
+    with suppress(kinds), process_group(alone):
+        if error:
+            raise error
+    assert dist.is_initialized() == stays
+    assert ("RuntimeError: x" in capsys.readouterr().err) == printed
+
+
+def test_cores_are_divided_and_one_is_left_at_least():
+    assert fair_share(frozenset({1, 2, 3}), [frozenset({1, 2, 3}), frozenset({3})]) == 2
+    assert fair_share(frozenset({1}), [frozenset({1})] * 3) == 1
+    assert share_of_cores() == len(os.sched_getaffinity(0))

@@ -214,11 +214,6 @@ def test_a_length_that_is_too_short_for_a_task_is_named(run, asked):
         run(monitor={"benchmarks": benchmarks})
 
 
-def test_nothing_is_due_by_itself():
-    assert not BenchmarksConfig().enabled
-    assert not BenchmarksConfig().is_due(0, 10**9, 100)
-
-
 def test_tasks_of_lm_eval_are_asked_too(run, base, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import lightning as L
@@ -20,7 +19,6 @@ from trainer.model.config import ModelConfig, SoftmaxConfig
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
-from trainer.runs.spread import shard_size, spread_problems
 from trainer.training import strategy
 from trainer.training.callbacks.checkpointing import group_of_threads
 from trainer.training.module import make_decoder
@@ -55,7 +53,7 @@ def test_lightning_s_part_of_a_strategy():
         )
         for name in ("single", "ddp", "fsdp2", "hsdp")
     }
-    assert of["single"] == "auto"
+    assert type(of["single"]) is strategy.Single
     assert type(of["ddp"]) is strategy.Replicated
     for name in ("fsdp2", "hsdp"):
         assert type(of[name]) is strategy.Sharded
@@ -219,22 +217,6 @@ def test_offloaded_parameters_live_on_the_cpu(alone):
     model = make_decoder(config, 50)
     parallelize(model, config, alone, torch.device("cpu"))
     assert {p.device.type for p in model.parameters()} == {"cpu"}
-
-
-def test_a_hybrid_shards_inside_a_node():
-    assert Ranks(rank=3, world_size=16, local_rank=3, local_size=8).nodes == 2
-    assert shard_size(StrategyConfig(name="hsdp"), 16, 8) == 8
-    assert shard_size(StrategyConfig(name="hsdp", shard_size=4), 16, 8) == 4
-    assert shard_size(StrategyConfig(name="fsdp2"), 16, 8) == 16
-
-
-def test_what_does_not_divide_is_named_with_the_nearest_that_does():
-    run = TrainerConfig(batch_size=32, micro_batch_size=2)
-    config = RunConfig(trainer=run, strategy=StrategyConfig(name="hsdp", shard_size=4))
-    batch, size = spread_problems(config, 6, 6)
-    assert "nearest that does is 24" in batch
-    assert "4 does not divide the 6 ranks" in size
-    assert not spread_problems(replace(config, strategy=StrategyConfig(name="ddp")), 1, 1)
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp2"])

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from trainer.__main__ import main
 from trainer.commands import train
-from trainer.errors import PreemptedError, UserError
+from trainer.errors import UserError
 from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.report.statistics import change, sign_test, wilson_interval
 from trainer.report.sweep_figures import axes, sweep_figure
@@ -26,7 +26,7 @@ from trainer.runs.descriptions import label
 from trainer.runs.directory import open_run_directory, plain
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import control_config, merged, parse
-from trainer.runs.sweep import Swept, failure, noting_failure, open_sweep
+from trainer.runs.sweep import Swept, open_sweep
 from trainer.workflows.compare import compare_runs, compared
 from trainer.workflows.compare_request import CompareRequest
 
@@ -226,39 +226,6 @@ def test_rows_of_a_sweep_in_progress_say_how_far_they_are(place):
     ]  # fmt: skip
     assert found.runs[2].loss == 5 - 4 / 100
     assert found.reference is found.runs[1]
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (RuntimeError("out of memory\nand more"), "RuntimeError: out of memory"),
-        (UserError("trainer: too large."), "trainer: too large."),
-        (PreemptedError("Stopped."), None),
-        (KeyboardInterrupt(), None),
-    ],
-)
-def test_what_a_job_failed_with_is_kept_until_it_is_tried_again(error, said, place):
-    with pytest.raises(type(error)), noting_failure(place, "runs/a"):
-        raise error
-    assert (failure(place, "runs/a"), failure(place, "runs/b")) == (said, None)
-    with noting_failure(place, "runs/a"):
-        pass
-    assert failure(place, "runs/a") is None
-
-
-@pytest.mark.parametrize(
-    ("names", "called"),
-    [
-        (("rate_0.1", "rate_0.2"), "rate"),
-        (("wd_1", "wd_10"), "wd"),
-        (("m64", "m96"), "m"),
-        (("a", "b"), "a"),
-    ],
-)
-def test_a_sweep_is_called_by_what_its_runs_begin_with(names, called, place):
-    runs = [Swept(f"runs/{name}") for name in names]
-    assert open_sweep(place, runs) == open_sweep(place, runs) == place / called
-    assert open_sweep(place, [*runs, Swept(f"runs/{names[0]}c")]) == place / f"{called}-2"
 
 
 def compared_by(*changes):

@@ -18,10 +18,8 @@ from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.evaluation.settings import ChoiceSettings, LongRopeSettings, TemperatureSettings
 from trainer.model.backends import BACKENDS
-from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.runs.checkpoints import load_decoder
-from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
+from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.models import distinct, find_candidate
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.evaluation_request import EvaluationRequest
@@ -261,14 +259,3 @@ def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
     alone = replace(request(runs, tmp_path, **changes), checkpoint=str(runs), compare=[])
     report, _ = evaluate_lengths(alone)
     assert list(report.methods) == ["none", "crop", "temperature"]
-
-
-def test_a_temperature_fitted_on_more_text_stays_and_another_is_read_as_it_was_kept(tmp_path):
-    fitted = {"coefficient": 0.3, "per": "sequence", "lengths": [64], "text": "a", "tokens": 128}
-    keep_temperature(tmp_path, fitted)
-    keep_temperature(tmp_path, fitted | {"coefficient": 0.5, "tokens": 64})
-    assert json.loads((tmp_path / FILE).read_text())["coefficient"] == 0.3
-    keep_temperature(tmp_path, fitted | {"coefficient": 0.5, "per": "query"})
-    layout = Layout(32, (LayerEncoding.of((Spectrum(),)),))
-    (spectrum,) = with_fitted_temperature(layout, tmp_path)[0].spectra
-    assert spectrum.temperature == Temperature(0.5, per="query")

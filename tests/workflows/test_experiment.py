@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,7 +12,7 @@ from trainer.errors import UserError
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.report.health import troubles
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import checkpoint_label, label, role, without_home
+from trainer.runs.descriptions import checkpoint_label, label, role
 from trainer.runs.directory import plain
 from trainer.runs.fitted_temperature import FILE
 from trainer.runs.models import find_candidate
@@ -59,11 +58,6 @@ def test_control_that_keeps_the_encoding_is_called_by_it_and_not_by_the_label_of
     config = read_config(words)
     controls = {name: label(control_config(plain(config), name)) for name in config.controls}
     assert (label(config), controls) == ("Mine", {"rope": "HalfRoPE", "nope": "NoPE from scratch"})
-
-
-def test_home_directory_does_not_get_into_reports():
-    values = {"files": [str(Path.home() / "a.txt")], "n": 3, "deep": {"x": f"{Path.home()}/y"}}
-    assert without_home(values) == {"files": ["~/a.txt"], "n": 3, "deep": {"x": "~/y"}}
 
 
 def test_runs_that_tables_could_not_tell_apart_are_refused():

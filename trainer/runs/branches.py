@@ -30,6 +30,6 @@ def _read(phase: Phase, step: int) -> tuple[object, ...]:
 
 
 def _changes(phase: Phase, step: int) -> tuple[object, ...]:
-    if phase.start != step:
+    if phase.start != step or not phase.changes:
         return ()
-    return phase.drop, phase.rescale, phase.optimizer_state if phase.changes else ""
+    return phase.drop, phase.rescale, phase.optimizer_state

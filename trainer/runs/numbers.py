@@ -25,8 +25,8 @@ def number_problems(value: Any, path: str = "") -> Iterator[str]:
     key = path.rpartition(".")[2].partition("[")[0]
     if isinstance(value, bool):
         return
-    if isinstance(value, int) and (key == "seed" and not 0 <= value < 1 << 63):
-        yield f"{path}: expected a whole number from 0 to 2^63 - 1, got {value}."
+    if isinstance(value, int) and (key == "seed" and not 0 <= value <= 1 << 62):
+        yield f"{path}: expected a whole number from 0 to 2^62, got {value}."
     elif isinstance(value, int | float):
         if not math.isfinite(value):
             yield f"{path}: expected a finite number, got {value}."

@@ -50,7 +50,8 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path) -
     """Put a checkpoint's tensors into a model and its optimizer, whatever strategy wrote them.
 
     Raises:
-        UserError: the checkpoint lacks a parameter, or has one of another shape.
+        UserError: the checkpoint lacks a parameter, or has one of another shape, or something of
+            nobody's.
     """
     index = read_index(directory)
     saved = tensors_in(index)
@@ -67,6 +68,7 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path) -
             wanted[key] = state[name][part]
     rank = dist.get_rank() if dist.is_initialized() else 0
     mine = {name: value for name, value in random_states(rank).items() if name in saved}
+    check_shapes(mine, saved, directory.name)
     load(wanted | mine, directory, index)
     optimizer.state.clear()
     for name, parameter in parameters.items():

@@ -1,0 +1,162 @@
+"""What is impossible in the groups ``data`` and ``tokenizer``, and what texts they stand for."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.data.config import DataConfig, NeedlesConfig, TokenizerConfig
+from trainer.data.order import PERIOD
+
+FILES = {"source": "files", "files": ["a.txt"]}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DataConfig(),
+        DataConfig(
+            sequence_length=2, num_workers=0, shuffle_group=1, bad_rows=0.0, min_characters=0,
+            validation_tokens=1, test_tokens=1, validation=0.5, test=0.49,
+        ),
+        DataConfig(sequence_length=(1 << 31) - 1, bad_rows=1.0, validation=1e-9, test=1e-9),
+        DataConfig(restart_positions=True, document_mask=True),
+        DataConfig(prepared="x", source="files", validation=0.0),  # whose source is not read
+        DataConfig(source="hub", hub_name="x"),
+        DataConfig(mixture={"a": FILES, "b": FILES | {"weight": 1 / (PERIOD - 1)}}),
+        DataConfig(mixture={"a": {"prepared": "x", "source": "files"}}),
+        DataConfig(sequence_length=61, needles=NeedlesConfig(share=1.0, mentions=(1, 20))),
+        DataConfig(sequence_length=60, needles=NeedlesConfig(share=0.0, mentions=(20, 20))),
+        DataConfig(needles=NeedlesConfig(names=(1, 1), mentions=(1, 1), weight=1e-9)),
+        TokenizerConfig(vocab_size=257, sample_megabytes=1),
+        TokenizerConfig(vocab_size=1_000_000),
+        TokenizerConfig(path="x", vocab_size=1),
+    ],
+)  # fmt: skip
+def test_what_lies_just_within_the_bounds_is_possible(config):
+    assert config.problems() == []
+
+
+LENGTH = "data.sequence_length: expected 2 to 2^31 - 1 tokens, got"
+TRAIN = "expected positive shares that leave documents to train on, got"
+ORDERED = "expected smallest and largest, 1 <= smallest <= largest, got"
+VOCABULARY = "tokenizer.vocab_size: expected 257 entries, which hold every byte, to 1,000,000; got"
+PASSWORD = (
+    "data.files: an address with a password in it would be written into every run; leave it to the "
+    "environment or ~/.netrc."
+)
+TOO_LITTLE = (
+    f"data.mixture.b.weight: 1e-06 is less than one of {PERIOD:,} samples, in which shares are "
+    f"exact; give {1 / PERIOD:.2g} or more."
+)
+WRONG = [
+    ({"sequence_length": 1}, f"{LENGTH} 1."),
+    ({"sequence_length": 1 << 31}, f"{LENGTH} {1 << 31}."),
+    ({"num_workers": -1}, "data.num_workers: expected 0 or more, got -1."),
+    ({"shuffle_group": 0}, "data.shuffle_group: expected 1 or more, got 0."),
+    ({"cache_dir": "a\0"}, "data.cache_dir: a name cannot hold a NUL character."),
+    ({"prepared": "a\0"}, "data.prepared: a name cannot hold a NUL character."),
+    ({"restart_positions": True}, "data.restart_positions: needs data.document_mask=true."),
+    (
+        {"prepared": "x", "mixture": {"a": FILES}},
+        "data.prepared: one text, but data.mixture names several; name it there.",
+    ),
+    ({"source": "files"}, "data.files: data.source is 'files', but no file is named."),
+    ({"source": "hub"}, "data.hub_name: data.source is 'hub', but no dataset is named."),
+    (FILES | {"files": ["s3://me:secret@x/y"]}, PASSWORD),
+    *(
+        (
+            {"validation": validation, "test": test},
+            f"data.validation, data.test: {TRAIN} {validation} and {test}.",
+        )
+        for validation, test in ((0.0, 0.1), (0.1, 0.0), (1.0, 0.1), (0.1, 1.0), (0.5, 0.5))
+    ),
+    ({"validation_tokens": 0}, "data.validation_tokens: expected 1 or more tokens, got 0."),
+    ({"test_tokens": 0}, "data.test_tokens: expected 1 or more tokens, got 0."),
+    ({"min_characters": -1}, "data.min_characters: expected 0 or more, got -1."),
+    ({"bad_rows": -0.1}, "data.bad_rows: expected a share from 0 to 1, got -0.1."),
+    ({"bad_rows": 1.1}, "data.bad_rows: expected a share from 0 to 1, got 1.1."),
+    (
+        {"mixture": {"a": 3}},
+        "data.mixture.a: expected a weight and a source's keys, got 3.",
+    ),
+    (
+        {"mixture": {"a": FILES | {"weigth": 1.0}}},
+        "data.mixture.a.weigth: unknown key. Did you mean 'weight'?",
+    ),
+    *(
+        (
+            {"mixture": {"a": FILES | {"weight": weight}}},
+            f"data.mixture.a.weight: expected a positive number, got {weight!r}.",
+        )
+        for weight in (0, -1.0, True, "1", float("inf"))
+    ),
+    (
+        {"mixture": {"a": FILES | {"files": "a"}}},
+        "data.mixture.a.files: got 'a'; input should be a valid list.",
+    ),
+    (
+        {"mixture": {"a": {"source": "files"}}},
+        "data.mixture.a.files: data.mixture.a.source is 'files', but no file is named.",
+    ),
+    ({"mixture": {"a": FILES, "b": FILES | {"weight": 1e-6}}}, TOO_LITTLE),
+    *(
+        (
+            {"needles": NeedlesConfig(share=share)},
+            f"data.needles.share: expected a share from 0 to 1, got {share}.",
+        )
+        for share in (-0.1, 1.1)
+    ),
+    *(
+        ({"needles": NeedlesConfig(**{key: pair})}, f"data.needles.{key}: {ORDERED} {list(pair)}.")
+        for key in ("names", "mentions")
+        for pair in ((0, 1), (3, 2))
+    ),
+    (
+        {"sequence_length": 60, "needles": NeedlesConfig(share=0.1)},
+        "data.needles.mentions: 20 statements of 3 tokens do not fit data.sequence_length 60; at "
+        "most 19.",
+    ),
+    (
+        {"needles": NeedlesConfig(weight=0)},
+        "data.needles.weight: expected a positive number, got 0.",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "said"), WRONG)
+def test_what_is_impossible_is_said_in_one_sentence(values, said):
+    assert DataConfig(**values).problems() == [said]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"path": ""}, "tokenizer.path: expected a file, or null to train one, got ''."),
+        ({"vocab_size": 256}, f"{VOCABULARY} 256."),
+        ({"vocab_size": 1_000_001}, f"{VOCABULARY} 1000001."),
+        ({"sample_megabytes": 0}, "tokenizer.sample_megabytes: expected 1 or more, got 0."),
+    ],
+)
+def test_what_is_impossible_of_a_tokenizer(values, said):
+    assert TokenizerConfig(**values).problems() == [said]
+
+
+def test_a_mixture_is_texts_by_name_with_weights_and_sources_of_their_own():
+    own = FILES | {"files": ["b.txt"], "weight": 3}
+    mixed = DataConfig(sequence_length=128, text_field="body", mixture={"a": FILES, "b": own})
+    first, second = mixed.texts.values()
+    assert mixed.texts.keys() == {"a", "b"}
+    assert (first[1], second[1]) == (1.0, 3.0)
+    assert second[0] == DataConfig(
+        sequence_length=128, text_field="body", source="files", files=["b.txt"]
+    )
+    alone = DataConfig()
+    assert alone.texts == {"text": (alone, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [({}, 0.0), ({"source": "hub"}, 0.001), ({"source": "hub", "bad_rows": 0.0}, 0.0)],
+)
+def test_malformed_rows_are_allowed_where_nobody_here_wrote_them(values, allowed):
+    assert DataConfig(**values).allowed_bad == allowed

@@ -1,0 +1,128 @@
+"""What an exported model's directory holds, and where it may not go."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
+
+from trainer.errors import UserError
+from trainer.interchange.export import directory as export_directory
+from trainer.interchange.export.directory import (
+    destination_problem,
+    export_model,
+    prompting,
+    write_files,
+)
+from trainer.interchange.export.plan import make_plan
+
+TOKENIZER = Tokenizer(models.WordLevel({f"t{i}": i for i in range(50)}, unk_token="t0"))
+
+
+def test_the_files_say_which_token_is_which(tiny_decoder, tmp_path):
+    model = tiny_decoder()
+    plan = make_plan(model.config, model.layout)
+    write_files(model, plan, TOKENIZER, 7, tmp_path, "bfloat16")
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert found.keys() == {
+        "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
+    }  # fmt: skip
+    assert found["config.json"] == plan.values | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "bos_token_id": 7,
+        "eos_token_id": 7, "pad_token_id": None, "dtype": "bfloat16",
+    }  # fmt: skip
+    assert found["generation_config.json"] == {
+        "bos_token_id": 7, "eos_token_id": 7, "pad_token_id": 7,
+    }  # fmt: skip
+    assert found["tokenizer_config.json"] == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t7", "eos_token": "t7",
+        "pad_token": "t7", "model_max_length": 32, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+
+
+def test_a_model_that_needs_code_has_it_beside_it(tiny_decoder, tmp_path):
+    model = tiny_decoder(layers=["alibi"])
+    plan = make_plan(model.config, model.layout)
+    write_files(model, plan, TOKENIZER, 0, tmp_path, "float32")
+    assert {path.name for path in tmp_path.glob("*.py")} == {
+        "configuration_unrope.py", "modeling_unrope.py",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "unrope"
+
+
+def test_prompts_begin_as_sequences_of_the_training_did():
+    ours = prompting(TOKENIZER, 7)
+    assert ours.encode("t3").ids == [7, 3]
+    assert ours.encode("t3", add_special_tokens=False).ids == [3]
+    assert TOKENIZER.encode("t3").ids == [3]  # as it was
+    own = Tokenizer.from_str(TOKENIZER.to_str())
+    own.post_processor = TemplateProcessing(single="t5 $A", special_tokens=[("t5", 5)])
+    assert prompting(own, 7).encode("t3").ids == [5, 3]
+    own.post_processor = TemplateProcessing(single="$A")
+    assert prompting(own, 7).encode("t3").ids == [7, 3]
+
+
+def test_an_export_goes_into_a_directory_that_is_new_or_empty(tmp_path):
+    assert destination_problem(tmp_path / "new") is None
+    assert destination_problem(tmp_path) is None
+    (tmp_path / "file").touch()
+    assert destination_problem(tmp_path) == (
+        f"to: {str(tmp_path)!r} is not empty; choose another directory, or remove it."
+    )
+    assert destination_problem(tmp_path / "file") == (
+        f"to: {str(tmp_path / 'file')!r} is a file; expected a directory that is new or empty."
+    )
+
+
+@pytest.fixture
+def differs(monkeypatch):
+    """A function that sets by how much what transformers loads differs."""
+
+    def by(difference):
+        monkeypatch.setattr(export_directory, "transformers_is_here", lambda: True)
+        monkeypatch.setattr(export_directory, "largest_difference", lambda *_, **__: difference)
+
+    return by
+
+
+def exported(model, to, **options):
+    return export_model(model, TOKENIZER, 0, to, **options)
+
+
+def test_what_differs_by_no_more_than_the_tolerance_is_kept_with_its_card(
+    tiny_decoder, tmp_path, differs
+):
+    differs(0.25)
+    to = tmp_path / "a" / "b"
+    done = exported(
+        tiny_decoder(), to, card=lambda plan, by: f"{plan.architecture} {by}", tolerance=0.25
+    )
+    assert done.difference == 0.25
+    assert done.plan.is_native
+    assert (to / "README.md").read_text() == "LlamaForCausalLM 0.25"
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize("difference", [0.26, float("nan")])
+def test_what_differs_by_more_leaves_nothing(tiny_decoder, tmp_path, differs, difference):
+    differs(difference)
+    said = f"^export: logits .* differ by {difference:.1e} of the largest, more than tolerance=0.25"
+    with pytest.raises(UserError, match=said.replace("+", r"\+")):
+        exported(tiny_decoder(), tmp_path / "a" / "b", tolerance=0.25)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tiny_decoder, tmp_path, differs):
+    differs(0.0)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^to: '.*file/model' cannot be written \(.*\)\.$"):
+        exported(tiny_decoder(), tmp_path / "file" / "model")
+
+
+def test_without_transformers_nothing_is_compared(tiny_decoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    done = exported(tiny_decoder(), tmp_path / "a")
+    assert done.difference is None
+    assert not (tmp_path / "a" / "README.md").exists()

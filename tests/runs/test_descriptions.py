@@ -1,0 +1,99 @@
+"""How reports call runs, their task and their environment."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import trainer
+from trainer.cores import cores
+from trainer.positional.config import PositionalConfig
+from trainer.recalibration.config import DropConfig
+from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.runs.descriptions import (
+    checkpoint_label,
+    describe_task,
+    environment,
+    is_dropped,
+    label,
+    reference_first,
+    role,
+    without_home,
+)
+
+DROPS = RunConfig(trainer=TrainerConfig(max_steps=20), drop=DropConfig(at=10), label="Mine")
+
+
+def test_the_checkpoint_of_the_step_of_a_drop_is_of_before():
+    assert [is_dropped(DROPS, step) for step in (0, 10, 11, 20)] == [False, False, True, True]
+    assert not is_dropped(replace(DROPS, drop=DropConfig()), 20)
+
+
+@pytest.mark.parametrize(
+    ("positional", "role_of", "label_of"),
+    [
+        ({}, "rope", "RoPE"),
+        ({"layers": ["rope", "nope", "rope"]}, "rope_nope", "rope + nope"),
+        ({"heads": {"nope": 0.5}}, "rope_nope_heads", "rope"),
+        ({"windows": [16]}, "rope_window", "rope"),
+        ({"windows": [None]}, "rope", "RoPE"),
+        (
+            {"layers": ["own"], "encodings": {"own": {"type": "p_rope", "base": 2.0}}},
+            "p_rope", "p-RoPE",
+        ),
+        ({"layers": ["own"], "encodings": {"own": {"base": 2.0}}}, "own", "own"),
+    ],
+)  # fmt: skip
+def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of, label_of):
+    config = RunConfig(positional=PositionalConfig(**positional))
+    assert (role(config), label(config)) == (role_of, label_of)
+    assert (role(config, True), label(config, True)) == ("drope", "DroPE")
+    assert label(replace(config, label="Mine")) == label(replace(config, label="Mine"), False)
+    assert label(replace(config, label="Mine")) == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("step", "called"),
+    [(5, "RoPE (a)"), (10, "RoPE (a)"), (11, "Mine (a)"), (19, "Mine (a)"), (20, "Mine")],
+)
+def test_a_checkpoint_is_called_by_what_the_run_was_then(step, called):
+    assert checkpoint_label(DROPS, step, "a") == called
+
+
+def test_roles_are_read_from_rope_to_what_was_made_of_it_to_the_rest():
+    assert sorted(["nope", None, "drope", "rope"], key=reference_first)[:2] == ["rope", "drope"]
+    assert reference_first(None) == reference_first("nope") == 2
+
+
+def test_chance_is_one_of_the_two_digit_numbers_or_one_of_the_listed():
+    assert describe_task(0.5, 4) == {
+        "needles": 4,
+        "chance": 1 / 90,
+        "chance_listed": 0.25,
+        "training_share": 0.5,
+    }
+
+
+def test_home_directory_does_not_get_into_reports():
+    values = {"files": [str(Path.home() / "a.txt")], "n": 3, "deep": {"x": f"{Path.home()}/y"}}
+    assert without_home(values) == {"files": ["~/a.txt"], "n": 3, "deep": {"x": "~/y"}}
+
+
+def test_the_environment_names_versions_and_amounts_and_nobody():
+    corpus = SimpleNamespace(fingerprint="f", train=range(50), validation=range(3), test=range(4))
+    assert environment(corpus) == {
+        "unrope": trainer.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "threads": torch.get_num_threads(),
+        "cores": cores(),
+        "corpus": "f",
+        "training_text_tokens": 50,
+        "held_out_text_tokens": 7,
+    }

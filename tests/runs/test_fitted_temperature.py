@@ -1,0 +1,39 @@
+"""The temperature that is kept with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.runs.fitted_temperature import FILE, keep_temperature, with_fitted_temperature
+
+FITTED = {"coefficient": 0.3, "per": "sequence", "lengths": [64], "text": "a", "tokens": 128}
+LAYOUT = Layout(32, (LayerEncoding.of((Spectrum(),)),))
+
+
+def test_one_that_was_fitted_on_more_text_stays_and_another_is_read_as_it_was_kept(tmp_path):
+    assert with_fitted_temperature(LAYOUT, tmp_path) == (LAYOUT, "")
+    assert keep_temperature(tmp_path, FITTED) is None
+    assert keep_temperature(tmp_path, FITTED | {"coefficient": 0.5, "tokens": 127}) == 0.3
+    assert json.loads((tmp_path / FILE).read_text()) == FITTED
+    assert keep_temperature(tmp_path, FITTED | {"coefficient": 0.1234567, "per": "query"}) is None
+    layout, words = with_fitted_temperature(LAYOUT, tmp_path)
+    (spectrum,) = layout.spectra
+    assert spectrum.temperature == Temperature(0.1234567, exponent=1.0, per="query")
+    assert words == ", logits times 1 + 0.123 ln(n / 32) beyond"
+
+
+def test_a_coefficient_of_nothing_changes_nothing(tmp_path):
+    keep_temperature(tmp_path, FITTED | {"coefficient": 0.0})
+    assert with_fitted_temperature(LAYOUT, tmp_path) == (LAYOUT, "")
+
+
+@pytest.mark.parametrize("coefficient", [-0.1, 100.1])
+def test_a_coefficient_that_no_grid_holds_is_refused(tmp_path, coefficient):
+    keep_temperature(tmp_path, FITTED | {"coefficient": coefficient})
+    with pytest.raises(UserError, match=r"^checkpoint: .*temperature.json' holds no temperature "):
+        with_fitted_temperature(LAYOUT, tmp_path)

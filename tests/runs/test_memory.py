@@ -1,0 +1,184 @@
+"""Estimates of memory, against what torch counts and against sums by hand."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.evaluation.config import EvaluationConfig
+from trainer.model.config import ModelConfig
+from trainer.recalibration.config import DropConfig
+from trainer.report.results import PERPLEXITY, STATEMENTS
+from trainer.runs import memory
+from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.memory import (
+    cache_memory,
+    free_memory,
+    memory_problems,
+    needed_memory,
+    weights_of,
+)
+from trainer.runs.monitoring import MonitorConfig
+
+GIB = 1 << 30
+SHAPE = ModelConfig(
+    hidden_size=1024, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8,
+    num_key_value_heads=2, vocab_size=4096,
+)  # fmt: skip
+BLOCK = 2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 2048
+WEIGHTS = 8 * BLOCK + 4096 * 1024
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_those_of_the_matrices_of_a_decoder(tiny_decoder, tied):
+    model = tiny_decoder(model={"tie_word_embeddings": tied, "head_dim": 10})
+    assert weights_of(model.config) == sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert (
+        weights_of(replace(SHAPE, tie_word_embeddings=tied)) == WEIGHTS + (not tied) * 4096 * 1024
+    )
+
+
+def test_what_a_model_needs_is_its_weights_and_the_activations_of_one_layer():
+    weights = 4 * WEIGHTS
+    assert needed_memory(SHAPE, 0) == weights
+    assert needed_memory(SHAPE, 0, models=3) == 3 * weights
+    a_token = 4 * (6 * 1024 + 3 * 2048) + 56 * 1024 + 32 * 256
+    assert needed_memory(SHAPE, 100) == weights + 100 * a_token
+    keys_and_values = torch.zeros(8, 2, 3, 50, 2, 128)  # layers, two, rows, tokens, heads, channels
+    assert cache_memory(SHAPE, 3, 50) == keys_and_values.nbytes
+
+
+def test_free_memory_is_what_the_system_says_or_else_all_there_is(monkeypatch):
+    assert 2**20 < free_memory("cpu") < 2**50
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "MemTotal: 9 kB\nMemAvailable:  7 kB")
+    assert free_memory("cpu") == 7 * 1024
+    for content in ("MemTotal: 9 kB", "MemAvailable: x kB", "nothing"):
+        monkeypatch.setattr(Path, "read_text", lambda *_, content=content, **__: content)
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        assert free_memory("cpu") == whole
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 80))
+    assert free_memory("cuda") == 5
+
+
+PLAIN = RunConfig(
+    model=SHAPE, trainer=TrainerConfig(batch_size=8, micro_batch_size=4),
+    evaluation=EvaluationConfig(enabled=False),
+)  # fmt: skip
+
+
+def needs(config, ranks=1):
+    """The least free memory in bytes with which a run is not refused, and why one byte less is too
+    little, by their keys."""
+
+    def problems(free):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "free_memory", lambda device: free)
+            return memory_problems(config, ranks)
+
+    low, high = 0, 1 << 50
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if not problems(middle) else (middle + 1, high)
+    return low, problems(low - 1)
+
+
+def activations(micro, length=512, width=1024, layers=8, kept=4):
+    return 2 * micro * length * width * layers * kept
+
+
+LONG = replace(PLAIN.data, sequence_length=512)
+STATE = 12 * WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "least"),
+    [
+        ({}, 1, STATE + activations(4)),
+        ({"trainer": TrainerConfig(batch_size=8)}, 1, STATE + activations(8)),
+        ({"trainer": TrainerConfig(batch_size=8)}, 2, STATE + activations(4)),
+        ({"strategy": StrategyConfig("ddp")}, 2, STATE + activations(4)),
+        ({"strategy": StrategyConfig("fsdp2")}, 2, STATE // 2 + activations(4)),
+        ({"strategy": StrategyConfig("hsdp")}, 2, STATE // 2 + activations(4)),
+        (
+            {"strategy": StrategyConfig(activation_checkpointing="selective")},
+            1, STATE + activations(4),
+        ),
+        (
+            {"strategy": StrategyConfig(activation_checkpointing="full")},
+            1, STATE + activations(4, kept=1),
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_needs_weights_gradients_moments_and_activations(changes, ranks, least):
+    config = replace(PLAIN, data=LONG, **changes)
+    assert needs(config, ranks)[0] == least
+
+
+def test_what_does_not_fit_is_said_with_what_there_is(monkeypatch):
+    config = replace(PLAIN, data=LONG)
+    monkeypatch.setattr(memory, "free_memory", lambda device: STATE)
+    assert memory_problems(config, 1) == [
+        "trainer.micro_batch_size: 4 sequences of 512 tokens need at least 0.1 GiB of activations, "
+        f"and {STATE / GIB:.1f} GiB are free; choose fewer or shorter ones."
+    ]
+    monkeypatch.setattr(memory, "free_memory", lambda device: STATE - 1)
+    assert memory_problems(config, 1) == [
+        f"model: {WEIGHTS:,} weights with gradients and optimizer need at least "
+        f"{STATE / GIB:.1f} GiB, and {STATE / GIB:.1f} GiB are free; choose a smaller model, or "
+        "more devices."
+    ]
+    unknown = replace(config, model=replace(SHAPE, vocab_size=None))  # as the tokenizer's
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    assert memory_problems(unknown, 1)[0].startswith(
+        f"model: {WEIGHTS + (unknown.tokenizer.vocab_size - 4096) * 1024:,} weights"
+    )
+
+
+def test_weights_on_the_cpu_are_not_held_against_the_device(monkeypatch):
+    offloaded = replace(PLAIN, strategy=StrategyConfig("fsdp2", cpu_offload=True))
+    monkeypatch.setattr(memory, "free_memory", lambda device: STATE // 100)
+    (problem,) = memory_problems(offloaded, 1)
+    assert problem.startswith("trainer.micro_batch_size")
+
+
+TINY = replace(SHAPE, hidden_size=2, intermediate_size=1, num_attention_heads=1,
+               num_key_value_heads=1, num_hidden_layers=1, vocab_size=1)  # fmt: skip
+ASKED = EvaluationConfig(tasks=[PERPLEXITY], windows=1_000, lengths=[1, 2.5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "tokens"),
+    [
+        ({"drop": DropConfig(at=10, effect_sequences=300)}, "drop.effect_sequences", 5 * 300 * 512),
+        ({"evaluation": ASKED}, "evaluation.windows", 1_000 * 3.5 * 512),
+        (
+            {"monitor": MonitorConfig(lengths_every=1, windows=700, lengths=[1, 4])},
+            "monitor.windows", 700 * 5 * 512,
+        ),
+    ],
+)  # fmt: skip
+def test_held_out_text_that_is_held_at_once_has_to_fit(changes, key, tokens):
+    small = {"model": TINY, "trainer": TrainerConfig(batch_size=1)}
+    config = replace(PLAIN, **small, data=LONG, **changes)
+    least, problems = needs(config)
+    size = f"{least / GIB:,.1f} GiB"
+    assert least == 8 * tokens
+    assert problems == [
+        f"{key}: held-out text of {size} at once, and {size} are free; choose less."
+    ]
+
+
+def test_text_that_is_not_held_needs_no_memory():
+    small = replace(PLAIN, model=TINY, trainer=TrainerConfig(batch_size=1), data=LONG)
+    least = needs(small)[0]
+    for changes in (
+        {"evaluation": replace(ASKED, enabled=False)},
+        {"evaluation": replace(ASKED, tasks=[STATEMENTS])},
+        {"drop": DropConfig(at=10, effect_sequences=10**6, enabled=False)},
+        {"monitor": MonitorConfig(windows=10**6)},
+    ):
+        assert needs(replace(small, **changes))[0] == least

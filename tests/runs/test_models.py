@@ -1,0 +1,70 @@
+"""Models by what a user calls them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
+
+from tests.training.test_run import checkpoint_of
+from trainer.data.tokenizer import end_of_text
+from trainer.errors import UserError
+from trainer.runs.models import distinct, find_candidate
+
+
+def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
+    config, _ = finished
+    newest = find_candidate(config.run_dir)
+    assert (newest.given, newest.name, newest.role) == (config.run_dir, "DroPE", "drope")
+    assert newest.path == checkpoint_of(config)
+    assert newest.home == Path(config.run_dir)
+    assert newest.run == config
+    assert newest.state["step"] == 12
+    assert newest.parameters == sum(p.numel() for p in newest.load().parameters())
+    assert newest.bos_token == end_of_text(newest.tokenizer)
+    earlier = find_candidate(str(checkpoint_of(config, 6)))
+    assert (earlier.name, earlier.role) == ("RoPE (step-000006)", "rope")
+    assert earlier.fingerprint != newest.fingerprint
+    assert earlier.layout.rotates
+    assert not newest.layout.rotates
+
+
+def test_published_weights_begin_as_their_tokenizer_does(finished):
+    run = find_candidate(finished[0].run_dir)
+    assert replace(run, run=None).bos_token is None
+    assert replace(run, run=None, name="a/b").home == Path("runs/a/b")
+    own = Tokenizer(WordLevel({"<s>": 3, "a": 0}, unk_token="a"))
+    own.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 3)])
+    assert replace(run, tokenizer=own).bos_token == replace(run, tokenizer=own, run=None).bos_token
+    assert replace(run, tokenizer=own).bos_token == 3
+
+
+def test_a_problem_is_said_of_the_key_that_named_the_model(tmp_path):
+    with pytest.raises(UserError, match=r"^compare: there is no checkpoint in"):
+        find_candidate(str(tmp_path), key="compare")
+
+
+def test_models_of_one_name_are_told_apart(finished):
+    first = find_candidate(finished[0].run_dir)
+    path = Path("runs/second/checkpoints/last")
+    second = replace(first, given="b", path=path)
+    third = replace(first, given="c", name="Other", path=Path("runs/third/checkpoints/last"))
+    hf = replace(first, given="hf:a", computed_by="transformers")
+    assert [model.name for model in distinct([first, third])] == ["DroPE", "Other"]
+    assert [model.name for model in distinct([first, second, third])] == [
+        "DroPE (run)", "DroPE (second)", "Other",
+    ]  # fmt: skip
+    # Of one directory: by what they were called.
+    assert [model.name for model in distinct([first, hf])] == [
+        f"DroPE ({first.given})", "DroPE (hf:a)",
+    ]  # fmt: skip
+    for twice in ([first, first], [first, third, replace(third, name="Another")]):
+        with pytest.raises(UserError, match=f"^compare: '{twice[-1].given}' is named twice.$"):
+            distinct(twice)
+    alike = replace(second, path=Path("elsewhere/run/checkpoints/last"), given=first.given)
+    with pytest.raises(UserError, match=r"^compare: two models are called .*; give one of the"):
+        distinct([first, alike])

@@ -1,0 +1,50 @@
+"""Whether a run fits its processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.ranks import Ranks
+from trainer.runs.spread import shard_size, spread_problems
+
+
+def test_a_hybrid_shards_inside_a_node():
+    assert Ranks(rank=3, world_size=16, local_rank=3, local_size=8).nodes == 2
+    assert shard_size(StrategyConfig(name="hsdp"), 16, 8) == 8
+    assert shard_size(StrategyConfig(name="hsdp", shard_size=4), 16, 8) == 4
+    assert shard_size(StrategyConfig(name="fsdp2"), 16, 8) == 16
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "processes", "near"),
+    [
+        (32, 2, 6, 24),
+        (32, None, 5, 30),
+        (3, 2, 2, 4),  # more than there are
+        (32, 2, 16, None),
+        (32, None, 1, None),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_named_with_the_nearest_that_does(
+    batch, micro, processes, near
+):
+    config = RunConfig(trainer=TrainerConfig(batch_size=batch, micro_batch_size=micro))
+    said = (
+        f"trainer.batch_size: {batch} sequences do not divide into micro-batches of {micro or 1} "
+        f"on {processes} ranks; the nearest that does is {near}."
+    )
+    assert spread_problems(config, processes, processes) == ([said] if near else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "problems"), [("hsdp", 4, 1), ("hsdp", 3, 0), ("ddp", 4, 0)]
+)
+def test_shards_that_do_not_divide_the_ranks_are_named(name, size, problems):
+    config = RunConfig(
+        trainer=TrainerConfig(batch_size=12), strategy=StrategyConfig(name, shard_size=size)
+    )
+    assert spread_problems(config, 6, 6) == problems * [
+        "strategy.shard_size: 4 does not divide the 6 ranks; by default it is the number of ranks "
+        "on a node."
+    ]

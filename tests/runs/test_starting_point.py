@@ -1,0 +1,180 @@
+"""Where a run begins, and what it must have in common with its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.training.test_run import checkpoint_of
+from trainer.data.corpus import prepare_corpus
+from trainer.data.dataset import TrainingSamples
+from trainer.errors import UserError
+from trainer.runs.checkpoints import read_state, regular_checkpoints, step_of
+from trainer.runs.config import RunConfig
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.parsing import merged, parse
+from trainer.runs.phases import phases_of
+from trainer.runs.starting_point import (
+    check_same_data,
+    data_fingerprints,
+    epochs_read,
+    rewind_run,
+    say_other_numerics,
+    starting_point,
+    texts_read,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(finished):
+    config, _ = finished
+    return prepare_corpus(config.data, config.tokenizer)
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """The finished run, for a test that changes its directory."""
+    config, _ = finished
+    shutil.copytree(config.run_dir, tmp_path / "run")
+    return replace(config, run_dir=str(tmp_path / "run"))
+
+
+def steps_of(config):
+    return [step_of(p) for p in regular_checkpoints(Path(config.run_dir) / "checkpoints")]
+
+
+def test_a_new_run_begins_from_nothing(tmp_path):
+    config = RunConfig(run_dir=str(tmp_path / "new"))
+    start = starting_point(config, None)
+    assert (start.checkpoint, start.state, start.step) == (None, {}, 0)
+    assert (tmp_path / "new" / "checkpoints").is_dir()
+    assert read_metrics(tmp_path / "new" / "metrics.csv") == []
+
+
+def test_a_run_goes_on_from_its_newest_sound_checkpoint_and_sets_later_ones_aside(copied):
+    damaged = checkpoint_of(copied) / ".metadata"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    start = starting_point(copied, None)
+    assert (start.checkpoint, start.step) == (checkpoint_of(copied, 9), 9)
+    assert start.state == read_state(checkpoint_of(copied, 9))
+    assert steps_of(copied) == [3, 6, 9]
+    assert (checkpoint_of(copied).with_name("unused-step-000012")).is_dir()
+    rows = read_metrics(Path(copied.run_dir) / "metrics.csv")
+    assert [row["step"] for row in rows] == [2, 4, 6, 8]
+
+
+def test_a_branch_begins_with_the_state_and_the_rows_of_its_run(copied, tmp_path):
+    control = replace(copied, run_dir=str(tmp_path / "control"))
+    branch = checkpoint_of(copied, 6)
+    start = starting_point(control, branch)
+    assert (start.checkpoint, start.step) == (branch, 6)
+    rows = read_metrics(tmp_path / "control" / "metrics.csv")
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert steps_of(copied) == [3, 6, 9, 12]
+    missing = branch.with_name("step-000007")
+    with pytest.raises(UserError, match=r"^controls: '.*step-000007', where this run branches off"):
+        starting_point(replace(copied, run_dir=str(tmp_path / "x")), missing)
+
+
+@pytest.mark.parametrize(
+    ("first_bad", "broken_at", "left", "skips"),
+    [(10, 12, [3, 6, 9], [[9, 12]]), (9, 11, [3, 6, 9], [[9, 8]]), (2, 5, [], [[0, 20]])],
+)
+def test_a_run_that_diverged_leaves_out_what_it_read_since(
+    copied, first_bad, broken_at, left, skips
+):
+    assert rewind_run(copied, first_bad, broken_at) == skips
+    assert steps_of(copied) == left
+
+
+def test_texts_are_those_of_the_newest_checkpoint_that_can_be_read(copied, corpus, tmp_path):
+    assert texts_read(tmp_path / "nothing") is None
+    (checkpoint_of(copied) / "state.json").write_text("{}")
+    (checkpoint_of(copied, 9) / "state.json").write_text("[")
+    assert texts_read(Path(copied.run_dir)) == corpus.fingerprints
+
+
+def test_fingerprints_change_with_whatever_changes_the_samples(base, corpus):
+    def order(**changes):
+        config = parse(RunConfig, merged(base | {"run_dir": "x"}, changes))
+        (first, *_) = phases_of(config)
+        return data_fingerprints(corpus, first)
+
+    plain = order()
+    assert plain.keys() == {"corpus", "order", "texts"}
+    assert (plain["corpus"], plain["texts"]) == (corpus.fingerprint, corpus.fingerprints)
+    assert order(trainer={"batch_size": 8}, data={"num_workers": 1}) == plain
+    others = [
+        order(seed=1), order(data={"sequence_length": 64}), order(data={"shuffle_group": 7}),
+        order(data={"needles": {"weight": 3.0}}),
+    ]  # fmt: skip
+    assert len({other["order"] for other in [plain, *others]}) == 5
+
+
+def test_other_text_another_order_and_other_samples_are_refused(finished, corpus):
+    config, _ = finished
+    state = read_state(checkpoint_of(config))
+    check_same_data(state, corpus, config)
+    with pytest.raises(UserError, match=r"^data: the checkpoint was trained on other text, or in"):
+        check_same_data(state, corpus, replace(config, seed=1))
+    changed = json.loads(json.dumps(state))
+    changed["certificate"]["last_step"] = "0" * 16
+    found = state["certificate"]["last_step"]
+    said = (
+        rf"^data: the last step of the checkpoint read samples 44 to 47 .* {'0' * 16}, .* {found};"
+    )
+    with pytest.raises(UserError, match=said):
+        check_same_data(changed, corpus, config)
+    with pytest.raises(UserError, match=r"^data: .* read samples 50 to 53 with the certificate"):
+        check_same_data(state | {"skips": [[6, 6]]}, corpus, config)
+    del changed["certificate"]
+    with pytest.raises(UserError, match=r"^checkpoint: an earlier version of this program"):
+        check_same_data(changed, corpus, config)
+
+
+@pytest.mark.parametrize(
+    ("trained", "before", "now", "said"),
+    [
+        ("fp32", "float32", "fp32", ""),
+        ("fp32", None, "fp32", ""),
+        ("fp32", "float32", "bf16", "until there: float32"),
+        ("bf16", None, "bf16", "until there: bf16 as an earlier version computed it"),
+        ("bf16", None, "fp32", "in float32; until there: bf16 as an earlier version computed it"),
+    ],
+)
+def test_other_types_of_numbers_are_told(trained, before, now, said, caplog):
+    state = {"step": 7, "config": {"trainer": {"precision": trained}}}
+    state |= {"numerics": before} if before else {}
+    config = parse(RunConfig, {"run_dir": "x", "trainer": {"precision": now}})
+    with caplog.at_level(logging.WARNING):
+        say_other_numerics(state, config)
+    assert bool(caplog.text) == bool(said)
+    assert said in caplog.text
+    assert not said or "Goes on from step 7 in " in caplog.text
+
+
+def test_epochs_are_those_of_all_orders_of_samples_together(base, corpus):
+    """Against a sum over steps: each reads its samples of the text's blocks of its length."""
+    phases = {
+        "a": {"steps": 3}, "b": {"steps": 2, "sequence_length": 64, "batch_size": 8},
+        "c": {"steps": 4, "sequence_length": 64}, "d": {"steps": 2},
+    }  # fmt: skip
+    never = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
+    config = parse(RunConfig, merged(base, {"run_dir": "x", "phases": phases, **never}))
+    found = phases_of(config)
+    skips = [[4, 3], [10, 5]]
+    read = epochs_read(corpus, found, skips)
+    (name,) = read(0)
+    times = 0.0
+    for step in range(11):
+        phase = next(p for p in found if p.start <= step < p.end)
+        order = TrainingSamples(corpus, phase.config.data, phase.seed)
+        times += order.epochs(sum(n for at, n in skips if at == step))[name]
+        assert read(step)[name] == pytest.approx(times)
+        times += order.epochs(phase.config.trainer.batch_size)[name]
+    assert read(11)[name] == pytest.approx(times)

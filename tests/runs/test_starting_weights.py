@@ -1,0 +1,152 @@
+"""What a run that begins with another's weights takes over from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.test_run import checkpoint_of
+from trainer.errors import UserError
+from trainer.model.config import ModelConfig
+from trainer.runs.checkpoint_files import MANIFEST, digests
+from trainer.runs.checkpoints import load_decoder, read_state
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import parse
+from trainer.runs.starting_weights import encodings_of, normalizes, starting_weights
+
+
+def test_a_run_begins_with_the_weights_of_another_to_the_bit(finished):
+    path = checkpoint_of(finished[0])
+    state = read_state(path)
+    theirs = load_decoder(path, state)
+    start = starting_weights(ModelConfig(from_run=str(path)))
+    assert (start.name, start.layout, start.config) == (str(path), theirs.layout, theirs.config)
+    assert start.require_tokenizer().to_str() == state["tokenizer"]
+    assert normalizes(start.layout)
+    read = dict(start.weights())
+    assert read.keys() == dict(theirs.named_parameters()).keys()
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(read[name], parameter)
+
+
+def test_norms_that_still_wait_for_a_drop_are_no_part_of_the_weights(finished):
+    before = starting_weights(ModelConfig(from_run=str(checkpoint_of(finished[0], 6))))
+    assert not normalizes(before.layout)
+    assert not [name for name in before.tensors if "q_norm" in name or "k_norm" in name]
+    assert len(before.tensors) == len(dict(before.decoder().named_parameters())) - 4
+
+
+def test_without_a_model_there_is_none_and_two_are_too_many():
+    assert starting_weights(ModelConfig()) is None
+    with pytest.raises(UserError, match=r"^model\.from_run: model\.from_pretrained is given too;"):
+        starting_weights(ModelConfig(from_run="a", from_pretrained="b"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "",
+            "model.from_run: expected a run directory or a checkpoint, got nothing; null begins "
+            "from nothing.",
+        ),
+        ("no/where", "model.from_run: 'no/where' is neither a run directory nor a checkpoint."),
+    ],
+)
+def test_what_is_no_run_is_said_of_its_key(given, said):
+    for find in (encodings_of, lambda given: starting_weights(ModelConfig(from_run=given))):
+        with pytest.raises(UserError) as error:
+            find(given)
+        assert error.value.problems == (said,)
+
+
+@pytest.fixture
+def described(finished, tmp_path):
+    """A function that gives a checkpoint of the finished run another configuration and step."""
+    source = checkpoint_of(finished[0])
+
+    def as_if(step=20, **changes):
+        place = tmp_path / "of" / "checkpoints" / "last"
+        shutil.copytree(source, place)
+        state = json.loads((place / "state.json").read_text())
+        values = {"run_dir": "x", "trainer": {"max_steps": 20}, **changes}
+        values["model"] = {"num_hidden_layers": 4, "num_key_value_heads": 9}
+        config = parse(RunConfig, values)
+        state |= {"step": step, "config": json.loads(json.dumps(config, default=vars))}
+        (place / "state.json").write_text(json.dumps(state))
+        (place / MANIFEST).write_text(json.dumps(digests(place) | digests(place, ".metadata")))
+        return str(place)
+
+    return as_if
+
+
+TWO = {"layers": ["rope", "alibi"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "called"),
+    [
+        ({}, ["rope"], None),
+        ({"label": "Mine"}, ["rope"], None),
+        ({"positional": TWO}, ["rope", "alibi"], None),
+        ({"drop": {"at": 10}}, ["nope"], "DroPE"),
+        ({"drop": {"at": 10}, "label": "Mine"}, ["nope"], "Mine"),
+        ({"drop": {"at": 10}, "step": 10}, ["rope"], None),
+        ({"drop": {"at": 10}, "step": 11}, ["nope"], "DroPE"),
+        ({"drop": {"at": 10, "to": "alibi"}}, ["alibi"], "DroPE"),
+        (
+            {"drop": {"at": 10, "layers": [-1, 0]}, "positional": TWO},
+            ["nope", "alibi", "rope", "nope"], "DroPE",
+        ),
+        # What heads and pairs have left has no name.
+        ({"drop": {"at": 10, "heads": [0]}}, ["rope"], "DroPE"),
+        ({"drop": {"at": 10, "slower_than": 9.0}}, ["rope"], "DroPE"),
+        (
+            {
+                "phases": {
+                    "a": {"steps": 10}, "b": {"steps": 5, "drop": {"layers": [0]}},
+                    "c": {"steps": 5, "drop": {"layers": [1], "to": "alibi"}},
+                }
+            },
+            ["nope", "alibi", "rope", "rope"], "DroPE",
+        ),
+    ],
+)  # fmt: skip
+def test_encodings_are_those_that_the_drops_until_then_have_left(
+    described, changes, layers, called
+):
+    positional, name = encodings_of(described(**changes))
+    assert (positional.layers, name) == (layers, called)
+
+
+def test_a_drop_of_all_layers_leaves_no_other_heads(described):
+    positional, _ = encodings_of(described(drop={"at": 10}, positional={"heads": {"nope": 1 / 3}}))
+    assert (positional.layers, positional.heads) == (["nope"], {})
+
+
+def test_a_drop_of_some_layers_leaves_the_others_their_heads(described):
+    heads = {"heads": {"nope": 1 / 3}, "layers": ["rope"]}
+    some = {"at": 10, "layers": [0], "to": "alibi"}
+    positional, _ = encodings_of(described(drop=some, positional=heads))
+    assert positional.heads == {"nope": 1 / 3}
+
+
+def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
+    given = str(checkpoint_of(finished[0]))
+    config = parse(RunConfig, {"run_dir": "x", "model": {"from_run": given}})
+    saved = replace(finished[0].model, qk_norm=config.model.qk_norm, from_run=given)
+    assert config.model == replace(saved, vocab_size=config.model.vocab_size)
+    assert config.model.qk_norm == replace(finished[0].model.qk_norm, when="always")
+    assert (config.label, config.positional.layers) == ("DroPE", ["nope"])
+    own = parse(RunConfig, {"run_dir": "x", "label": "Own", "model": {"from_run": given}})
+    assert own.label == "Own"
+    before = str(checkpoint_of(finished[0], 6))
+    values = {"run_dir": "x", "model": {"from_run": before, "qk_norm": {"when": "always"}}}
+    with pytest.raises(UserError, match=r"^model\.qk_norm\.when: 'always', but the weights were"):
+        parse(RunConfig, values)
+    assert Path(before).name == "step-000006"
