@@ -93,7 +93,7 @@ def small(words: list[str]) -> list[str]:
     budget = next((budget for word, budget in BUDGETS.items() if word in words), TRAIN)
     if budget is TRAIN and any(word.startswith("name=") for word in words):
         budget = [*TRAIN, *([] if "--multirun" in words else TRAINED)]
-        budget += ALONE if "+experiment=drope_demo" in words else []
+        budget += [w for w in ALONE if w not in words] if "+experiment=drope_demo" in words else []
     return [*words, *budget]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from trainer.interchange.export.plan import make_plan
-from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.model.config import ModelConfig, QKNormConfig, SoftmaxConfig
 from trainer.positional.alibi import alibi_slopes
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
@@ -155,6 +155,7 @@ def test_what_is_written_for_an_architecture_of_transformers(options, more):
 def test_what_is_written_for_code_of_its_own(spectra, slopes):
     plan = planned(spectra=spectra, qk_norm=QKNormConfig("never", "full", "k"))
     layout = Layout(32, tuple(LayerEncoding(((s, 2),)) for s in spectra))
+    assert plan.values.pop("softmax") == asdict(SoftmaxConfig())
     assert plan.values == SHAPE | {
         "qkv_bias": False, "qk_norm_kind": "full", "qk_norm_targets": "k",
         "layout": layout.to_dict(), "alibi_slopes": slopes,

@@ -19,7 +19,7 @@ LATER = "branch: after step {} the run and the control are not changed alike, an
 SAMPLES = "branch: from step {} on the run reads other samples than the control."
 LONGER = {"phases": {"a": {"steps": 10}, "b": {"steps": 10, "sequence_length": 32}}}
 SMALLER = {"phases": {"a": {"steps": 10}, "b": {"steps": 10, "batch_size": 4}}}
-EARLY = {"phases": {"a": {"steps": 10, "until": {"flat": 0.1}}}}
+EARLY = {"phases": {"a": {"steps": 10, "until": {"every": 5, "flat": 0.1}}}}
 RESET = {"optimizer_state": "reset"}
 
 
