@@ -33,7 +33,7 @@ CHUNKS = {
     # gradient costs more than the products.
     "cpu": Chunks(logits=16 * 2**20, tokens=128, rows=8192),
     # Few launches and few passes over the head's gradient; with the copies of a chunk in 16 bits,
-    # 2 GiB.
+    # 2 GiB; a soft-cap's slope is one more.
     "cuda": Chunks(logits=2**30, tokens=1024, rows=2**31),
 }
 
@@ -75,7 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = capped(product(x, head, None).float(), softcap)
             slope = None
             if softcap is not None and grad_hidden is not None:
-                slope = 1 - (logits / softcap).square()
+                slope = (logits / softcap).square_().neg_().add_(1)
             top = logits.amax(dim=-1)
             picked[part] = logits.gather(-1, y[:, None])[:, 0]
             # One pass in the logits' memory; the likeliest token's probability gives log_z back.

@@ -73,9 +73,9 @@ def train(
     began, clock, rewinds = time.time(), time.perf_counter(), 0
     skips, given = None, config
     own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
-    set_modules_aside()
     if config.trainer.compile:
         torch.compiler.reset()  # shapes of another run of this process would count as dynamic
+    set_modules_aside()  # the compiler's too
     while True:
         # A trainer that is done is a circle of references: only now its memory is free.
         gc.collect()
