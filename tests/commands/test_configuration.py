@@ -157,7 +157,7 @@ def compare(schema, given, path):
         (["positional.encodings.rope.bas=2"], "rope.bas: unknown key. Did you mean 'base'?"),
         (["name=../out"], "name: '../out' names a directory under runs/"),
         (["seed=[1"], "expected key=value"),
-        (["label=two", "words"], "needs the shell's quotes: 'label=two words'"),
+        (["label=two", "words"], "a value with blanks needs quotes"),
         (["evaluation.trials=4"], "Did you mean evaluation.needles.trials or"),
         (["drope_demo"], "an experiment is named by +experiment=drope_demo."),
         (["data.files=a.txt"], "Of this one alone it is data.files=[a.txt]."),

@@ -18,11 +18,11 @@ def parse_words(
     quotes, the override that it means is among them, so that nothing else is said to be missing."""
     parser = OverridesParser.create()
     found, problems = [], []
-    for before, word in itertools.pairwise(["", *words]):
+    for word in words:
         try:
             override = parser.parse_override(word)
         except HydraException:
-            problems.append(_no_override(word, before, experiments))
+            problems.append(_no_override(word, experiments))
             with suppress(HydraException):
                 meant = _quoted(word)
                 found.append(parser.parse_override(meant))
@@ -33,16 +33,15 @@ def parse_words(
             if override.key_or_group:
                 found.append(override)
             else:
-                problems.append(_no_override(word, before, experiments))
+                problems.append(_no_override(word, experiments))
     return found, problems
 
 
-def _no_override(word: str, before: str, experiments: Collection[str]) -> str:
+def _no_override(word: str, experiments: Collection[str]) -> str:
     if word in experiments:
         return f"{word!r}: an experiment is named by +experiment={word}."
-    if "=" in before and "=" not in word:
-        return f"{word!r}: a value with blanks needs the shell's quotes: '{before} {word}'."
-    return f"{word!r}: expected key=value, for instance seed=1."
+    quotes = "" if "=" in word else "; a value with blanks needs quotes, as in 'label=two words'"
+    return f"{word!r}: expected key=value, for instance seed=1{quotes}."
 
 
 def _quoted(word: str) -> str:
