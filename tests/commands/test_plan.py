@@ -64,9 +64,7 @@ def test_every_experiment_is_planned_without_network(capsys, tmp_path, monkeypat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plans, "memory_of", lambda *_: {"parameters": 1})  # seconds each
-    # At 128k half a million tokens are four sequences.
-    gpus = "slurm.gpus_per_node=4" if name == "rope_id_128k" else "slurm.gpus_per_node=8"
-    out = said(capsys, *f"+experiment={name}".split(), f"data.cache_dir={tmp_path}", gpus)
+    out = said(capsys, *f"+experiment={name}".split(), f"data.cache_dir={tmp_path}")
     for title in (
         "Parameters",
         "Training",
@@ -137,7 +135,7 @@ def test_impossible_requests_are_refused(capsys):
     for words, expected in (
         (["mfu=2"], "mfu: expected a share of the peak above 0 and up to 1, got 2"),
         (["gpu=h1000"], "gpu: got 'h1000'"),
-        (["strategy=ddp", "trainer.batch_size=12"], "12 sequences do not divide"),
+        (["slurm.gpus_per_node=8", "strategy=ddp", "trainer.batch_size=12"], "12 sequences do not"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(["plan", "model=nano", *words])

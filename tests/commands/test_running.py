@@ -60,7 +60,7 @@ def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, pl
         (["evaluate", "+evaluation=niah", "--help"], "  evaluation.lengths=[1, 2]     times the"),
         (["analyze", "--help"], "  sinks                         Attention on the first token"),
         (["generate", "--help"], "  top_p=1.0                     draw from the likeliest"),
-        (["slurm", "--help"], "  slurm.gpus_per_node=8         and workers; 0: one worker on the"),
+        (["slurm", "--help"], "  slurm.gpus_per_node=null      and workers; null: as many of 8 as"),
         (["--help"], "  positional: alibi, half_rope"),
         (
             ["--help"],

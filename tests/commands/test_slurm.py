@@ -86,6 +86,16 @@ def test_cores_are_asked_for_by_the_worker_unless_they_are_given(gpus, cores):
     assert "--cpus-per-task=24" in options(script(*job, "slurm.cpus_per_task=24"))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "batch", "nodes", "gpus"),
+    [("single", 64, 1, 1), ("ddp", 64, 1, 8), ("ddp", 64, 4, 2), ("ddp", 12, 1, 1)],
+)
+def test_a_node_has_as_many_gpus_as_the_batch_can_be_dealt_out_to(strategy, batch, nodes, gpus):
+    words = f"strategy={strategy}", f"trainer.batch_size={batch}", f"slurm.nodes={nodes}"
+    words += ("trainer.micro_batch_size=8" if batch == 64 else "trainer.micro_batch_size=12",)
+    assert f"--gpus-per-node={gpus}" in options(script("slurm.gpus_per_node=null", *words))
+
+
 def test_a_job_knows_how_often_it_may_fail():
     assert " UNROPE_MAX_RETRIES=5\n" in script("slurm.max_retries=5")
 

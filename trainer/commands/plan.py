@@ -56,7 +56,7 @@ def read(composed: Composed) -> PlanRequest:
         if not weights or len(weights) < len(error.problems):
             raise
         config, missing = read_run(composed, problems, weights=False), weights
-    on_a_node = max(own.slurm.gpus_per_node, 1)
+    on_a_node = own.slurm.on(config).workers_a_node
     ranks = 1 if config.strategy.name == "single" else own.slurm.nodes * on_a_node
     if config.strategy.name == "single" and own.slurm.nodes > 1:
         problems.append(

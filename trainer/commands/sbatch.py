@@ -9,9 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainer.commands.snapshot import slurm_directory
+
+if TYPE_CHECKING:
+    from trainer.runs.config import RunConfig
 
 CORES_A_WORKER = 8
 """Of a node with a worker for each GPU, by default: one computes, the others read and write."""
@@ -21,21 +24,21 @@ CORES_A_WORKER = 8
 class SlurmConfig:
     """What a job asks the cluster for; null leaves a choice to the cluster.
 
-    ``gpus_per_node``: workers too, one a GPU; 0: one worker on the CPU. ``gpu``: which kind its
-    plan is for. ``cpus_per_task``: cores a node; null: 8 for each worker. ``time``: minutes, or as
-    sbatch writes it. ``mem``: a node's memory, in MB or with a unit. ``job_name``: null: the run's
-    name. ``signal_seconds``: how long before its end a job is told to write a checkpoint.
-    ``max_retries``: how often in a row a job is started again after failures without a newer
-    checkpoint between; never after a mistake of the user's. ``setup``: shell lines to run first,
-    which then choose the ``python``; without them the job runs the Python of this command.
-    ``extra``: further options of sbatch.
-    ``directory``: where the job's files go; null: ``slurm_jobs/<name>``. ``prepare``: jobs of an
-    array that prepares the text before; 0: it is prepared already. ``prepare_options``: options of
-    sbatch for these jobs, instead of ``extra`` and what the run's nodes are chosen by.
+    ``gpus_per_node``: workers too, one a GPU; null: as many of eight as the run's batches can be
+    dealt out to; 0: one worker on the CPU. ``gpu``: which kind its plan is for. ``cpus_per_task``:
+    cores a node; null: 8 for each worker. ``time``: minutes, or as sbatch writes it. ``mem``: a
+    node's memory, in MB or with a unit. ``job_name``: null: the run's name. ``signal_seconds``: how
+    long before its end a job is told to write a checkpoint. ``max_retries``: how often in a row a
+    job is started again after failures without a newer checkpoint between; never after a mistake of
+    the user's. ``setup``: shell lines to run first, which then choose the ``python``; without them
+    the job runs the Python of this command. ``extra``: further options of sbatch. ``directory``:
+    where the job's files go; null: ``slurm_jobs/<name>``. ``prepare``: jobs of an array that
+    prepares the text before; 0: it is prepared already. ``prepare_options``: options of sbatch for
+    these jobs, instead of ``extra`` and what the run's nodes are chosen by.
     """
 
     nodes: int = 1
-    gpus_per_node: int = 8
+    gpus_per_node: int | None = None
     gpu: Literal["a100_40gb", "a100", "h100", "h200"] = "h100"
     cpus_per_task: int | None = None
     time: int | str = "24:00:00"
@@ -53,6 +56,19 @@ class SlurmConfig:
     directory: str | None = None
     prepare: int = 0
     prepare_options: list[str] = field(default_factory=list)
+
+    @property
+    def workers_a_node(self) -> int:
+        """Processes of a node, once ``gpus_per_node`` is known."""
+        return max(self.gpus_per_node or 0, 1)
+
+    def on(self, config: RunConfig) -> SlurmConfig:
+        """With as many GPUs as fit the run, where none were asked for."""
+        if self.gpus_per_node is not None:
+            return self
+        from trainer.runs.spread import gpus_that_fit
+
+        return replace(self, gpus_per_node=gpus_that_fit(config, self.nodes))
 
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
@@ -94,7 +110,7 @@ class SlurmConfig:
             "nodes": self.nodes,
             "ntasks-per-node": 1,
             "gpus-per-node": self.gpus_per_node or None,
-            "cpus-per-task": self.cpus_per_task or CORES_A_WORKER * max(self.gpus_per_node, 1),
+            "cpus-per-task": self.cpus_per_task or CORES_A_WORKER * self.workers_a_node,
             "mem": self.mem,
             "time": self.time,
             "partition": self.partition,

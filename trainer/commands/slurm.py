@@ -58,14 +58,15 @@ def read(composed: Composed, trains: bool = True) -> Job:
     problems += [f"slurm.{problem}" for problem in group.slurm.problems()]
     problems += _misfits(group.slurm, values) if trains else []
     config = read_run(replace(composed, values=values), problems)
+    settings = group.slurm.on(config)
     if trains:
         for phase in phases_of(config):
-            problems += spread_problems(phase.config, *_workers(group.slurm))
+            problems += spread_problems(phase.config, *_workers(settings))
     if problems:
         raise UserError(*dict.fromkeys(problems))
     words = tuple(word for word in composed.words if not _is_setting(word))
     words = words or (f"name={config.name}",)  # without any the job would ask for one
-    return Job(group.slurm, config, words, composed.files, SUBMIT in composed.flags)
+    return Job(settings, config, words, composed.files, SUBMIT in composed.flags)
 
 
 def execute(job: Job) -> None:
@@ -122,7 +123,7 @@ def submit_all(job: Job, directory: Path, scripts: dict[str, list[str]]) -> None
 
 def _workers(settings: SlurmConfig) -> tuple[int, int]:
     """Of the whole job, and of a node."""
-    on_a_node = max(settings.gpus_per_node, 1)
+    on_a_node = settings.workers_a_node
     return settings.nodes * on_a_node, on_a_node
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.runs.config import RunConfig, StrategyConfig
+from trainer.runs.phases import phases_of
 
 
 def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[str]:
@@ -22,6 +23,19 @@ def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[s
             "the number of ranks on a node."
         )
     return found
+
+
+def gpus_that_fit(config: RunConfig, nodes: int) -> int:
+    """GPUs of a node of eight that the batches of every phase can be dealt out to, over ``nodes``
+    nodes: one for the strategy ``single``."""
+    if config.strategy.name == "single":
+        return 1
+    phases = phases_of(config)
+
+    def fits(gpus: int) -> bool:
+        return not any(spread_problems(phase.config, nodes * gpus, gpus) for phase in phases)
+
+    return next(filter(fits, (8, 4, 2)), 1)
 
 
 def shard_size(config: StrategyConfig, processes: int, on_a_node: int) -> int:
