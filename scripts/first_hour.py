@@ -95,6 +95,15 @@ class Place:
                 check=False,
             ).returncode
 
+    def struck(self, name: str, *words: str, step: int, number: int, ranks: int) -> int:
+        """As :meth:`run`, whose last rank sends itself a signal at a step."""
+        mark = self.out.absolute() / f"{name}.mark"
+        strike = f"_target_: first_hour.Strike, step: {step}, number: {int(number)}, mark: {mark}"
+        code = self.run(name, *words, f"+callbacks.strike={{{strike}}}", ranks=ranks)
+        if not mark.exists():
+            raise Failed(f"ended with {code} before the signal, see {name}.log")
+        return code
+
     def words(self, name: str, *words: str) -> list[str]:
         """Those of a run of that name, which lies beside the report."""
         return [*ALWAYS, f"run_dir={self.out}/{name}", f"name={name}", *words]
@@ -258,7 +267,7 @@ def waiting(place: Place) -> tuple[str, bool]:
             f"waiting_{name}",
             *place.speed("trainer.max_steps=16", "trainer.batch_size=32", *more),
             "trainer.log_every=100",
-            "callbacks.waits={_target_: first_hour.NoWaiting}",
+            "+callbacks.waits={_target_: first_hour.NoWaiting}",
         )
     return "AdamW, Muon", True
 
@@ -296,7 +305,7 @@ def _twice(
     return difference or "metrics and weights identical", not difference
 
 
-class Kill(L.Callback):
+class Strike(L.Callback):
     """Sends itself a signal at a step, once in the life of a run.
 
     Args:
@@ -320,11 +329,8 @@ def _killed(place: Place, number: int, ranks: int) -> tuple[str, bool]:
     name = f"killed_{signal.Signals(number).name}_{ranks}"
 
     def again(second: str, words: list[str]) -> None:
-        mark = f"mark: {place.out.absolute()}/{second}.mark"
-        kill = f"_target_: first_hour.Kill, step: 15, number: {int(number)}, {mark}"
         words = place.words(second, *words, "trainer.checkpoint_every=10")
-        code = place.run(second, *words, f"callbacks.kill={{{kill}}}", ranks=ranks)
-        if code == 0:
+        if place.struck(second, *words, step=15, number=number, ranks=ranks) == 0:
             raise Failed("the signal did not end the run")
         place.must(place.run(second, *words, ranks=ranks), second)
 
@@ -463,14 +469,13 @@ def lost_rank(place: Place) -> tuple[str, bool]:
 def fewer_ranks(place: Place) -> tuple[str, bool]:
     """Stops in the middle and resumes."""
     size = f"trainer.batch_size={max(16, place.ranks)}"
-    words = [*NUMBERS, size, "strategy=fsdp2", "trainer.tf32=false", f"trainer.max_steps={STEPS}"]
-    whole = place.train("ranks_whole", *words, ranks=place.ranks)
-    mark = f"mark: {place.out.absolute()}/ranks.mark"
-    kill = f"_target_: first_hour.Kill, step: 12, number: {int(signal.SIGTERM)}, {mark}"
-    begun = place.words("ranks_changed", *words, f"callbacks.kill={{{kill}}}")
-    place.run("ranks_changed", *begun, ranks=place.ranks)
-    half = [f"strategy={'single' if place.ranks == 2 else 'fsdp2'}"]
-    rows = place.train("ranks_changed", *words, *half, ranks=place.ranks // 2)
+    words = [*NUMBERS, size, "trainer.tf32=false", f"trainer.max_steps={STEPS}"]
+    all_ranks = [*words, "strategy=fsdp2"]
+    whole = place.train("ranks_whole", *all_ranks, ranks=place.ranks)
+    begun = place.words("ranks_changed", *all_ranks)
+    place.struck("ranks_changed", *begun, step=12, number=signal.SIGTERM, ranks=place.ranks)
+    half = f"strategy={'single' if place.ranks == 2 else 'fsdp2'}"
+    rows = place.train("ranks_changed", *words, half, ranks=place.ranks // 2)
     return f"{(apart := _apart(whole, rows)):.1e}", apart <= 1e-3
 
 
@@ -479,12 +484,10 @@ def fewer_ranks(place: Place) -> tuple[str, bool]:
 )
 def stuck_rank(place: Place) -> tuple[str, bool]:
     """SIGSTOP to one rank, while the others wait for 30 s at most."""
-    mark = f"mark: {place.out.absolute()}/stuck.mark"
-    kill = f"_target_: first_hour.Kill, step: 12, number: {int(signal.SIGSTOP)}, {mark}"
-    words = [*NUMBERS, "strategy=fsdp2", f"trainer.max_steps={STEPS}", f"callbacks.kill={{{kill}}}"]
+    words = [*NUMBERS, "strategy=fsdp2", f"trainer.max_steps={STEPS}"]
     words += ["strategy.timeouts.collective=30", "trainer.step_timeout=60"]
-    began = time.monotonic()
-    code = place.run("stuck", *place.words("stuck", *words), ranks=place.ranks)
+    words, began = place.words("stuck", *words), time.monotonic()
+    code = place.struck("stuck", *words, step=12, number=signal.SIGSTOP, ranks=place.ranks)
     took = time.monotonic() - began
     files = len(list((place.out / "stuck" / "flight_recorder").glob("rank_*")))
     return f"exit code {code} after {took:.0f} s, {files} records", code != 0 and files > 0

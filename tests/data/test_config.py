@@ -63,6 +63,11 @@ WRONG = [
     ({"source": "files"}, "data.files: data.source is 'files', but no file is named."),
     ({"source": "hub"}, "data.hub_name: data.source is 'hub', but no dataset is named."),
     (FILES | {"files": ["s3://me:secret@x/y"]}, PASSWORD),
+    (
+        FILES | {"allow_patterns": ["*"]},
+        "data.allow_patterns: they choose from a list, and data.files names none, as @LIST does; a "
+        "glob may stand there itself.",
+    ),
     *(
         (
             {"validation": validation, "test": test},

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 
 import pytest
 
-from trainer.data.config import DataConfig
+from trainer.commands.configuration import compose_words
+from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.files import File
+from trainer.data.plan import request_of
 from trainer.data.sources import (
     TEXT_SOURCES,
     list_source,
@@ -56,6 +59,59 @@ def test_a_list_of_addresses_stands_for_its_lines(tmp_path):
     assert [file.name for file in list_source(config).files] == ["a.txt"]
     with pytest.raises(UserError, match=r"the list .*missing' cannot be read"):
         list_source(DataConfig(source="files", files=[f"@{tmp_path}/missing"]))
+
+
+def test_of_a_list_only_addresses_that_match_a_pattern_are_read(tmp_path):
+    for name in ("web-0.txt", "web-1.txt", "books-0.txt"):
+        (tmp_path / name).write_text("some text")
+    (tmp_path / "list").write_text("\n".join(str(path) for path in sorted(tmp_path.iterdir())))
+
+    def names(*patterns):
+        config = DataConfig(
+            source="files", files=[f"@{tmp_path}/list"], allow_patterns=list(patterns)
+        )
+        return [file.name for file in list_source(config).files]
+
+    assert names() == ["books-0.txt", "web-0.txt", "web-1.txt"]
+    assert names("*/web-*") == ["web-0.txt", "web-1.txt"]
+    assert names("*/web-1*", "*/books-*") == ["books-0.txt", "web-1.txt"]
+    said = r"data.allow_patterns: none of the 3 addresses in .*books-0.txt', matches \['web'\]"
+    with pytest.raises(UserError, match=said):
+        names("web")
+
+
+def test_every_part_of_dolma_belongs_to_one_text_of_its_mixture():
+    mixture = compose_words(["data=dolma_reweighted"]).values["data"]["mixture"]
+    assert sum(text["weight"] for text in mixture.values()) == pytest.approx(1)
+    web = "c4-filtered cc_en_head cc_en_middle cc_en_tail cc_news_head falcon-refinedweb-filtered"
+    parts = {
+        **{name: ["web"] for name in web.split()},
+        **{name: [name] for name in ("starcoder", "reddit", "pes2o", "books", "tulu_flan", "wiki")},
+        "redpajama-stackexchange": ["stackexchange"],
+        "redpajama-arxiv": ["arxiv"],
+        "proof_pile_2-open_web_math": ["open_web_math"],
+        "proof_pile_2-algebraic_stack": ["algebraic_stack"],
+    }
+    for part, texts in parts.items():
+        address = f"https://olmo-data.org/dolma-v1_7/{part}/{part}-0000.json.gz"
+        assert texts == [
+            name
+            for name, text in mixture.items()
+            if any(fnmatchcase(address, glob) for glob in text["allow_patterns"])
+        ]
+
+
+def test_parts_of_one_list_are_texts_of_their_own():
+    asked = [
+        request_of(
+            DataConfig(source="files", files=["@list"], allow_patterns=patterns),
+            TokenizerConfig(),
+            None,
+        )
+        for patterns in ([], ["*/web/*"], ["*/books/*"])
+    ]
+    assert "allow_patterns" not in asked[0]  # what was prepared before there were any is found
+    assert asked[1]["allow_patterns"] == ["*/web/*"] != asked[2]["allow_patterns"]
 
 
 def test_a_dataset_is_the_files_of_its_configuration_and_split(tmp_path):

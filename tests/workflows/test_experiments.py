@@ -43,7 +43,7 @@ def small(name, base, tmp_path):
         },
         "data": {
             "source": "files", "files": base["data"]["files"], "hub_name": None, "hub_config": None,
-            "hub_files": [], "mixture": {}, "sequence_length": C, "num_workers": 0,
+            "hub_files": [], "sequence_length": C, "num_workers": 0,
             "cache_dir": base["data"]["cache_dir"],
         },
         "tokenizer": {"path": None, "vocab_size": 300},
@@ -69,6 +69,7 @@ def small(name, base, tmp_path):
     windows = [window and min(window, C) for window in values["positional"]["windows"]]
     changes.setdefault("positional", {})["windows"] = windows
     result = merged(values, changes)
+    result["data"]["mixture"] = {}
     return result | {"phases": phases, "controls": _few(values["controls"])}
 
 

@@ -58,19 +58,21 @@ class SourceConfig:
     ``source``: ``stdlib_docs`` (docstrings and help topics of the running Python), ``files``
     (``.txt``, ``.jsonl``, ``.parquet``, ``.arrow``, also with ``.gz`` or ``.zst``), ``hub`` (a
     dataset of the Hugging Face hub), or one that a plugin registers. ``files``: files, directories
-    or globs, on this machine or behind any address that fsspec opens (``s3://``, ``gs://``).
-    ``hub_files``: globs in the dataset's repository, where its own description of its files is not
-    wanted. ``revision``: of the dataset; for other sources, any text that tells two states apart.
-    ``text_field``: the key that holds the text of a row. ``min_characters``: shorter documents are
-    left out. ``bad_rows``: share of the rows that may be malformed (null: 0 for local files,
-    0.001 for others). ``validation``, ``test``: shares of the text kept out of training, the first
-    for fitting and the drop's effect, the second for reported figures; ``validation_tokens``,
-    ``test_tokens``: about how many at most. ``arguments``: of a plugin's source. ``about``: what
-    the text is and how large, for whoever has to fetch it.
+    or globs, on this machine or behind any address that fsspec opens (``s3://``, ``gs://``), or
+    ``@LIST``, a file with one address a line. ``allow_patterns``: globs; of a list, only addresses
+    that match one of them (none: all). ``hub_files``: globs in the dataset's repository, where its
+    own description of its files is not wanted. ``revision``: of the dataset; for other sources, any
+    text that tells two states apart. ``text_field``: the key that holds the text of a row.
+    ``min_characters``: shorter documents are left out. ``bad_rows``: share of the rows that may be
+    malformed (null: 0 for local files, 0.001 for others). ``validation``, ``test``: shares of the
+    text kept out of training, the first for fitting and the drop's effect, the second for reported
+    figures; ``validation_tokens``, ``test_tokens``: about how many at most. ``arguments``: of a
+    plugin's source. ``about``: what the text is and how large, for whoever has to fetch it.
     """
 
     source: str = "stdlib_docs"
     files: list[str] = field(default_factory=list)
+    allow_patterns: list[str] = field(default_factory=list)
     hub_name: str | None = None
     hub_config: str | None = None
     hub_split: str = "train"
@@ -104,6 +106,11 @@ class SourceConfig:
             for path in self.files
             if re.match(r"@?\w+(::\w+)*://[^/@]*:[^/@]*@", path)
         ]
+        if self.allow_patterns and not any(path.startswith("@") for path in self.files):
+            found.append(
+                f"{at}.allow_patterns: they choose from a list, and {at}.files names none, as "
+                "@LIST does; a glob may stand there itself."
+            )
         if self.source == "hub" and not self.hub_name:
             found.append(f"{at}.hub_name: {at}.source is 'hub', but no dataset is named.")
         if not (0 < self.validation < 1 and 0 < self.test < 1 and self.validation + self.test < 1):

@@ -61,6 +61,8 @@ def request_of(config: SourceConfig, tokenizer: TokenizerConfig, given: Tokenize
         "files": ("files", "text_field"),
         "stdlib_docs": (),
     }.get(config.source, ("arguments",))
+    if config.source == "files" and config.allow_patterns:
+        keys += ("allow_patterns",)
     split = ("min_characters", "validation", "test", "validation_tokens", "test_tokens")
     return {
         "recipe": RECIPE,

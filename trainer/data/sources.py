@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def list_source(config: SourceConfig) -> Listing:
         name, size = stdlib_version()
         return Listing((File("stdlib_docs", name, size),), config.revision)
     if config.source == "files":
-        return Listing(tuple(find_files(_addresses(config.files), "data.files")), config.revision)
+        return Listing(tuple(find_files(_addresses(config), "data.files")), config.revision)
     if config.source == "hub":
         return _list_hub(config)
     return Listing((File(config.source, config.source, 0),), config.revision)
@@ -114,14 +115,15 @@ def is_here(config: SourceConfig) -> bool:
     return not any("://" in path.removeprefix("file://") for path in config.files)
 
 
-def _addresses(patterns: Sequence[str]) -> list[str]:
-    """The patterns, ``@LIST`` replaced by the lines of that file.
+def _addresses(config: SourceConfig) -> list[str]:
+    """The files as they are named, ``@LIST`` replaced by those lines of it that are wanted.
 
     Raises:
-        UserError: a list cannot be read.
+        UserError: a list cannot be read, or nothing in it is wanted.
     """
     found: list[str] = []
-    for pattern in patterns:
+    wanted = config.allow_patterns or ["*"]
+    for pattern in config.files:
         if not pattern.startswith("@"):
             found.append(pattern.removeprefix("file://"))
             continue
@@ -134,7 +136,13 @@ def _addresses(patterns: Sequence[str]) -> list[str]:
             ) from error
         if not lines:
             raise UserError(f"data.files: the list {pattern[1:]!r} names no file.")
-        found += lines
+        chosen = [line for line in lines if any(fnmatchcase(line, glob) for glob in wanted)]
+        if not chosen:
+            raise UserError(
+                f"data.allow_patterns: none of the {len(lines)} addresses in {pattern[1:]!r}, such "
+                f"as {lines[0]!r}, matches {config.allow_patterns}."
+            )
+        found += chosen
     return found
 
 

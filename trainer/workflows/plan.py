@@ -141,8 +141,15 @@ def _training(
         for part in corpus.parts:
             held = f"{len(part.text.train):,} tokens"
             yield f"text {part.name}", f"{held}, read {times[part.name]:.3g} times"
-    elif config.data.about:
-        yield "text", config.data.about
+    else:
+        texts = config.data.texts
+        whole = sum(weight for _, weight in texts.values())
+        for name, (text, weight) in texts.items():
+            if config.data.mixture:
+                about = f", {text.about}" if text.about else ""
+                yield f"text {name}", f"{100 * weight / whole:.3g}% of the samples{about}"
+            elif text.about:
+                yield "text", text.about
     for name, count in operations.items():
         yield f"operations of {name}", f"{count:.3g}"
 
