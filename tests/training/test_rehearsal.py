@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,25 @@ def test_memory_of_a_rank(monkeypatch, precision, softmax):
         real = allocated(module, SHAPE)
     expected = max(sum(parts.values()) for parts in found.values())
     assert expected == pytest.approx(real, rel=0.02), found
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_the_loss_of_a_large_vocabulary_holds_two_gib(softcap):
+    shape = 16, 2048
+    config = replace(
+        configured("fp32"),
+        model=ModelConfig(
+            128, 352, 1, 4, 2, None, 49_152, softmax=SoftmaxConfig(final_softcap=softcap)
+        ),
+        trainer=TrainerConfig(batch_size=16, precision="bf16", accelerator="cpu"),
+        strategy=StrategyConfig(name="single"),
+    )
+    with rank_of(config, Ranks(0, 1, 0, 1)) as module, pretended():
+        module.configure_model()
+        found = peaks(module, module.configure_optimizers(), shape)
+    logits = 4 * math.prod(shape) * 49_152
+    assert logits == 6 << 30
+    assert 1 << 30 < found["loss"]["loss"] < 2 << 30
 
 
 def allocated(module, shape):

@@ -33,7 +33,7 @@ CHUNKS = {
     # gradient costs more than the products.
     "cpu": Chunks(logits=16 * 2**20, tokens=128, rows=8192),
     # Few launches and few passes over the head's gradient; with the copies of a chunk in 16 bits,
-    # 2 GiB; a soft-cap's slope is one more.
+    # 2 GiB.
     "cuda": Chunks(logits=2**30, tokens=1024, rows=2**31),
 }
 
@@ -65,6 +65,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype = hidden.dtype
         head = weight.to(dtype)
         size, rows_at_once = chunk_size(len(weight), hidden.device), chunks_on(hidden.device).rows
+        if softcap is not None:  # whose slope is held beside the logits
+            size = max(size // 2, 1)
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
