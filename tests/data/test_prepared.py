@@ -20,7 +20,7 @@ from trainer.data.manifest import Shard
 from trainer.data.plan import make_plan
 from trainer.data.prepared import cache_directory, open_prepared, verify
 from trainer.data.preparing import Preparation
-from trainer.data.shards import OPEN, Place, TokenStream
+from trainer.data.shards import OPEN, Place, TokenStream, write_synchronised
 from trainer.data.sources import Listing
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import TransientError, UserError
@@ -86,6 +86,18 @@ def test_text_that_is_nowhere_says_what_is_missing(config):
 )
 def test_another_request_is_another_text(config, directory, change):
     assert Preparation.of(replace(config, **change), BPE, None).directory != directory
+
+
+def test_a_fingerprint_is_of_the_request_and_the_source_but_not_of_where_it_lies(directory):
+    text = open_prepared(directory)
+
+    def fingerprint(**changes):
+        return replace(text, manifest=replace(text.manifest, **changes)).fingerprint
+
+    asked = text.manifest.request
+    assert fingerprint(request=asked | {"files": ["elsewhere"]}) == text.fingerprint
+    assert fingerprint(request=asked | {"validation": 0.5}) != text.fingerprint
+    assert fingerprint(source={"files": []}) != text.fingerprint
 
 
 def test_a_source_of_another_size_is_another_text(config, directory, tmp_path):
@@ -224,6 +236,16 @@ def test_a_plan_of_other_content_is_damaged(config, directory, change):
     plan.write_text(json.dumps(json.loads(plan.read_text()) | change))
     with pytest.raises(UserError, match=r"the plan in .* is damaged .*; remove the directory"):
         Preparation.of(config, BPE, None).run(workers=1)
+
+
+def test_what_cannot_be_synchronised_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_synchronised(tmp_path / "a", b"data")
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_manifest_is_written_over_a_shard_that_is_gone(config, directory):

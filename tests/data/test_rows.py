@@ -86,6 +86,18 @@ def test_a_malformed_line_is_named_and_the_others_are_read(tmp_path, monkeypatch
     assert re.search(problem, bad.problem)
 
 
+@pytest.mark.parametrize("read", [10, 33, 1000])
+def test_the_longest_line_is_read_wherever_a_piece_of_the_file_ends(tmp_path, monkeypatch, read):
+    monkeypatch.setattr(rows, "LONGEST", 100)
+    monkeypatch.setattr(rows, "READ", read)
+    path = tmp_path / "a.jsonl"
+    lines = [b'{"text": "' + b"x" * (size - 12) + b'"}' for size in (100, 101, 100)]
+    path.write_bytes(b"\n".join(lines))
+    first, bad, last = read_rows(str(path), "text")
+    assert first == last == "x" * 88
+    assert isinstance(bad, BadRow)
+
+
 def test_a_line_without_end_needs_no_memory_for_it(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "LONGEST", 1000)
     monkeypatch.setattr(rows, "READ", 100)

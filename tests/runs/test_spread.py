@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
+from trainer.runs.phase_config import PhaseConfig
 from trainer.runs.ranks import Ranks
-from trainer.runs.spread import shard_size, spread_problems
+from trainer.runs.spread import gpus_that_fit, shard_size, spread_problems
 
 
 def test_a_hybrid_shards_inside_a_node():
@@ -24,6 +25,7 @@ def test_a_hybrid_shards_inside_a_node():
         (3, 2, 2, 4),  # more than there are
         (32, 2, 16, None),
         (32, None, 1, None),
+        (6, None, 2, None),
     ],
 )
 def test_a_batch_that_does_not_divide_is_named_with_the_nearest_that_does(
@@ -35,6 +37,26 @@ def test_a_batch_that_does_not_divide_is_named_with_the_nearest_that_does(
         f"on {processes} ranks; the nearest that does is {near}."
     )
     assert spread_problems(config, processes, processes) == ([said] if near else [])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batches", "nodes", "gpus"),
+    [
+        ("single", [64], 1, 1),
+        ("ddp", [64], 1, 8),
+        ("ddp", [64], 16, 4),
+        ("fsdp2", [16, 4], 1, 4),  # every phase has to be dealt out
+        ("ddp", [3], 1, 1),
+    ],
+)
+def test_as_many_gpus_of_a_node_fit_as_a_batch_can_be_dealt_out_to(strategy, batches, nodes, gpus):
+    phases = {f"phase_{i}": PhaseConfig(steps=1, batch_size=b) for i, b in enumerate(batches)}
+    config = RunConfig(
+        trainer=TrainerConfig(batch_size=batches[0]),
+        strategy=StrategyConfig(strategy),
+        phases=phases if len(batches) > 1 else {},
+    )
+    assert gpus_that_fit(config, nodes) == gpus
 
 
 @pytest.mark.parametrize(
