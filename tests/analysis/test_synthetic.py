@@ -72,3 +72,5 @@ def test_a_spectrum_that_depends_on_the_length_is_taken_at_that_length():
     assert same.fsv_ratio[0] == other.fsv_ratio[0]
     assert other.fsv_ratio[1] > same.fsv_ratio[1] + 0.01
     assert other.dot[0] != pytest.approx(same.dot[0], abs=1e-3)
+    copies = turned(torch.ones(1, 1, 601, 16), growing.at(601, 64))[0, 0].double()
+    assert other.dot[0] == pytest.approx(float(copies[0] @ copies[600]) / 16, abs=1e-5)

@@ -71,6 +71,16 @@ def test_findings_and_indicators_say_what_the_numbers_are(tiny_decoder):
     ).mean((0, 1))
     assert rank["values"] == pytest.approx(expected, abs=1e-5)
     assert (separation["wanted"], rank["wanted"]) == ("high", "low")
+    assert rank["name"] == "Stable rank of keys, after / before rotation"
+    assert rank["meaning"] == "1: the rotation leaves the cloud tight"
+
+
+def test_without_a_rotation_the_stable_rank_stands_for_itself(tiny_decoder):
+    section = section_of(target_of(tiny_decoder(layers=["nope"])))
+    rank = section.numbers["glance"][1]
+    assert (rank["name"], rank["meaning"]) == ("Stable rank of keys", "low: one tight cloud")
+    expected = np.array(section.numbers["rotated"]["key_stable_rank"]).mean((0, 1))
+    assert rank["values"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_model_that_rotates_shows_both_versions_side_by_side(tiny_decoder):

@@ -111,8 +111,10 @@ def test_noise_has_no_period(tiny_decoder):
     assert sentence in section.findings
 
 
-def test_the_band_is_the_pair_that_is_lowest_in_most_heads(tiny_decoder):
-    target = Target("tiny", tiny_decoder(), text(1100))
+@pytest.mark.parametrize("heads", [4, 2])
+def test_the_band_is_the_pair_that_is_lowest_in_most_heads(tiny_decoder, heads):
+    model = tiny_decoder(model={"num_attention_heads": heads, "head_dim": 8})
+    target = Target("tiny", model, text(1100))
     lowest = expected(target, spectrum_fe, "query").argmin(axis=-1).ravel()
     band = np.bincount(lowest).argmax()
     share = np.mean([abs(pair - band) <= 2 for pair in lowest])

@@ -107,6 +107,18 @@ def test_what_became_of_pairs_that_lost_their_bound(section, models):
         assert f"{np.mean(np.array(changes) < 0):.0%} of them shrink" in finding
 
 
+def test_angles_are_shown_as_the_shorter_way_that_they_turned(section):
+    shown = picture(section, "offset_changes_by_pair")
+    expected = []
+    for _, _, _, before, after, was, now in shown.rows:
+        if max(before, after) >= 6:
+            turned = (now - was) % TURN
+            expected.append(turned if turned < math.pi else turned - TURN)
+    drawn = np.concatenate([dots.get_offsets()[:, 1] for dots in shown.figure.axes[1].collections])
+    np.testing.assert_allclose(sorted(drawn[np.isfinite(drawn)]), sorted(expected), atol=1e-3)
+    assert expected
+
+
 def test_pairs_are_those_that_changed_most_or_those_asked_for(section, models):
     rows = picture(section, "offset_changes_by_pair").rows
     slow = [m for m in range(4) if 10_000 ** (-m / 4) * C < TURN]

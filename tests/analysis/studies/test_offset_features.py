@@ -260,6 +260,7 @@ def test_every_pair_and_every_channel_of_a_chosen_head(tiny_decoder):
     assert channels["key", 3, 89] == pytest.approx(k[89][3])
     curves = picture(section, "offset_contributions").rows
     assert {row[2] for row in curves} >= {f"pair {m}" for m in range(4)} | {"all pairs"}
+    assert min(row[3] for row in curves) == 0
 
 
 def test_pairs_can_be_chosen(tiny_decoder):

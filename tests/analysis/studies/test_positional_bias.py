@@ -217,6 +217,9 @@ def test_findings_about_yarn_are_its_numbers(section):
     bias = np.maximum(section.numbers["diagonal"], section.numbers["previous"])
     expected = spearmanr(bias.ravel(), shift.ravel()).statistic
     assert section.numbers["yarn"]["rank_correlation"] == pytest.approx(expected)
+    (finding,) = [text for text in section.findings if "rank correlation" in text]
+    assert f"Over all {bias.size} heads" in finding
+    assert f"YaRN moves is {expected:+.2f}" in finding
 
 
 def test_the_last_token_of_a_needle_prompt_under_yarn(rope):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis.capture import capture
-from trainer.analysis.studies.sink_pictures import near, over_largest
+from trainer.analysis.studies.sink_pictures import SinkPictures, near, over_largest
 from trainer.analysis.studies.sinks import SinksStudy
 from trainer.analysis.studies.study import Target, run
 from trainer.model.config import SoftmaxConfig
@@ -79,6 +80,60 @@ def test_a_small_first_key_across_from_the_queries_is_a_sink(tiny_decoder, scale
     sink = section.numbers["glance"][0]
     assert sink["judged"] is there
     assert (min(sink["values"]) > 0.9) is there
+
+
+def test_a_sink_of_one_head_is_one(tiny_decoder):
+    heads = with_sink(6.0)
+    q = torch.cat([heads.q[:, :1], 0.01 * heads.q[:, 1:]], dim=1)
+    study = SinksStudy(target_of(tiny_decoder(layers=["nope"])))
+    study.on_layer(replace(heads, q=q, rotated_q=q))
+    section = study.section()
+    assert "more than half of it in 1 of 4 heads" in " ".join(section.findings)
+    assert section.numbers["glance"][0] == section.numbers["glance"][0] | {
+        "name": "Attention on the first token",
+        "wanted": "high",
+        "meaning": "by the queries near each length, mean over heads",
+        "percent": True,
+        "judged": True,
+    }
+
+
+def test_first_keys_are_held_against_the_other_keys_of_their_own_head(tiny_decoder):
+    heads = layer_of_heads("nope", texts=1, T=T, D=8)
+    length = torch.tensor([[10.0], [1.0]]).expand(2, T).clone()
+    length[:, 0] = torch.tensor([5.0, 2.0])  # the one shorter than its others, the other longer
+    k = length[None, :, :, None] * torch.nn.functional.normalize(heads.k, dim=-1)
+    study = SinksStudy(target_of(tiny_decoder(layers=["nope"])))
+    study.on_layer(replace(heads, k=k, rotated_k=k))
+    said = "The first key is shorter than the median key in 50% of 2 key heads"
+    assert said in " ".join(study.section().findings)
+
+
+def test_buckets_are_drawn_at_their_middle_counted_from_one():
+    pictures = SinkPictures(SimpleNamespace(edges=[0, 1, 3, 7]), {}, 4, 7)
+    assert pictures.positions == [1, 2.5, 5.5]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_attention_is_shown_of_a_strong_a_medium_and_a_weak_sink(tiny_decoder, layers):
+    model = tiny_decoder(model={"num_hidden_layers": layers})
+    target = target_of(model)
+    heads, candidates = [], []
+    capture(model, target.ids, heads.append)
+    for of in heads:
+        sinks = [attention_of(of, 0, head)[0][1:, 0].mean() for head in range(4)]
+        order = np.argsort(sinks)
+        candidates += [(sinks[i], of.layer, i) for i in (order[0], order[2], order[3])]
+    expected = candidates
+    if layers > 1:
+        best = sorted(candidates, reverse=True)
+        expected = [best[0], best[3], best[-1]]
+    shown = next(p for p in section_of(target).pictures if p.name == "sinks_attention")
+    assert list(dict.fromkeys(row[:2] for row in shown.rows)) == [of[1:] for of in expected]
+    titles = [axes.get_title() for axes in shown.figure.axes if axes.get_title()]
+    assert titles == [
+        f"L{layer}H{i}: {100 * sink:.0f}% on the first" for sink, layer, i in expected
+    ]
 
 
 def test_a_model_without_rotation_shows_what_is_there_instead(tiny_decoder):
