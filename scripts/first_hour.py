@@ -2,8 +2,8 @@
 """The first hour on a machine: what its GPUs compute, how fast, and what a run survives.
 
     python scripts/first_hour.py                  every GPU of this machine, first one, then all
-    salloc --nodes=2 --gpus-per-node=8 --exclusive
-    python scripts/first_hour.py --nodes=2        every GPU of an allocation
+    sbatch --nodes=2 --gpus-per-node=8 --exclusive --wrap 'python scripts/first_hour.py --nodes=2'
+                                                  every GPU of two nodes
     python scripts/first_hour.py --only speed     one of its checks
 
 Every check is a command or two of the program, as a user would give it; what they say stands in
@@ -78,7 +78,8 @@ class Place:
         if ranks == 1:
             return [sys.executable]
         if self.nodes > 1:
-            spread = [f"--nodes={self.nodes}", f"--ntasks={ranks}", "--kill-on-bad-exit=1"]
+            spread = [f"--nodes={self.nodes}", f"--ntasks={ranks}"]
+            spread += [f"--ntasks-per-node={-(-ranks // self.nodes)}", "--kill-on-bad-exit=1"]
             return ["srun", *spread, sys.executable]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return [*torchrun, f"--nproc-per-node={ranks}"]
@@ -272,6 +273,11 @@ def waiting(place: Place) -> tuple[str, bool]:
     return "AdamW, Muon", True
 
 
+def _dealt(ranks: int) -> str:
+    """16 sequences a step, or the next number that the ranks can be dealt."""
+    return f"trainer.batch_size={ranks * -(-16 // ranks)}"
+
+
 def _apart(a: Rows, b: Rows) -> float:
     """The largest relative difference of their losses."""
     return max(abs(x["loss"] - y["loss"]) / abs(x["loss"]) for x, y in zip(a, b, strict=True))
@@ -297,7 +303,7 @@ def _twice(
 ) -> tuple[str, bool]:
     """Hold a run against a second one, which ``again`` makes."""
     words = [*NUMBERS, f"trainer.max_steps={STEPS}", "trainer.deterministic=true"]
-    words += ["strategy=fsdp2"] if ranks > 1 else []
+    words += ["strategy=fsdp2", _dealt(ranks)] if ranks > 1 else []
     place.train(f"{name}_1", *words, ranks=ranks)
     again(f"{name}_2", words)
     first, second = (read_config(place.words(f"{name}_{i}", *words)) for i in (1, 2))
@@ -329,9 +335,13 @@ def _killed(place: Place, number: int, ranks: int) -> tuple[str, bool]:
     name = f"killed_{signal.Signals(number).name}_{ranks}"
 
     def again(second: str, words: list[str]) -> None:
-        words = place.words(second, *words, "trainer.checkpoint_every=10")
+        # Written before the next step, as five of these steps may take less time than a disk does.
+        every = "trainer.checkpoint_every=10", "trainer.async_checkpoint=false"
+        words = place.words(second, *words, *every)
         if place.struck(second, *words, step=15, number=number, ranks=ranks) == 0:
             raise Failed("the signal did not end the run")
+        if not list((place.out / second / "checkpoints").glob("step-*")):
+            raise Failed(f"there is no checkpoint to go on from, see {second}.log")
         place.must(place.run(second, *words, ranks=ranks), second)
 
     return _twice(place, name, again, ranks)
@@ -418,8 +428,7 @@ def _losses(output: Path) -> list[float]:
 @check(f"losses of {STEPS} steps in float32 within 1e-3 of one rank's", "ranks")
 def strategies(place: Place) -> tuple[str, bool]:
     """Every strategy against a single device."""
-    size = f"trainer.batch_size={max(16, place.ranks)}"
-    words = [*NUMBERS, size, f"trainer.max_steps={STEPS}", "trainer.tf32=false"]
+    words = [*NUMBERS, _dealt(place.ranks), f"trainer.max_steps={STEPS}", "trainer.tf32=false"]
     alone = place.train("numbers_single", *words)
     apart = {}
     for strategy in SHARDED:
@@ -468,8 +477,7 @@ def lost_rank(place: Place) -> tuple[str, bool]:
 @check("a run of all ranks goes on with half of them, to the same losses up to rounding", "ranks")
 def fewer_ranks(place: Place) -> tuple[str, bool]:
     """Stops in the middle and resumes."""
-    size = f"trainer.batch_size={max(16, place.ranks)}"
-    words = [*NUMBERS, size, "trainer.tf32=false", f"trainer.max_steps={STEPS}"]
+    words = [*NUMBERS, _dealt(place.ranks), "trainer.tf32=false", f"trainer.max_steps={STEPS}"]
     all_ranks = [*words, "strategy=fsdp2"]
     whole = place.train("ranks_whole", *all_ranks, ranks=place.ranks)
     begun = place.words("ranks_changed", *all_ranks)
@@ -484,7 +492,7 @@ def fewer_ranks(place: Place) -> tuple[str, bool]:
 )
 def stuck_rank(place: Place) -> tuple[str, bool]:
     """SIGSTOP to one rank, while the others wait for 30 s at most."""
-    words = [*NUMBERS, "strategy=fsdp2", f"trainer.max_steps={STEPS}"]
+    words = [*NUMBERS, "strategy=fsdp2", f"trainer.max_steps={STEPS}", _dealt(place.ranks)]
     words += ["strategy.timeouts.collective=30", "trainer.step_timeout=60"]
     words, began = place.words("stuck", *words), time.monotonic()
     code = place.struck("stuck", *words, step=12, number=signal.SIGSTOP, ranks=place.ranks)
@@ -562,6 +570,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.out.exists():
         parser.error(f"--out: {str(given.out)!r} exists; give another, or remove it.")
+    if given.nodes > 1 and not torch.cuda.is_available():
+        parser.error("--nodes: no GPU is seen here; run this on the first node of the allocation.")
     ranks = given.ranks or max(torch.cuda.device_count(), 1) * given.nodes
     given.out.mkdir(parents=True)
     place = Place(given.out, ranks, given.nodes, given.quick or not torch.cuda.is_available())
@@ -577,6 +587,8 @@ def main() -> None:
                 found, good = one.measure(place)
             except Failed as error:
                 found, good = str(error), False
+            except Exception as error:  # a kernel may raise anything, and the others are to run
+                found, good = f"{type(error).__name__}: {error}"[:300], False
             verdict = "good" if good else "FAILED"
             failed |= not good
         report.add(one, found, verdict, seconds := time.monotonic() - began)

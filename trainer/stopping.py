@@ -51,7 +51,7 @@ def partial_directory(final: Path) -> Iterator[Path]:
     beginning = f".{final.name}.partial-{os.uname().nodename}-"
     for left in final.parent.glob(f".{_plain(final.name)}.partial-*"):
         process = left.name.removeprefix(beginning)
-        if left.name.startswith(beginning) and process.isdecimal() and not _runs(int(process)):
+        if left.name.startswith(beginning) and process.isdecimal() and not runs(int(process)):
             shutil.rmtree(left, ignore_errors=True)
     partial = final.with_name(f"{beginning}{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -67,7 +67,8 @@ def _plain(name: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
-def _runs(process: int) -> bool:
+def runs(process: int) -> bool:
+    """Whether there is such a process on this machine."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

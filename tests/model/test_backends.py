@@ -5,6 +5,7 @@ import sys
 import types
 import warnings
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -21,7 +22,7 @@ from trainer.model.backend_choice import Needs, choose_backend
 from trainer.model.backends import BACKENDS, eager, prepared
 from trainer.model.config import SoftmaxConfig
 from trainer.model.masks import Mask, bias, bounds_of
-from trainer.model.softmax import PLAIN, Softmax, probabilities
+from trainer.model.softmax import PLAIN, Softmax, probabilities, recomputed
 
 B, HEADS, KV_HEADS, T, D = 2, 4, 2, 12, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 4 + [2] * 7])
@@ -163,6 +164,55 @@ def slow_flex(monkeypatch):
 @pytest.mark.parametrize("softmax", [PLAIN, *SOFTMAXES.values()], ids=["plain", *SOFTMAXES])
 def test_flex(mask, new, softmax):
     assert_is_attention(BACKENDS["flex"], mask, new, softmax=softmax)
+
+
+def test_flex_is_compiled_for_more_masks_types_and_heads_than_eight(monkeypatch):
+    """torch gives up after eight, where nothing else is said."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    backends._compiled_once.cache_clear()
+    torch.compiler.reset()
+    q, k, v = inputs()
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            for mask in MASKS.values():
+                for softmax in (PLAIN, Softmax(softcap=2.0)):
+                    of = [x.to(dtype) for x in (q, k, v)]
+                    ready = prepared(BACKENDS["flex"], mask, (B, T), T, q.device)
+                    found = BACKENDS["flex"](*of, ready, softmax)
+                    wanted = eager(*of, prepared(eager, mask, (B, T), T, q.device), softmax)
+                    torch.testing.assert_close(found, wanted, atol=3e-2, rtol=3e-2)
+    backends._compiled_once.cache_clear()
+    torch.compiler.reset()
+
+
+def test_written_out_scores_are_so_many_at_once(monkeypatch):
+    length, softmax = 40, Softmax(softcap=2.0)
+    q, k, v = (torch.randn(1, heads, length, D) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    whole = BACKENDS["sdpa"](q, k, v, Mask(), softmax)
+    monkeypatch.setattr(backends, "SCORES", 0)  # 16 queries, the fewest
+    monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", 1000)
+    sizes = []
+
+    def seen(q, *rest):
+        sizes.append(q.shape[2])
+        return recomputed(q, *rest)
+
+    monkeypatch.setattr(backends, "recomputed", seen)
+    torch.testing.assert_close(BACKENDS["sdpa"](q, k, v, Mask(), softmax), whole)
+    assert sizes == [16, 16, 8]
+
+
+def test_heads_that_change_in_a_run_are_compiled_as_one_graph():
+    """From the second number on the compiler takes it for a symbol."""
+
+    def some(q, k, v, heads):
+        return BACKENDS["sdpa"](q[:, : 2 * heads], k[:, :heads], v[:, :heads], Mask())
+
+    q, k = torch.randn(1, 8, T, 8), torch.randn(1, 4, T, 8)
+    compiled = torch.compile(some, backend="eager", fullgraph=True)
+    for heads in (4, 3, 2):
+        torch.testing.assert_close(compiled(q, k, k, heads), some(q, k, k, heads))
+    torch.compiler.reset()
 
 
 def one(q, k, v, causal, window_size, alibi_slopes, softcap=None):

@@ -121,6 +121,25 @@ def test_a_process_that_was_killed_here_blocks_nobody_here(tmp_path, locks):
     locks("gpu07").acquire(tmp_path)
 
 
+@pytest.mark.parametrize("alive", [True, False])
+def test_where_nothing_keeps_locks_a_process_of_this_node_is_looked_for(
+    tmp_path, locks, monkeypatch, alive
+):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    first = locks("gpu07", job="17")
+    first.acquire(tmp_path)
+    ended(first, tmp_path)
+    monkeypatch.setattr(run_lock, "runs", lambda process: alive)
+    if alive:
+        with pytest.raises(UserError, match="is training in"):
+            locks("gpu07", job="17").acquire(tmp_path)
+    else:
+        locks("gpu07", job="17").acquire(tmp_path)
+
+
 def test_whoever_trains_gives_signs_of_life_and_ends_when_another_took_over(
     tmp_path, locks, monkeypatch
 ):

@@ -29,6 +29,12 @@ QUERY_BLOCK = {"cpu": 128, "cuda": 512}
 hides, more keep a GPU busy."""
 
 
+SCORES = 2**28
+"""Scores that a block of queries has at most where they are written out, some times in float32."""
+VARIANTS = 64
+"""Of FlexAttention that one process may compile."""
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
     """torch's scaled_dot_product_attention, in blocks of queries where it needs a mask.
 
@@ -47,6 +53,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
             return _fused(q, k, v, attn_mask=causal_lower_right(Tq, Tk))  # known to CUDA's kernels
     past, outputs = Tk - Tq, []
     block = QUERY_BLOCK.get(q.device.type, 512)
+    if not softmax.is_plain:
+        block = max(16, min(block, SCORES // (q.shape[0] * q.shape[1] * Tk)))
     for start in range(0, Tq, block):
         queries = range(past + start, past + min(start + block, Tq))
         first = 0 if mask.window is None else max(0, queries.start - mask.window + 1)
@@ -69,7 +77,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if shared > 1 and q.device.type != "cpu" and needs_more:
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
         shared = 1
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=shared > 1, **options)
+    # The compiler takes `shared > 1` for a symbol where the number of heads changes in a run.
+    gqa = True if shared > 1 else False  # noqa: SIM210
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa, **options)
 
 
 def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -118,7 +128,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if mask.window is None else (mask.window - 1, 0)
-    options = {"window_size": window, "enable_gqa": q.shape[1] != k.shape[1]}
+    gqa = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  as in _fused
+    options = {"window_size": window, "enable_gqa": gqa}
     return _packed(varlen_attn, q, k, v, mask, options)
 
 
@@ -155,7 +166,16 @@ def _compiled(name: str) -> Callable[..., Any]:
 
 @lru_cache
 def _compiled_once(function: Callable[..., Any], whole: bool) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=whole)
+    from torch._dynamo import config
+
+    compiled = torch.compile(function, fullgraph=whole)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Masks, types and numbers of heads are each compiled for: of one process more than eight.
+        with config.patch(recompile_limit=VARIANTS):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
@@ -171,7 +191,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
     options = {
         "score_mod": None if slopes is None and softmax.softcap is None else changed,
         "block_mask": mask.blocks,
-        "enable_gqa": q.shape[1] != k.shape[1],
+        "enable_gqa": True if q.shape[1] != k.shape[1] else False,  # noqa: SIM210  as in _fused
     }
     if softmax.sinks is None:
         return _compiled("flex_attention")(q, k, v, **options)

@@ -12,6 +12,7 @@ from typing import IO
 
 from trainer.errors import UserError
 from trainer.lock import try_lock
+from trainer.stopping import runs
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,9 @@ class RunLock:
         if mine is False:
             free = restarted and not here  # held for a node that is gone
         else:
-            free = other is None or restarted or (here and mine) or age >= LEASE
+            # Without locks of the file system it is the process itself that tells.
+            gone = other is not None and here and (mine or not runs(other.process))
+            free = other is None or restarted or gone or age >= LEASE
         if free:
             return None
         sign = "" if mine is False else f" (its last sign of life came {max(age, 0):.0f} s ago)"
