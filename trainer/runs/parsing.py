@@ -25,7 +25,8 @@ S = TypeVar("S")
 
 
 def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
-    """Keys that the dataclass does not have, at any depth, and groups that are no mappings."""
+    """Keys that the dataclass does not have, at any depth, groups that are no mappings, and words
+    that are meant to be none."""
     if not isinstance(values, dict):
         return [f"{path}: expected a group of keys, got {values!r}."]
     hints = _hints(schema)
@@ -34,6 +35,8 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
         where = f"{path}.{key}" if path else str(key)
         if key not in hints:
             found.append(f"{where}: unknown key.{did_you_mean(str(key), hints)}")
+        elif value == "None" and type(None) in get_args(hints[key]) and key != "prompt":
+            found.append(where + OF_PYTHON)
         elif dataclasses.is_dataclass(hints[key]):
             found += _unknown_keys(hints[key], value, where)
         elif get_origin(hints[key]) is dict:  # groups by name
@@ -48,6 +51,7 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
     return found
 
 
+OF_PYTHON = ": got 'None', which is Python's word; nothing is written null."
 _hints = cache(get_type_hints)
 """The types of a dataclass's fields, looked up once."""
 
@@ -85,6 +89,8 @@ def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
     Keys of a wrong type have their defaults in the result, so that the rest can be checked too.
     """
     problems = _unknown_keys(schema, values, "")
+    meant = [p.removesuffix(OF_PYTHON).split(".") for p in problems if p.endswith(OF_PYTHON)]
+    values = _without(values, meant)
     try:
         found = adapter(schema).validate_python(values)
     except ValidationError as error:
@@ -93,7 +99,7 @@ def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
         problems += [
             text
             for where, text in found_at.items()
-            if not any(p.startswith(f"{where}: expected a group") for p in problems)
+            if not any(p.startswith(f"{where}: ") for p in problems)
         ]
         values = _without(values, [e["loc"] for e in error.errors()])
         try:
@@ -204,7 +210,7 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     return replace(config, model=shape)
 
 
-def _without(values: dict[str, Any], locations: list[tuple[Any, ...]]) -> dict[str, Any]:
+def _without(values: dict[str, Any], locations: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """A copy of ``values`` without the keys at ``locations`` (the deepest mapping's key each)."""
     copy = {k: _without(v, []) if isinstance(v, dict) else v for k, v in values.items()}
     for location in locations:

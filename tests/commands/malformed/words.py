@@ -36,12 +36,14 @@ model.num_key_value_heads=0 | model.num_key_value_heads
 model.vocab_size=99999999999999999999 | model.vocab_size: expected at most
 model.vocab_size=10 | model.vocab_size: 10 embeddings
 model.initializer_range=nan | model.initializer_range
+model.softmax.softcap=None | nothing is written null
 model.attention_backend=sdp | Did you mean 'sdpa'
 model.attention_backend=flash trainer.precision=bf16 | needs the package flash-attn
 model.attention_backend=flex | needs a GPU
 model.qk_norm=always | model.qk_norm
 model.qk_norm.when=after | model.qk_norm.when
 model.qk_norm.when=after_drop | there is no drop
+model.from_pretrained=None | nothing is written null
 model.from_pretrained="" | model.from_pretrained
 model.from_pretrained=/none/such | there is no directory '/none/such'
 model.from_pretrained=text.txt | 'text.txt' is a file
@@ -129,6 +131,7 @@ data.prepared="" data.source=x | unknown source 'x'
 +data.mixture.a.weight=nan | data.mixture.a.weight
 +data.mixture.a.wait=1 | data.mixture.a.wait: unknown key
 tokenizer.path=none.json | there is no file 'none.json'
+tokenizer.path=None | nothing is written null
 tokenizer.path=others | is a directory
 tokenizer.path=text.txt | is not a tokenizer.json
 tokenizer.path="" | tokenizer.path
@@ -163,6 +166,7 @@ trainer.keep_best=-1 | trainer.keep_best
 trainer.step_timeout=0 | trainer.step_timeout
 trainer.step_timeout=nan | trainer.step_timeout
 trainer.checkpoint_minutes=-1 | trainer.checkpoint_minutes
+trainer.max_time=None | trainer.max_time: got 'None', which is Python's word
 trainer.max_time=soon | trainer.max_time
 trainer.max_time=1:99:00 | trainer.max_time
 trainer.profile_steps=[5] | trainer.profile_steps
@@ -209,13 +213,16 @@ evaluation.needles.seed=-1 | evaluation.needles.seed
 evaluation.dope.heads=-1 | evaluation.dope.heads
 evaluation.longrope.windows=0 | evaluation.longrope.windows
 evaluation.longrope.search=needle | evaluation.longrope.search
+evaluation.longrope.factors=list.json | holds no keys
 evaluation.longrope.factors=none | evaluation.longrope.factors: cannot read 'none'
 evaluation.ruler.squad_file=none | there is no file 'none'
 evaluation.ruler.tasks=[vtt] | unknown task 'vtt'
 "phases=[{steps: 5}]" | phases: expected keys with values
++phases.a.tokens=0 | phases.a.tokens: expected 1 or more
 "+phases.a={steps: 5, until: {flat: 0.1}}" | phases.a.until.every: expected at most 5
 +controls.a=5 | controls.a
 +controls.a.seed=-1 | controls.a: seed
++controls.a.model.from_run=None | controls.a: model.from_run: got 'None'
 +controls.a.modell=1 | controls.a: modell: unknown key
 +controls.a.branch=drop | controls.a.branch
 "+controls={../../../evil: {seed: 1}}" | '../../../evil' names a directory
@@ -277,6 +284,7 @@ analyze checkpoint=RUN +analysis=sinks compare=RUN | compare: only for
 analyze checkpoint=RUN +analysis=all output=text.txt | output: 'text.txt' is a file
 analyze checkpoint=RUN +analysis=all output=/proc/x | cannot be written
 generate checkpoint=RUN | prompt: give prompt=
+generate checkpoint=None prompt=a | nothing is written null
 generate checkpoint=none prompt=a | neither a run directory
 generate checkpoint=none.gguf prompt=a | checkpoint: there is no file 'none.gguf'
 generate checkpoint=RUN prompt=a max_new_tokens=0 | max_new_tokens: expected 1 or more
