@@ -10,13 +10,16 @@ optimizer.lr=inf | expected a finite number
 optimizer.lr=-inf | optimizer.lr
 optimizer.lr="nan" | expected a finite number
 optimizer.lr=0 | optimizer.lr: expected a positive number
+optimizer.lr=1e300 | optimizer.lr: expected at most 1,000
 optimizer.eps=-1 | optimizer.eps: expected a positive number
 optimizer.betas=[1,1] | optimizer.betas
 optimizer.betas=[0.9] | optimizer.betas
 optimizer.betas=[nan,0.9] | expected a finite number
+optimizer.weight_decay=1e300 | optimizer.weight_decay: expected at most 1,000
 optimizer.weight_decay=nan | expected a finite number
 optimizer.name=adam | Did you mean 'adamw'
 schedule.peak=inf | expected a finite number
+schedule.peak=1e300 | schedule.peak: expected at most 1,000
 schedule.peak=0 | schedule.peak
 schedule.warmup_steps=-1 | schedule.warmup_steps
 schedule.final=2 | schedule.final
@@ -35,6 +38,10 @@ model.num_attention_heads=5 model.num_key_value_heads=1 | 5 heads do not divide
 model.num_key_value_heads=0 | model.num_key_value_heads
 model.vocab_size=99999999999999999999 | model.vocab_size: expected at most
 model.vocab_size=10 | model.vocab_size: 10 embeddings
+model.initializer_range=1e300 | model.initializer_range: expected at most 1,000
+model.rms_norm_eps=1e300 | model.rms_norm_eps: expected at most 1,
+model.softmax.softcap=1e300 | model.softmax.softcap: expected at most 1,000,000
+model.softmax.final_softcap=1e-300 | model.softmax.final_softcap: expected a number from 0.001
 model.initializer_range=nan | model.initializer_range
 model.softmax.softcap=None | nothing is written null
 model.attention_backend=sdp | Did you mean 'sdpa'
@@ -86,6 +93,13 @@ positional.windows=[] | positional.windows
 positional.encodings.rope.base=nan | expected a finite number
 positional.encodings.rope.base=-5 | base
 positional.encodings.rope.base=big | base
+positional.encodings.rope.angle_scale=1e300 | expected at most 1,000,000.
+positional=rope_id data.sequence_length=128 positional.encodings.rope_id.exponent=11 | from 0 to 10
+positional=nope positional.encodings.nope.temperature=1e300 | a coefficient from 0 to 100
+positional=nope positional.encodings.nope.temperature=-1 | a coefficient from 0 to 100
+positional.temperature.exponent=1000 | temperature.exponent: expected a number from 0 to 10
+positional.temperature.coefficient=1e300 | temperature.coefficient: expected a number from 0 to 100
+positional.temperature.scale=0 | temperature.scale: expected a number from 0.001 to 1000
 +positional.encodings.rope=5 | positional.encodings.rope
 positional.encodings.rope.rotary_fraction=1.5 | rotary_fraction
 data=filess | Did you mean 'files'
@@ -161,6 +175,7 @@ trainer.threads=1000000 | trainer.threads: expected at most 1,024
 trainer.threads=0 | trainer.threads
 trainer.gradient_clip=nan | trainer.gradient_clip
 trainer.gradient_clip=-1 | trainer.gradient_clip
+trainer.z_loss=1e300 | trainer.z_loss: expected at most 1,000
 trainer.z_loss=inf | trainer.z_loss
 trainer.keep_best=-1 | trainer.keep_best
 trainer.step_timeout=0 | trainer.step_timeout
@@ -206,6 +221,7 @@ evaluation.temperature.grid=[nan] | expected a finite number
 evaluation.temperature.grid=[1e300] | evaluation.temperature.grid
 evaluation.temperature.grid=[-1] | evaluation.temperature.grid
 evaluation.temperature.grid=[] | evaluation.temperature.grid
+evaluation.temperature.rope_id_exponent=100 | rope_id_exponent: expected a number from 0 to 10
 evaluation.needles.trials=0 | evaluation.needles.trials
 evaluation.needles.trials=10000000000 | evaluation.needles.trials: expected at most
 evaluation.needles.depths=[2] | evaluation.needles.depths
@@ -284,7 +300,7 @@ analyze checkpoint=RUN +analysis=sinks compare=RUN | compare: only for
 analyze checkpoint=RUN +analysis=all output=text.txt | output: 'text.txt' is a file
 analyze checkpoint=RUN +analysis=all output=/proc/x | cannot be written
 generate checkpoint=RUN | prompt: give prompt=
-generate checkpoint=None prompt=a | nothing is written null
+evaluate checkpoint=RUN output=None | nothing is written null
 generate checkpoint=none prompt=a | neither a run directory
 generate checkpoint=none.gguf prompt=a | checkpoint: there is no file 'none.gguf'
 generate checkpoint=RUN prompt=a max_new_tokens=0 | max_new_tokens: expected 1 or more
