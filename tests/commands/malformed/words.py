@@ -212,6 +212,7 @@ evaluation.methods=[yarn] | expected 'none' among them
 evaluation.tasks=[] | evaluation.tasks
 evaluation.tasks=[perplex] | unknown task 'perplex'
 evaluation.tasks=[statements] | the training text does not carry
+evaluation.lengths=[1,100000] | evaluation.lengths: the test text has
 evaluation.windows=0 | evaluation.windows
 evaluation.windows=100000000000 | evaluation.windows: held-out text of
 evaluation.last=0 | evaluation.last
@@ -226,6 +227,7 @@ evaluation.needles.trials=0 | evaluation.needles.trials
 evaluation.needles.trials=10000000000 | evaluation.needles.trials: expected at most
 evaluation.needles.depths=[2] | evaluation.needles.depths
 evaluation.needles.seed=-1 | evaluation.needles.seed
+evaluation.dope.heads=99 evaluation.methods=[none,dope] | evaluation.dope.heads: expected at most
 evaluation.dope.heads=-1 | evaluation.dope.heads
 evaluation.longrope.windows=0 | evaluation.longrope.windows
 evaluation.longrope.search=needle | evaluation.longrope.search
