@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from trainer.runs.config import RunConfig
 
 
+MISSING = "model weights"
+"""How a problem begins of published weights that are not here."""
 CPU_TOKENS = 10**9
 """More than this no CPU trains a published model on."""
 
@@ -43,7 +45,7 @@ def read(composed: Composed) -> RunConfig:
     try:
         config, problems = read_run(composed), ()
     except UserError as error:
-        if not any(problem.startswith("model weights") for problem in error.problems):
+        if not any(problem.startswith(MISSING) for problem in error.problems):
             raise
         config, problems = None, (*error.problems, *_elsewhere(composed))
     if found := [*problems, *unprepared(composed.values["data"])]:
@@ -78,30 +80,40 @@ def read_run(composed: Composed, found: Sequence[str] = (), *, weights: bool = T
     from trainer.runs.parsing import parse, parse_without_weights
 
     values, kind = composed.without_kind("evaluation")
-    problems = [*composed.problems, *_ignored(composed), *found]
+    ignored = _ignored(composed, "from_run")
+    of_weights = _ignored(composed, "from_pretrained") if weights else []
+    problems = [*composed.problems, *ignored, *of_weights, *found]
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
-    return (
-        parse(RunConfig, values, problems) if weights else parse_without_weights(values, problems)
-    )
+    if not weights:
+        return parse_without_weights(values, problems)
+    try:
+        return parse(RunConfig, values, problems)
+    except UserError as error:
+        absent = MISSING, "model.from_pretrained: there is no directory"
+        if not any(problem.startswith(absent) for problem in error.problems):
+            raise
+        # A plan takes the shape from the command line then.
+        raise UserError(*(p for p in error.problems if p not in of_weights)) from error
 
 
-def _ignored(composed: Composed) -> list[str]:
-    """What the command line gives that a model of another run has already."""
+def _ignored(composed: Composed, source: str) -> list[str]:
+    """What the command line gives that the model which ``model.from_run`` or another ``source``
+    names has already. Published weights have encodings too, but a drop may be to others."""
     model = composed.values.get("model")
-    if not isinstance(model, dict) or model.get("from_run") is None:
+    if not isinstance(model, dict) or model.get(source) is None:
         return []
+    keeps = ", which a run keeps that begins with it" if source == "from_run" else ""
     own = ("qk_norm", "attention_backend", "from_pretrained", "from_run")
     found = []
     for word in composed.words:
         key = word.lstrip("+~").partition("=")[0].partition("@")[0]
         group, _, rest = key.partition(".")
         of_shape = group == "model" and rest and rest.partition(".")[0] not in own
-        if group == "positional" or of_shape:
+        if of_shape or (group == "positional" and source == "from_run"):
             found.append(
-                f"{key}: the model that model.from_run names has its own, which a run keeps that "
-                "begins with it; leave it out."
+                f"{key}: the model that model.{source} names has its own{keeps}; leave it out."
             )
     return found
 

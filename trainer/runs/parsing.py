@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import singledispatch
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +13,7 @@ from trainer.runs.config import NAME, RunConfig
 from trainer.runs.numbers import number_problems
 from trainer.runs.phase_problems import phase_problems
 from trainer.runs.phases import with_lengths
+from trainer.runs.trained_shape import with_trained_shape
 from trainer.runs.validation import validated, without
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
@@ -104,39 +104,6 @@ def parse_without_weights(values: dict[str, Any], found: Sequence[str] = ()) -> 
     if problems := [*found, *problems, *numbers, *impossible]:
         raise UserError(*problems)
     return config
-
-
-def with_trained_shape(config: RunConfig) -> RunConfig:
-    """The configuration with the shape of the model whose weights the run begins with, and the
-    encodings and the name of the run that these are from.
-
-    Raises:
-        UserError: there is no such model, its files are damaged, or it cannot have what is asked.
-    """
-    given = config.model
-    if not given.is_trained:
-        return config
-    from trainer.runs.starting_weights import encodings_of, normalizes, starting_weights
-
-    start = starting_weights(given)
-    assert start is not None
-    shape, normed = start.config, normalizes(start.layout)
-    if not normed and given.qk_norm.when == "always":
-        raise UserError(
-            "model.qk_norm.when: 'always', but the weights were trained without; choose 'never' or "
-            "'after_drop'."
-        )
-    shape = replace(
-        shape,
-        qk_norm=replace(shape.qk_norm, when="always") if normed else given.qk_norm,
-        attention_backend=given.attention_backend,
-        from_pretrained=given.from_pretrained,
-        from_run=given.from_run,
-    )
-    if given.from_run is not None:
-        positional, called = encodings_of(given.from_run)
-        config = replace(config, positional=positional, label=config.label or called)
-    return replace(config, model=shape)
 
 
 def _control_problems(

@@ -12,10 +12,12 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, vocabulary_size
 from trainer.errors import UserError
 from trainer.report.results import PERPLEXITY, STATEMENTS
+from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import texts_read
 from trainer.runs.starting_weights import starting_weights
+from trainer.runs.trained_shape import own_checkpoint
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
@@ -88,6 +90,8 @@ def tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
     Raises:
         UserError: they came without.
     """
+    if not config.tokenizer.path and (own := own_checkpoint(config)) is not None:
+        return Tokenizer.from_str(read_state(own, hashed=False)["tokenizer"])
     if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
     return start.require_tokenizer()
