@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command
+from trainer.commands.command import Command, Named
 from trainer.commands.kinds import OF_A_RUN, kind_problem
 from trainer.errors import UserError
 
@@ -34,7 +34,7 @@ def read_config(words: Sequence[str]) -> RunConfig:
     return read_run(compose_words(words))
 
 
-def read(composed: Composed) -> RunConfig:
+def read(composed: Composed) -> Named[RunConfig]:
     """As :func:`read_run`; it also says at once where text behind a network is not prepared.
 
     Raises:
@@ -51,7 +51,7 @@ def read(composed: Composed) -> RunConfig:
     if found := [*problems, *unprepared(composed.values["data"])]:
         raise UserError(*found)
     assert config is not None
-    return config
+    return Named(config.name, config, composed.words)
 
 
 def _elsewhere(composed: Composed) -> list[str]:
@@ -118,13 +118,17 @@ def _ignored(composed: Composed, source: str) -> list[str]:
     return found
 
 
-def execute(config: RunConfig) -> None:
+def execute(named: Named[RunConfig]) -> None:
     """Train, and print the report."""
     from trainer.commands.console import print_report, set_up_console
 
     set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
     from trainer.workflows.experiment import run_experiment
+    from trainer.workflows.remarks import say_idle_settings
 
+    config = named.request
+    if config.evaluation.enabled:
+        say_idle_settings(config.evaluation, named.words, config.monitor)
     if (outcome := run_experiment(config)) is not None:
         report, existing = outcome
         print_report(report, config.run_dir, existing)
@@ -139,8 +143,9 @@ def compare(place: Path) -> None:
     show(*compare_runs(CompareRequest([str(place)])))
 
 
-def wordless(config: RunConfig) -> str:
+def wordless(named: Named[RunConfig]) -> str:
     """What to type instead of nothing, and what nothing would train."""
+    config = named.request
     model, trainer, data = config.model, config.trainer, config.data
     shape = f"{model.num_hidden_layers} layers of width {model.hidden_size}"
     reads = f"{trainer.max_steps:,} steps of {trainer.batch_size} x {data.sequence_length} tokens"
@@ -175,7 +180,7 @@ COMMAND = Command(
     HELP,
     read,
     execute,
-    output=lambda config: config.run_dir,
+    output=lambda named: named.request.run_dir,
     described=("experiment",),
     together=compare,
     wordless=wordless,
