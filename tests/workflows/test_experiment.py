@@ -173,7 +173,8 @@ def test_the_first_process_opens_the_text_once(base, tmp_path, monkeypatch):
 
 
 def test_a_diverged_run_is_reported_as_one(base, tmp_path, caplog):
-    changes = {"run_dir": str(tmp_path), "evaluation": EVALUATION, "optimizer": {"lr": 1e30}}
+    rates = {"optimizer": {"lr": 1e3, "weight_decay": 1e3}, "schedule": {"peak": 1e3}}
+    changes = {"run_dir": str(tmp_path), "evaluation": EVALUATION, **rates}
     report, _ = run_experiment(parse(RunConfig, {**base, **changes}))
     (arm,) = report.arms
     assert not arm.finite
