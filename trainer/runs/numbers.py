@@ -17,6 +17,7 @@ MOST = {
     **dict.fromkeys(("eps", "rms_norm_eps"), 1),
     **dict.fromkeys(("softcap", "final_softcap"), 1_000_000),
     "max_new_tokens": 1 << 24,
+    "at": 1 << 62,
     "trials": 1_000_000,
     "lengths": 1_000_000,
 }

@@ -153,6 +153,7 @@ tokenizer.vocab_size=100 | tokenizer.vocab_size
 tokenizer.vocab_size=10000000000 | tokenizer.vocab_size
 tokenizer.sample_megabytes=0 | tokenizer.sample_megabytes
 drop.at=5000 | drop.at
+drop.at=1e300 | drop.at: expected at most
 drop.at=-1 | drop.at
 drop.at=nan | drop.at
 drop.at=half | drop.at
@@ -245,6 +246,7 @@ evaluation.ruler.tasks=[vtt] | unknown task 'vtt'
 +controls.a.branch=drop | controls.a.branch
 "+controls={../../../evil: {seed: 1}}" | '../../../evil' names a directory
 "+controls={/evil: {seed: 1}}" | '/evil' names a directory
+callbacks={a:{b:1}} | callbacks.a: not set yet; a plus before its word adds it
 +callbacks.a=5 | callbacks.a
 +callbacks.a._target_=none.Such | there is no module 'none'
 +callbacks.a._target_=os.getcwd | is no subclass of lightning.Callback
@@ -255,6 +257,9 @@ seed | unknown command 'seed'
 seed= | seed: got ''
 =1 | expected key=value
 seed=1,2 | --multirun
++seed=3 | seed: it has a value already; write seed=3 without the plus
++positional.encodings.rope.base=5 | write positional.encodings.rope.base=5 without the plus
+model=null | model: no group is null. Choose from: drope_494m
 seed=[1 | expected key=value
 a.b.c.d=1 | unknown key
 seed.x=1 | seed is a value, not a group
@@ -289,6 +294,8 @@ evaluate checkpoint=RUN evaluation=multiple_choice | evaluation
 evaluate checkpoint=RUN evaluation=harness evaluation.tasks=[piqa] | lm-eval is not installed
 evaluate checkpoint=RUN evaluation=niah evaluation.tasks=[standard] | expected at least
 analyze checkpoint=RUN | give +analysis=NAME
+analyze checkpoint=RUN +analysis=sinks,drop | several values; choose one
+evaluate checkpoint=RUN text.source=files | text is null; write 'text={source: files}'
 analyze checkpoint=none +analysis=all | neither a run directory
 analyze checkpoint=RUN +analysis=sink | Did you mean 'sinks'
 analyze checkpoint=RUN +analysis=all analysis.kind=x | there is no analysis 'x'
