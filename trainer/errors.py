@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -16,6 +17,17 @@ class UserError(Exception):
 
 class TransientError(UserError):
     """What a disk or a lost process did: said as briefly, but it may not happen another time."""
+
+
+@contextmanager
+def said_of(key: str, *named: str) -> Iterator[None]:
+    """Within it, what is said of the keys ``named`` is said of ``key``, which the user gave."""
+    try:
+        yield
+    except UserError as error:
+        split = (problem.partition(": ") for problem in error.problems)
+        said = ((key if first in named else first) + colon + rest for first, colon, rest in split)
+        raise type(error)(*said) from error
 
 
 def kind_of(error: Exception) -> type[UserError]:

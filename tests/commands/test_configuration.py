@@ -8,6 +8,7 @@ from typing import get_type_hints
 
 import pytest
 
+from tests.commands.malformed import files
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.configuration import compose_words
 from trainer.commands.sbatch import SlurmConfig
@@ -241,3 +242,18 @@ def test_what_the_model_of_another_run_has_already_is_not_given_beside_it(finish
     for key in ("positional", "model.hidden_size", "positional.layers"):
         assert any(p.startswith(f"{key}: the model that model.from_run names") for p in found)
     assert read_config(begin).model.hidden_size == config.model.hidden_size
+
+
+def test_what_published_weights_have_already_is_not_given_beside_them(tmp_path):
+    begin = f"model.from_pretrained={tmp_path / 'published'}"
+    words = (begin, "model.softmax.sinks=true", "model.hidden_size=128", "optimizer.lr=0")
+    (absent, rate) = problems(*words)  # a plan of weights to come takes the shape from here
+    assert absent.startswith("model.from_pretrained: there is no directory")
+    assert rate.startswith("optimizer.lr: ")
+    shape = files.LLAMA | {"num_hidden_layers": 2}
+    files.model(tmp_path, shape, files.NO_TENSORS)
+    found = problems(*words, "model.attention_backend=sdpa", "model.qk_norm.when=never")
+    for key in ("model.softmax.sinks", "model.hidden_size"):
+        said = f"{key}: the model that model.from_pretrained names has its own; leave it out."
+        assert found.count(said) == 1
+    assert not [p for p in found if p.startswith(("model.attention_backend", "model.qk_norm"))]

@@ -59,6 +59,7 @@ def source(base, tmp_path_factory):
     shutil.rmtree(place / "run" / "checkpoints" / "step-000009")
     (place / "text.txt").write_text("Three short words.")
     (place / "lines.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(90)))
+    (place / "list.json").write_text("[1, 2]")
     (place / "empty.txt").touch()
     (place / "broken.py").write_text("1 / 0")
     (place / "others").mkdir()
@@ -274,6 +275,26 @@ def test_a_run_directory_that_is_damaged(damaged, kind):
     said = damaged(IN_RUN[kind], RESUME)
     assert said.startswith("run_dir: ")
     assert "hurt" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        *[("checkpoint", line) for line in READERS.values()],
+        ("compare", "evaluate checkpoint=run compare=[hurt] threads=1"),
+        ("model.from_run", "--config-dir own +experiment=tiny drop=never model.from_run=hurt"),
+    ],
+    ids=[*READERS, "compare", "from_run"],
+)
+@pytest.mark.parametrize("mark", ["{", '{"program": "unrope", "format": 99}'])
+def test_a_damaged_run_is_named_by_the_key_that_named_it(damaged, source, key, line, mark):
+    line = line.replace("checkpoint=run", f"checkpoint={source / 'run'}")
+    assert damaged(runs.content("run.json", mark), line).startswith(f"{key}: 'hurt")
+
+
+def test_a_damaged_run_among_several_that_are_compared(damaged):
+    said = damaged(runs.content("config.yaml", "{"), "compare hurt")
+    assert said.startswith("runs: 'hurt/config.yaml' is damaged")
 
 
 @pytest.mark.parametrize("text", runs.TEMPERATURES, ids=lambda text: repr(text)[:40])

@@ -154,7 +154,7 @@ def test_without_a_word_nothing_is_trained(capsys, place):
 
 def test_one_word_is_enough(done):
     main(["train", "seed=1"])
-    assert [job.run_dir for job in done] == ["runs/run"]
+    assert [job.request.run_dir for job in done] == ["runs/run"]
 
 
 @pytest.mark.parametrize("words", [["--version"], ["evaluate", "--version"]])
@@ -201,7 +201,7 @@ def test_multirun_takes_groups_of_ones_own(done, place):
         train.COMMAND,
         ["--config-dir", "my conf", "-m", "model=nano,mine", "name=m${model.hidden_size}"],
     )
-    assert [job.run_dir for job in done] == ["runs/m64", "runs/m96"]
+    assert [job.request.run_dir for job in done] == ["runs/m64", "runs/m96"]
 
 
 def test_multirun_checks_all_jobs_before_the_first(done, place):
@@ -227,7 +227,7 @@ def test_two_jobs_do_not_write_one_directory(done):
     (problem,) = refused("train", "--multirun", "seed=0,1,2", "name=a")
     assert problem.startswith("--multirun: several jobs would write 'runs/a'; let its name hold")
     run_command(train.COMMAND, ["--multirun", "seed=0,1", "name=a_${seed}"])
-    assert [job.seed for job in done] == [0, 1]
+    assert [job.request.seed for job in done] == [0, 1]
 
 
 def test_multirun_names_a_launcher_that_is_not_there(done, place):

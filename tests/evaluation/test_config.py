@@ -91,10 +91,11 @@ WRONG = [
     *(
         (
             TemperatureSettings(**{f"rope_id_{key}": value}),
-            f"evaluation.temperature.rope_id_{key}: expected a number from 0 to 100, got {value}.",
+            f"evaluation.temperature.rope_id_{key}: expected a number from 0 to {most}, got "
+            f"{value}.",
         )
-        for key in ("coefficient", "exponent")
-        for value in (-0.1, 100.1)
+        for key, most in (("coefficient", 100), ("exponent", 10))
+        for value in (-0.1, most + 0.1)
     ),
     *(
         (
@@ -132,7 +133,7 @@ def test_what_is_impossible_of_a_method_is_said_in_one_sentence(settings, said):
     "settings",
     [
         TemperatureSettings(grid=[0, 100], lengths=[1.001], rope_id_coefficient=0),
-        TemperatureSettings(rope_id_coefficient=100, rope_id_exponent=100),
+        TemperatureSettings(rope_id_coefficient=100, rope_id_exponent=10),
         DynamicNtkSettings(),
         DynamicNtkSettings(1),
         DynamicNtkSettings(1e6),

@@ -88,11 +88,20 @@ def test_what_does_not_rotate_stays(written):
     ("content", "said"),
     [
         ("[1, 2", "it is not JSON"),
-        ([1, 2], "needs short_factor and long_factor"),
-        ({"rope_scaling": None}, "needs short_factor and long_factor"),
-        ({**SCALING, "long_factor": [1, 2]}, "lists of as many positive numbers"),
-        ({**SCALING, "long_factor": [1, 2, 3, -1]}, "lists of as many positive numbers"),
-        ({**SCALING, "factor": "8"}, "factor: expected a positive number, got '8'"),
+        ([1, 2], "holds no keys; it needs short_factor and long_factor"),
+        ({"rope_scaling": None}, "rope_scaling has no short_factor and no long_factor; the file"),
+        ({"rope_scaling": {"short_factor": [1]}}, "rope_scaling has no long_factor; the file"),
+        ({"factors": [1]}, "there is no short_factor and no long_factor; the file needs"),
+        ({**SCALING, "long_factor": 3}, "long_factor: expected a list of numbers, got 3"),
+        ({**SCALING, "long_factor": []}, "long_factor: expected a list of numbers, got []"),
+        (
+            {**SCALING, "long_factor": [1, 2]},
+            "short_factor has 4 and long_factor has 2 numbers; expected as many in both",
+        ),
+        ({**SCALING, "long_factor": [1, 2, 3, -1]}, "long_factor: number 4 is -1; expected a"),
+        ({**SCALING, "short_factor": [1, "2", 3, 4]}, "short_factor: number 2 is '2'; expected"),
+        ({**SCALING, "short_factor": [1e-300, 1, 1, 1]}, "number 1 is 1e-300; expected a positive"),
+        ({**SCALING, "factor": "8"}, "factor: expected a positive number from 0.000001 to 10^12"),
     ],
 )
 def test_a_file_of_something_else_is_refused_in_one_line(written, content, said):

@@ -33,11 +33,11 @@ def test_head_size_is_a_share_of_the_width_unless_given():
         ({"hidden_size": 24}, "model.head_dim: 3 is odd"),
         (
             {"softmax": SoftmaxConfig(softcap=-1.0)},
-            "model.softmax.softcap: expected a positive number, or null for none, got -1.0",
+            "model.softmax.softcap: expected a number from 0.001, or null for none, got -1.0",
         ),
         (
             {"softmax": SoftmaxConfig(final_softcap=0.0)},
-            "model.softmax.final_softcap: expected a positive number",
+            "model.softmax.final_softcap: expected a number from 0.001",
         ),
     ],
 )

@@ -243,3 +243,23 @@ def test_a_plugin_that_cannot_be_loaded_is_named(tmp_path, content):
         plugin.write_text(content)
     with pytest.raises(UserError, match=re.escape(str(plugin))):
         load_plugins([str(plugin)])
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("rope_id", {"temperature": 100, "exponent": 10}),
+        ("nope", {"temperature": 100.0}),
+        ("rope", {"angle_scale": 1e6}),
+    ],
+)
+def test_the_largest_temperature_and_frequency_are_numbers_in_a_kernel(name, given):
+    spectrum = make_spectrum(name, 8, 256, given)
+    longest = 1 << 31
+    factor = spectrum.with_temperature(per="sequence").at(longest, 256).temperature.scale
+    angles = torch.tensor(spectrum.inv_freq) * longest
+    assert (torch.tensor(factor) * 1e6).isfinite()
+    assert angles.isfinite().all()
+    for key, value in given.items():
+        with pytest.raises(UserError, match=r"^positional\.encodings\."):
+            make_spectrum(name, 8, 256, {**given, key: value * 1.01})

@@ -82,7 +82,7 @@ def test_checkpoints_in_a_run_directory_of_a_newer_format_are_refused(run):
         lambda: read_state(find_checkpoint(config.run_dir)),
         lambda: find_candidate(config.run_dir),
     ):
-        with pytest.raises(UserError, match=r"run_dir: .* has format 2, .*reads up to 1; install"):
+        with pytest.raises(UserError, match=r"checkpoint: .* has format 2, .*reads up to 1;"):
             read()
 
 

@@ -23,6 +23,7 @@ class Group:
 
     seed: int = 0
     threads: int = 1024
+    lr: float = 1000.0
     trials: int = 1_000_000
     lengths: list[float] = field(default_factory=lambda: [1, 1e6, -1e6])
     any_int: int = 1 << 62
@@ -52,7 +53,7 @@ WHOLE = "expected a whole number from 0 to 2^62"
             {"inner": Inner((1 << 24) + 1)},
             "inner.vocab_size: expected at most 16,777,216, got 16777217.",
         ),
-        ({"lengths": [1, 2e6]}, "lengths[1]: expected at most 1,000,000.0, got 2000000.0."),
+        ({"lengths": [1, 2e6]}, "lengths[1]: expected at most 1,000,000, got 2000000.0."),
         (
             {"any_int": (1 << 62) + 1},
             f"any_int: expected at most {1 << 62:,}, got {(1 << 62) + 1}.",

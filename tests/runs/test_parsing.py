@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +12,8 @@ import pytest
 from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import RunConfig
-from trainer.runs.parsing import control_config, merged, parse, validated
+from trainer.runs.parsing import control_config, merged, parse
+from trainer.runs.validation import validated
 from trainer.workflows.evaluation_request import EvaluationRequest
 
 
@@ -295,3 +297,32 @@ def test_every_step_and_length_that_a_run_has_follows_from_its_groups():
     }  # fmt: skip
     config = parse(RunConfig, {"run_dir": "x", **values, "phases": phases})
     assert (config.training_length, config.drop_step) == (128, 5)
+
+
+def test_numbers_that_nothing_goes_on_with_hide_no_other_mistake():
+    wrong = {"optimizer": {"lr": math.nan}, "schedule": {"final": 2.0}, "seed": -1}
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, wrong)
+    assert error.value.problems == (
+        "seed: expected a whole number from 0 to 2^62, got -1.",
+        "optimizer.lr: expected a finite number, got nan.",
+        "schedule.final: expected a fraction from 0 to 1, got 2.0.",
+    )
+
+
+def test_what_depends_on_a_size_that_is_wrong_is_not_judged():
+    sizes = {"hidden_size": 1 << 40, "num_attention_heads": 7}
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, {"model": sizes, "drop": {"at": 0.5, "layers": [99]}, "name": "a/b"})
+    size, name = error.value.problems
+    assert size.startswith("model.hidden_size: expected at most")
+    assert name.startswith("name: 'a/b'")
+
+
+def test_weights_that_are_missing_hide_no_other_mistake():
+    wrong = {"model": {"from_pretrained": "/none/such"}, "optimizer": {"lr": 0}}
+    with pytest.raises(UserError) as error:
+        parse(RunConfig, wrong)
+    weights, rate = error.value.problems
+    assert "there is no directory '/none/such'" in weights
+    assert rate == "optimizer.lr: expected a positive number, got 0.0."

@@ -324,6 +324,8 @@ REFUSED = {
         f"phases.a.{key}: expected 1 or more, got 0.": {"a": {"steps": 1, key: 0}}
         for key in ("batch_size", "micro_batch_size", "log_every")
     },
+    "phases.a.tokens: expected 1 or more, got 0.": {"a": {"tokens": 0}},
+    "phases.a.tokens: expected 1 or more, got -3.": {"a": {"tokens": -3, "steps": 5}},
     "phases.a.sequence_length: expected 2 to 2^31 - 1 tokens, got 1.": {
         "a": {"steps": 1, "sequence_length": 1}
     },

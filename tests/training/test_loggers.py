@@ -86,7 +86,8 @@ def test_wandb_is_told_what_the_run_is(made, tmp_path):
     settings = {"project": "needles", "entity": "team"}
     (logger,) = other_loggers(configured(tmp_path, wandb=True, **settings))
     options = dict(logger.options)
-    assert options.pop("settings").silent
+    told = options.pop("settings")
+    assert (told.silent, told.init_timeout) == (True, 30)
     assert options == {
         **{"name": "demo", "group": "demo", "id": wandb_id(tmp_path), "save_dir": str(tmp_path)},
         **{"resume": "allow", "mode": None, "experiment": None, "reinit": "create_new"},
@@ -128,6 +129,23 @@ def test_what_cannot_be_reached_is_logged_offline_under_an_id_of_its_own(
         assert logger.said == ["success"]
     other_loggers(config)
     assert len(made) == 5  # it tries again
+
+
+def test_one_attempt_is_made_for_a_run_and_its_controls(made, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(WandbLogger, "reachable", False)
+    places = [tmp_path / "run", tmp_path / "run" / "controls" / "nope"]
+    places[1].mkdir(parents=True)
+    with kept_dashboards():
+        for place in places:
+            (logger,) = other_loggers(configured(place, wandb=True))
+            assert logger.options["id"] == f"{wandb_id(place)}-offline"
+        assert [logger.options["mode"] for logger in made] == [None, "offline", "offline"]
+    (said,) = caplog.messages
+    assert f"`wandb sync {places[0]}/wandb/offline-run-*` sends it" in said
+    monkeypatch.setattr(WandbLogger, "reachable", True)
+    with kept_dashboards():  # another command
+        (logger,) = other_loggers(configured(places[0], wandb=True))
+        assert logger.options["mode"] is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])

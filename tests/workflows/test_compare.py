@@ -131,7 +131,8 @@ def sweeps(tmp_path_factory):
     were started, and what came of both. Its runs are fabricated, as the program finds them."""
     place, started = tmp_path_factory.mktemp("sweep"), []
 
-    def execute(config):
+    def execute(named):
+        config = named.request
         if (Path(config.run_dir) / "report.json").exists():
             return
         started.append(config.run_dir)

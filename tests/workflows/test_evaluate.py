@@ -16,7 +16,12 @@ from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings
-from trainer.evaluation.settings import ChoiceSettings, LongRopeSettings, TemperatureSettings
+from trainer.evaluation.settings import (
+    ChoiceSettings,
+    DopeSettings,
+    LongRopeSettings,
+    TemperatureSettings,
+)
 from trainer.model.backends import BACKENDS
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
@@ -197,6 +202,26 @@ def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
         ({"tasks": ["standard"]}, r"evaluation.lengths: expected at least \d+ tokens for standard"),
         ({"lengths": [1, 500]}, "the held-out text has"),
         ({"tasks": ["ruler"]}, "evaluation.lengths: expected at least"),
+        (
+            {"methods": ["none", "yarn+dope"], "dope": DopeSettings(heads=5)},
+            r"^evaluation.dope.heads: expected at most 4, the query heads that rotate, got 5\.$",
+        ),
+        (
+            {"methods": ["dope"], "dope": DopeSettings(heads=3, unit="group")},
+            "^evaluation.dope.heads: expected at most 2, the key-value heads that rotate, got 3",
+        ),
+        (
+            {"methods": ["dope"], "choice": ChoiceSettings(length=0.04)},
+            "^evaluation.choice.length: a text to choose on has 2 tokens or more, and 0.04 times",
+        ),
+        (
+            {"methods": ["weighted_rope"], "choice": ChoiceSettings(length=0.16)},
+            "^evaluation.choice.length: a text to choose on has 6 tokens or more, .* is 5",
+        ),
+        (
+            {"temperature": TemperatureSettings(lengths=[1.01, 2], models="all")},
+            "^evaluation.temperature.lengths: 1.01 times the training length of 32 tokens is no",
+        ),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused_before_anything_is_measured(

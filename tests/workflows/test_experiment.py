@@ -21,7 +21,11 @@ from trainer.workflows import experiment
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.experiment import label_problems, run_experiment
-from trainer.workflows.remarks import say_long_warmups, say_unreached_encodings
+from trainer.workflows.remarks import (
+    say_idle_settings,
+    say_long_warmups,
+    say_unreached_encodings,
+)
 from trainer.workflows.training_text import open_corpus
 
 EXPECTED = {
@@ -82,6 +86,46 @@ def test_an_encoding_that_stands_beyond_the_last_layer_is_named(caplog):
     ]
 
 
+UNHEARD = ["evaluation.tasks=[perplexity]", "evaluation.needles.trials=5"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluation.dope.heads=4"], ["dope.heads: without effect; no method of"]),
+        (["evaluation.dope.heads=4", "evaluation.methods=[none,yarn+dope]"], []),
+        (["evaluation.dope.heads=4", "evaluation.methods=null"], []),
+        (["evaluation.weighted_rope=[{tau: 0.5}]"], ["weighted_rope: without effect"]),
+        (
+            ["evaluation.choice.texts=2", "evaluation.longrope.seed=1"],
+            ["choice.texts: without effect; no method of", "longrope.seed: without effect"],
+        ),
+        (["evaluation.temperature.grid=[0.1]"], []),
+        (["evaluation.ruler.trials=5", "evaluation.needles.trials=5"], ["ruler.trials: without"]),
+        (
+            UNHEARD,
+            ["needles.trials: without effect; no task of evaluation.tasks reads it (statements,"],
+        ),
+        (["evaluation.tasks=[standard]", "evaluation.windows=5"], ["windows: without effect"]),
+        (["evaluation.tasks=[standard]", "evaluation.needles.trials=5"], []),
+        (
+            [*UNHEARD, "evaluation.choice.text=noisy", "evaluation.methods=[none,dope]"],
+            [],
+        ),
+        (
+            [*UNHEARD, "monitor.lengths_every=10"],
+            [],
+        ),
+    ],
+)
+def test_settings_of_an_evaluation_that_nothing_reads_are_named(caplog, words, said):
+    config = read_config(words)
+    say_idle_settings(config.evaluation, words, config.monitor)
+    assert len(caplog.messages) == len(said)
+    for message, part in zip(caplog.messages, said, strict=True):
+        assert message.startswith(f"evaluation.{part}")
+
+
 EVALUATION = {
     "lengths": [1, 2],
     "windows": 2,
@@ -129,7 +173,8 @@ def test_the_first_process_opens_the_text_once(base, tmp_path, monkeypatch):
 
 
 def test_a_diverged_run_is_reported_as_one(base, tmp_path, caplog):
-    changes = {"run_dir": str(tmp_path), "evaluation": EVALUATION, "optimizer": {"lr": 1e30}}
+    rates = {"optimizer": {"lr": 1e3, "weight_decay": 1e3}, "schedule": {"peak": 1e3}}
+    changes = {"run_dir": str(tmp_path), "evaluation": EVALUATION, **rates}
     report, _ = run_experiment(parse(RunConfig, {**base, **changes}))
     (arm,) = report.arms
     assert not arm.finite

@@ -15,10 +15,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Named(Generic[T]):
-    """A request, with the name of the option it was chosen by (``+evaluation=NAME``)."""
+    """A request, with the name of the option it was chosen by (``+evaluation=NAME``), or that of a
+    run. ``words``: the overrides that it was read from."""
 
     name: str
     request: T
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

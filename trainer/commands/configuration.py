@@ -125,7 +125,7 @@ def _sorted(
     """
     chosen: dict[str, str] = {}
     wanted: dict[str, list[str]] = {}
-    others = []
+    others, swept = [], set()
     groups = files.groups()
     for override in overrides:
         group, word = override.key_or_group, str(override.input_line)
@@ -135,6 +135,7 @@ def _sorted(
             problems.append(
                 f"{word}: several values; {instead}, or --multirun for a job with each."
             )
+            swept.add(group)
         elif is_for_hydra(override):
             problems.append(f"{word}: Hydra's own settings need --multirun.")
         elif group not in groups or isinstance(override.value(), dict):
@@ -149,7 +150,7 @@ def _sorted(
             problems.append(f"{group}: expected one, got {', '.join(options)}.")
     for group in (g for g, default in defaults.items() if default == REQUIRED and g not in chosen):
         names = files.options(group)
-        if group not in wanted:
+        if group not in wanted and group not in swept:
             problems.append(f"{group}: give +{group}=NAME, one of {', '.join(names)}.")
         chosen[group] = f"{group}={names[0]}"
     return chosen, others
@@ -169,7 +170,10 @@ def _group_problems(override: Override, defaults: dict[str, str], files: ConfigF
     group, option = override.key_or_group, str(override.value())
     if option not in files.options(group):
         near = did_you_mean(option, files.options(group))
-        return [f"{group}: there is no {group} {option!r}.{near}"]
+        there = (
+            "no group is null" if override.value() is None else f"there is no {group} {option!r}"
+        )
+        return [f"{group}: {there}.{near}"]
     try:
         path = files.defaults_chain((group, option))[-1]
     except UserError as error:
@@ -221,6 +225,8 @@ def _apply(keys: list[Override], config: DictConfig, problems: Sequence[str]) ->
         if "DictConfig with ListConfig" in said and (key := said.rpartition("full_key: ")[2]):
             key = key.partition(" ")[0]
             said = f"{key}: expected keys with values, as in {key}={{a: 1}}, got a list."
+        elif "is not in struct" in said and (key := said.rpartition("full_key: ")[2]):
+            said = f"{key.partition(' ')[0]}: not set yet; a plus before its word adds it."
         raise UserError(*problems, said) from error
 
 
@@ -269,7 +275,12 @@ def _key_problem(override: Override, base: Any) -> str | None:
     path = override.key_or_group.split(".")
     for depth, key in enumerate(path):
         if not isinstance(place, dict):
-            return f"{'.'.join(path)}: {'.'.join(path[:depth])} is a value, not a group."
+            group, rest = ".".join(path[:depth]), ".".join(path[depth:])
+            said = str(override.input_line).partition("=")[2]
+            whole = f"null; write '{group}={{{rest}: {said}}}'"
+            return (
+                f"{group}.{rest}: {group} is {whole if place is None else 'a value, not a group'}."
+            )
         if key not in place:
             where = ".".join(path[:depth])
             near = did_you_mean(key, [str(k) for k in place if k != "hydra"])
@@ -283,4 +294,7 @@ def _key_problem(override: Override, base: Any) -> str | None:
                 near = f" Did you mean {' or '.join(f'{prefix}{one}' for one in deeper)}?"
             return f"{prefix}{key}: unknown key.{near}"
         place = place[key]
-    return None
+    both = isinstance(place, dict) and isinstance(override.value(), dict)  # which are merged
+    word = str(override.input_line).lstrip("+")
+    twice = f"{'.'.join(path)}: it has a value already; write {word} without the plus."
+    return twice if override.is_add() and not both else None

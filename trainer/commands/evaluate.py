@@ -26,15 +26,18 @@ def read(composed: Composed) -> Named[Any]:
     name = composed.choices["evaluation"]
     if kind not in KINDS:
         raise UserError(*composed.problems, kind_problem(name, kind, KINDS))
-    return Named(name, parse(request_schema(kind), values, composed.problems))
+    request = parse(request_schema(kind), values, composed.problems)
+    return Named(name, request, composed.words)
 
 
 def execute(named: Named[Any]) -> None:
     """Evaluate, print the tables, write the report."""
     from trainer.commands.console import print_report, set_up_console
     from trainer.workflows.evaluation_request import EvaluationRequest
+    from trainer.workflows.remarks import say_idle_settings
 
     set_up_console()
+    say_idle_settings(named.request.evaluation, named.words)
     with stopping_at_once("Stopped", signal.SIGTERM):
         if isinstance(named.request, EvaluationRequest):
             from trainer.workflows.evaluate import evaluate_lengths

@@ -40,9 +40,9 @@ OWN = ("gpu", "mfu", "exact", "slurm")
 def read(composed: Composed) -> PlanRequest:
     """The checked request; published weights need not be here, if the model's shape is given."""
     from trainer.runs.numbers import number_problems
-    from trainer.runs.parsing import validated
     from trainer.runs.phases import phases_of
     from trainer.runs.spread import spread_problems
+    from trainer.runs.validation import validated
 
     own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
     problems += [*number_problems(own), *own.problems()]

@@ -27,7 +27,7 @@ class _Own:
 def read(composed: Composed) -> PrepareRequest:
     """The checked request."""
     from trainer.runs.numbers import number_problems
-    from trainer.runs.parsing import validated
+    from trainer.runs.validation import validated
 
     values = {key: value for key, value in composed.values.items() if key not in OWN}
     own, problems = validated(_Own, {key: composed.values[key] for key in OWN})

@@ -48,9 +48,9 @@ class Job:
 def read(composed: Composed, trains: bool = True) -> Job:
     """The checked job; ``trains``: whether it is the run's own."""
     from trainer.runs.numbers import number_problems
-    from trainer.runs.parsing import validated
     from trainer.runs.phases import phases_of
     from trainer.runs.spread import spread_problems
+    from trainer.runs.validation import validated
 
     values = {key: value for key, value in composed.values.items() if key != "slurm"}
     group, found = validated(Slurm, {"slurm": composed.values["slurm"]})

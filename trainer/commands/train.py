@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command
+from trainer.commands.command import Command, Named
 from trainer.commands.kinds import OF_A_RUN, kind_problem
 from trainer.errors import UserError
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from trainer.runs.config import RunConfig
 
 
+MISSING = "model weights"
+"""How a problem begins of published weights that are not here."""
 CPU_TOKENS = 10**9
 """More than this no CPU trains a published model on."""
 
@@ -32,7 +34,7 @@ def read_config(words: Sequence[str]) -> RunConfig:
     return read_run(compose_words(words))
 
 
-def read(composed: Composed) -> RunConfig:
+def read(composed: Composed) -> Named[RunConfig]:
     """As :func:`read_run`; it also says at once where text behind a network is not prepared.
 
     Raises:
@@ -43,13 +45,13 @@ def read(composed: Composed) -> RunConfig:
     try:
         config, problems = read_run(composed), ()
     except UserError as error:
-        if not any(problem.startswith("model weights") for problem in error.problems):
+        if not any(problem.startswith(MISSING) for problem in error.problems):
             raise
         config, problems = None, (*error.problems, *_elsewhere(composed))
     if found := [*problems, *unprepared(composed.values["data"])]:
         raise UserError(*found)
     assert config is not None
-    return config
+    return Named(config.name, config, composed.words)
 
 
 def _elsewhere(composed: Composed) -> list[str]:
@@ -78,41 +80,55 @@ def read_run(composed: Composed, found: Sequence[str] = (), *, weights: bool = T
     from trainer.runs.parsing import parse, parse_without_weights
 
     values, kind = composed.without_kind("evaluation")
-    problems = [*composed.problems, *_ignored(composed), *found]
+    ignored = _ignored(composed, "from_run")
+    of_weights = _ignored(composed, "from_pretrained") if weights else []
+    problems = [*composed.problems, *ignored, *of_weights, *found]
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
-    return (
-        parse(RunConfig, values, problems) if weights else parse_without_weights(values, problems)
-    )
+    if not weights:
+        return parse_without_weights(values, problems)
+    try:
+        return parse(RunConfig, values, problems)
+    except UserError as error:
+        absent = MISSING, "model.from_pretrained: there is no directory"
+        if not any(problem.startswith(absent) for problem in error.problems):
+            raise
+        # A plan takes the shape from the command line then.
+        raise UserError(*(p for p in error.problems if p not in of_weights)) from error
 
 
-def _ignored(composed: Composed) -> list[str]:
-    """What the command line gives that a model of another run has already."""
+def _ignored(composed: Composed, source: str) -> list[str]:
+    """What the command line gives that the model which ``model.from_run`` or another ``source``
+    names has already. Published weights have encodings too, but a drop may be to others."""
     model = composed.values.get("model")
-    if not isinstance(model, dict) or model.get("from_run") is None:
+    if not isinstance(model, dict) or model.get(source) is None:
         return []
+    keeps = ", which a run keeps that begins with it" if source == "from_run" else ""
     own = ("qk_norm", "attention_backend", "from_pretrained", "from_run")
     found = []
     for word in composed.words:
         key = word.lstrip("+~").partition("=")[0].partition("@")[0]
         group, _, rest = key.partition(".")
         of_shape = group == "model" and rest and rest.partition(".")[0] not in own
-        if group == "positional" or of_shape:
+        if of_shape or (group == "positional" and source == "from_run"):
             found.append(
-                f"{key}: the model that model.from_run names has its own, which a run keeps that "
-                "begins with it; leave it out."
+                f"{key}: the model that model.{source} names has its own{keeps}; leave it out."
             )
     return found
 
 
-def execute(config: RunConfig) -> None:
+def execute(named: Named[RunConfig]) -> None:
     """Train, and print the report."""
     from trainer.commands.console import print_report, set_up_console
 
     set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
     from trainer.workflows.experiment import run_experiment
+    from trainer.workflows.remarks import say_idle_settings
 
+    config = named.request
+    if config.evaluation.enabled:
+        say_idle_settings(config.evaluation, named.words, config.monitor)
     if (outcome := run_experiment(config)) is not None:
         report, existing = outcome
         print_report(report, config.run_dir, existing)
@@ -127,8 +143,9 @@ def compare(place: Path) -> None:
     show(*compare_runs(CompareRequest([str(place)])))
 
 
-def wordless(config: RunConfig) -> str:
+def wordless(named: Named[RunConfig]) -> str:
     """What to type instead of nothing, and what nothing would train."""
+    config = named.request
     model, trainer, data = config.model, config.trainer, config.data
     shape = f"{model.num_hidden_layers} layers of width {model.hidden_size}"
     reads = f"{trainer.max_steps:,} steps of {trainer.batch_size} x {data.sequence_length} tokens"
@@ -163,7 +180,7 @@ COMMAND = Command(
     HELP,
     read,
     execute,
-    output=lambda config: config.run_dir,
+    output=lambda named: named.request.run_dir,
     described=("experiment",),
     together=compare,
     wordless=wordless,

@@ -87,6 +87,7 @@ class EvaluationConfig(MethodsConfig):
                 f"2^31 - 1 tokens, got {self.lengths} of {training_length}."
             ]
         found = [] if STATEMENTS not in self.tasks else self._statement_problems(training_length)
+        found += self.choice_problems(training_length, self.methods or ())
         if self.last is not None and self.last > shortest and PERPLEXITY in self.tasks:
             found.append(
                 f"evaluation.last: {self.last} tokens are more than the shortest length of "

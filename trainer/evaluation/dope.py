@@ -22,6 +22,12 @@ from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.analysis.pairs import Side, pair_counts
 from trainer.errors import UserError
+from trainer.evaluation.head_units import (
+    heads_problems,
+    rotating_heads,
+    spectrum_of,
+    units,
+)
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import DopeSettings
 from trainer.model.language_model import LanguageModel
@@ -86,20 +92,9 @@ def select(
     if problems := settings.problems():
         raise UserError(*problems)
     require_rotation(trained, "evaluation.dope")
-    by_head = settings.unit == "head"
-    count = config.num_attention_heads if by_head else config.num_key_value_heads
-    rotating = [
-        (layer, head)
-        for layer, encoding in enumerate(trained.layers)
-        for head in range(count)
-        if _spectrum(encoding, head, count).rotates
-    ]
-    if settings.heads > len(rotating):
-        kind = "query" if by_head else "key-value"
-        raise UserError(
-            f"evaluation.dope.heads: expected at most {len(rotating)}, the {kind} heads that "
-            f"rotate, got {settings.heads}."
-        )
+    count, rotating = units(config, settings), rotating_heads(trained, config, settings)
+    if problems := heads_problems(trained, config, settings):
+        raise UserError(*problems)
     if not settings.heads:
         return Selection(settings)
     scores: list[Tensor] = []
@@ -131,7 +126,7 @@ def select(
         noise = list(zip(*of_sides, strict=True))
     heads = []
     for layer, head in chosen:
-        spectrum = _spectrum(trained.layers[layer], head, count)
+        spectrum = spectrum_of(trained.layers[layer], head, count)
         bands = _lost_bands(spectrum, trained.training_length, settings)
         heads.append(Chosen(layer, head, table[layer][head], bands, noise[layer]))
     return Selection(settings, tuple(heads), config.num_attention_heads, config.head_size)
@@ -164,11 +159,6 @@ def _moments(heads: Heads) -> Tensor:
 def _of_queries(of_heads: Tensor, queries: int) -> Tensor:
     """``[H, ...]`` of key-value heads as ``[queries, ...]`` of those that read them."""
     return of_heads.repeat_interleave(queries // len(of_heads), dim=0)
-
-
-def _spectrum(encoding: LayerEncoding, head: int, count: int) -> Spectrum:
-    """Of one out of ``count`` heads."""
-    return encoding.spectra[head // (count // len(encoding.spectra))]
 
 
 def _lost_bands(
@@ -258,7 +248,7 @@ def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
     def row(head: int) -> tuple[float, ...]:
         if head not in by_query:
             return (1.0,) * selection.head_dim
-        pairs = len(_spectrum(encoding, head, selection.queries).inv_freq)
+        pairs = len(spectrum_of(encoding, head, selection.queries).inv_freq)
         lost = {channel for m in by_query[head].bands for channel in (m, m + pairs)}
         whole = selection.settings.variant == "by_all"
         return tuple(float(not whole and c not in lost) for c in range(selection.head_dim))

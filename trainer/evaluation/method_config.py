@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trainer.errors import did_you_mean
@@ -98,6 +99,29 @@ class MethodsConfig(ABC):
         for group in (*groups, *self.weighted_rope):
             found += group.problems()
         return found + self.choice.problems(choice_texts())
+
+    def choice_problems(self, training_length: int, methods: Sequence[str]) -> list[str]:
+        """What these methods cannot choose on, for models of that training length."""
+        parts = {part for name in methods for part in name.split("+")}
+        found = []
+        if self.temperature.lengths is not None and "temperature" in parts:
+            found += [
+                f"evaluation.temperature.lengths: {length:g} times the training length of "
+                f"{training_length} tokens is no more than that; nothing is fitted there."
+                for length in self.temperature.lengths
+                if round(length * training_length) <= training_length
+            ]
+        by_sequence = any(rule.entropy == "sequence" for rule in self.weighted_rope)
+        least = 6 if "weighted_rope" in parts and by_sequence else 2
+        given = self.choice.length
+        shortest = min(self.factors if given is None else [given])
+        tokens = round(shortest * training_length)
+        if parts & {"dope", "weighted_rope"} and tokens < least:
+            found.append(
+                f"evaluation.choice.length: a text to choose on has {least} tokens or more, and "
+                f"{shortest:g} times the training length of {training_length} is {tokens}."
+            )
+        return found
 
 
 def part_problems(name: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from trainer.errors import UserError
 from trainer.formats import read_plain
 
 KEY = "evaluation.longrope.factors"
+NEEDS = "needs short_factor and long_factor, as rope_scaling has them in a config.json"
+LEAST, MOST = 1e-6, 1e12
+"""Of every number in it, angles of others are no numbers any more."""
+RANGE = "a positive number from 0.000001 to 10^12"
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,16 @@ def read_factors(file: str) -> PublishedFactors:
         raise UserError(f"{KEY}: cannot read {file!r}: {error.strerror}.") from None
     except ValueError as error:
         raise UserError(f"{KEY}: {file!r}: {error}.") from None
-    whole = content if isinstance(content, dict) else {}
-    nested = next((whole[key] for key in ("rope_parameters", "rope_scaling") if key in whole), None)
-    found = nested if isinstance(nested, dict) else whole
-    short, long = found.get("short_factor"), found.get("long_factor")
-    if not (_are_factors(short) and _are_factors(long) and len(short) == len(long)):
-        raise UserError(
-            f"{KEY}: {file!r} needs short_factor and long_factor, lists of as many positive "
-            "numbers, as rope_scaling has them in a config.json of Hugging Face."
-        )
+    if not isinstance(content, dict):
+        raise UserError(f"{KEY}: {file!r} holds no keys; it {NEEDS}.")
+    group = next((key for key in ("rope_parameters", "rope_scaling") if key in content), "")
+    nested = content.get(group)
+    found = nested if isinstance(nested, dict) else content
+    if problems := [f"{KEY}: {file!r}: {one}." for one in _list_problems(found, group)]:
+        raise UserError(*problems)
+    short, long = found["short_factor"], found["long_factor"]
     numbers = {
-        key: {**whole, **found}.get(key)
+        key: {**content, **found}.get(key)
         for key in (
             *("attention_factor", "factor"),
             *("max_position_embeddings", "original_max_position_embeddings"),
@@ -66,17 +70,34 @@ def read_factors(file: str) -> PublishedFactors:
     }
     for key, value in numbers.items():
         if value is not None and not _is_positive(value):
-            raise UserError(f"{KEY}: {file!r}: {key}: expected a positive number, got {value!r}.")
+            raise UserError(f"{KEY}: {file!r}: {key}: expected {RANGE}, got {value!r}.")
     attention, factor, longest, original = numbers.values()
     if factor is None and longest and original:
         factor = longest / original
     return PublishedFactors(tuple(short), tuple(long), attention, factor, original)
 
 
+def _list_problems(found: dict[str, Any], group: str) -> Iterator[str]:
+    """What is wrong with the two lists of ``found``, which is the ``group`` of a file, a clause
+    each."""
+    lists = {key: found.get(key) for key in ("short_factor", "long_factor")}
+    if missing := [key for key, value in lists.items() if value is None]:
+        where = f"{group} has" if group else "there is"
+        yield f"{where} no {' and no '.join(missing)}; the file {NEEDS}"
+        return
+    sound = True
+    for key, value in lists.items():
+        if not isinstance(value, list) or not value:
+            sound = False
+            yield f"{key}: expected a list of numbers, got {value!r}"
+        elif wrong := [place for place, one in enumerate(value, 1) if not _is_positive(one)]:
+            sound = False
+            yield f"{key}: number {wrong[0]} is {value[wrong[0] - 1]!r}; expected {RANGE}"
+    if sound and len(lists["short_factor"]) != len(lists["long_factor"]):
+        counts = " and ".join(f"{key} has {len(value)}" for key, value in lists.items())
+        yield f"{counts} numbers; expected as many in both, one for each pair that rotates"
+
+
 def _is_positive(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < math.inf
-
-
-def _are_factors(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(map(_is_positive, value))
+    return number and LEAST <= value <= MOST

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.published_factors import read_factors
+from trainer.positional.spectrum import MOST_COEFFICIENT, MOST_EXPONENT
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,12 @@ class TemperatureSettings:
                 f"1, or null for those evaluated, got {self.lengths}."
             )
         found += [
-            f"evaluation.temperature.{key}: expected a number from 0 to 100, got {value}."
-            for key in ("rope_id_coefficient", "rope_id_exponent")
-            if not 0 <= (value := getattr(self, key)) <= 100
+            f"evaluation.temperature.{key}: expected a number from 0 to {most}, got {value}."
+            for key, most in (
+                ("rope_id_coefficient", MOST_COEFFICIENT),
+                ("rope_id_exponent", MOST_EXPONENT),
+            )
+            if not 0 <= (value := getattr(self, key)) <= most
         ]
         return found
 

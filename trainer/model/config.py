@@ -130,9 +130,9 @@ class ModelConfig:
             if (value := getattr(self, key)) is not None and value > most
         ]
         found += [
-            f"model.softmax.{key}: expected a positive number, or null for none, got {value}."
+            f"model.softmax.{key}: expected a number from 0.001, or null for none, got {value}."
             for key in ("softcap", "final_softcap")
-            if (value := getattr(self.softmax, key)) is not None and value <= 0
+            if (value := getattr(self.softmax, key)) is not None and value < 0.001
         ]
         if found:
             return found

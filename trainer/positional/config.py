@@ -8,7 +8,13 @@ from typing import Any, Literal
 from trainer.errors import UserError, did_you_mean
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.positional.spectrum import (
+    MOST_COEFFICIENT,
+    MOST_EXPONENT,
+    MOST_SCALE,
+    Spectrum,
+    Temperature,
+)
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,13 @@ class TemperatureConfig:
     def problems(self) -> list[str]:
         """What is impossible, one sentence each."""
         found = [
-            f"positional.temperature.{key}: expected a number from {least} to 1000, got {value}."
-            for key, least in (("coefficient", 0), ("exponent", 0), ("scale", 0.001))
-            if not least <= (value := getattr(self, key)) <= 1000
+            f"positional.temperature.{key}: expected a number from {least} to {most}, got {value}."
+            for key, least, most in (
+                ("coefficient", 0, MOST_COEFFICIENT),
+                ("exponent", 0, MOST_EXPONENT),
+                ("scale", 0.001, MOST_SCALE),
+            )
+            if not least <= (value := getattr(self, key)) <= most
         ]
         if self.reference is not None and self.reference < 1:
             found.append(

@@ -14,7 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.errors import UserError, did_you_mean
-from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.positional.spectrum import (
+    MOST_COEFFICIENT,
+    MOST_EXPONENT,
+    MOST_FREQUENCY,
+    Spectrum,
+    Temperature,
+)
 
 ENCODINGS: dict[str, Callable[..., Spectrum]] = {}
 
@@ -77,6 +83,21 @@ def make_spectrum(
     if spectrum.rotary_dim > head_dim:
         raise UserError(
             f"{where}: rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
+        )
+    temperature = spectrum.temperature
+    if not (
+        0 <= temperature.coefficient <= MOST_COEFFICIENT
+        and 0 <= temperature.exponent <= MOST_EXPONENT
+    ):
+        raise UserError(
+            f"{where}: expected a temperature with a coefficient from 0 to {MOST_COEFFICIENT} and "
+            f"an exponent from 0 to {MOST_EXPONENT}, got {temperature.coefficient:g} and "
+            f"{temperature.exponent:g}."
+        )
+    if not all(0 <= f <= MOST_FREQUENCY for f in spectrum.inv_freq):
+        raise UserError(
+            f"{where}: its pairs turn by up to {max(spectrum.inv_freq):g} radians a token; "
+            f"expected at most {MOST_FREQUENCY:,.0f}."
         )
     return spectrum
 

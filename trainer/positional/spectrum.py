@@ -13,6 +13,10 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+MOST_COEFFICIENT, MOST_EXPONENT, MOST_SCALE = 100, 10, 1000
+"""Of a temperature: with these the logits of any length are numbers still."""
+MOST_FREQUENCY = 1e6
+"""Radians per token; the angles of larger ones leave the numbers that kernels have."""
 Frequencies = tuple[float, ...]
 """Radians per token, a number for every pair."""
 

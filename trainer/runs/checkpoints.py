@@ -187,7 +187,7 @@ def read_state(path: Path, hashed: bool = True) -> dict[str, Any]:
         UserError: the checkpoint is damaged, or of a newer format.
     """
     if path.parent.name == "checkpoints":
-        check_mark(path.parent.parent)
+        check_mark(path.parent.parent, "checkpoint")
     if (wrong := (damage if hashed else visible_damage)(path)) is not None:
         others = sorted(
             p.parent.name for p in path.parent.glob(f"*/{MANIFEST}") if p.parent != path

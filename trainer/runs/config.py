@@ -121,6 +121,14 @@ class RunConfig:
             found.append(
                 "evaluation.methods: expected 'none' among them; a run is reported as it is first."
             )
+        dope, shape = self.evaluation.dope, self.model
+        of_layer = shape.num_attention_heads if dope.unit == "head" else shape.num_key_value_heads
+        heads = of_layer * shape.num_hidden_layers
+        if self.evaluation.enabled and "dope" in self.evaluation.parts and dope.heads > heads:
+            found.append(
+                f"evaluation.dope.heads: expected at most {heads}, the heads of the model, got "
+                f"{dope.heads}."
+            )
         unheard = set(self.evaluation.tasks) == {STATEMENTS} and not self.data.needles.share
         if self.evaluation.enabled and unheard:
             found.append(

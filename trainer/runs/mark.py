@@ -19,8 +19,10 @@ def write_mark(directory: Path) -> None:
     write_atomically(directory / MARK, json.dumps({"program": PROGRAM, "format": FORMAT}) + "\n")
 
 
-def check_mark(directory: Path) -> None:
+def check_mark(directory: Path, key: str = "run_dir") -> None:
     """Refuse a run of a newer format; those of before there was a mark have the first.
+
+    ``key``: what named the directory.
 
     Raises:
         UserError: a newer version of this program wrote the directory, or the mark is damaged.
@@ -33,8 +35,8 @@ def check_mark(directory: Path) -> None:
         found, program = content["format"], content.get("program")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
-            f"run_dir: {str(mark)!r} is damaged; it should hold a format number."
+            f"{key}: {str(mark)!r} is damaged; it should hold a format number."
         ) from None
     if program != PROGRAM:
-        raise UserError(f"run_dir: {str(mark)!r} is of another program, {program!r}.")
-    check_format(found, FORMAT, f"run_dir: {str(directory)!r}", "choose another run_dir")
+        raise UserError(f"{key}: {str(mark)!r} is of another program, {program!r}.")
+    check_format(found, FORMAT, f"{key}: {str(directory)!r}", "choose another run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError, did_you_mean
+from trainer.errors import UserError, did_you_mean, said_of
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.config import ModelConfig
@@ -83,10 +82,8 @@ def find_candidate(given: str, key: str = "checkpoint") -> Candidate:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    try:
+    with said_of(key, "checkpoint"):
         return _find(given)
-    except UserError as error:
-        raise UserError(*(re.sub("^checkpoint:", f"{key}:", p) for p in error.problems)) from error
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:

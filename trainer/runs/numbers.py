@@ -12,9 +12,14 @@ from trainer.model.config import LARGEST
 MOST = {
     **dict.fromkeys(("threads", "workers", "num_workers", "gpus_per_node"), 1024),
     **LARGEST,
+    # Beyond these, what is computed from them is no number any more.
+    **dict.fromkeys(("lr", "muon_lr", "weight_decay", "peak", "z_loss", "initializer_range"), 1000),
+    **dict.fromkeys(("eps", "rms_norm_eps"), 1),
+    **dict.fromkeys(("softcap", "final_softcap"), 1_000_000),
     "max_new_tokens": 1 << 24,
+    "at": 1 << 62,
     "trials": 1_000_000,
-    "lengths": 1e6,
+    "lengths": 1_000_000,
 }
 """Largest values by the name of a key, where larger ones hang or fail late."""
 

@@ -95,9 +95,10 @@ class PhaseConfig:
         are mixed, none where there is one alone."""
         if self.steps is None and self.tokens is None:
             return [f"{key}: how long is it? Give {key}.steps or {key}.tokens."]
+        counted = "steps" if self.tokens is None else "tokens"  # which the steps are made of
         found = [
             f"{key}.{name}: expected 1 or more, got {value}."
-            for name in ("steps", "tokens", "batch_size", "micro_batch_size", "log_every")
+            for name in (counted, "batch_size", "micro_batch_size", "log_every")
             if (value := getattr(self, name)) is not None and value < 1
         ]
         length = self.sequence_length

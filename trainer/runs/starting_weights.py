@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from trainer.errors import UserError
+from trainer.errors import UserError, said_of
 from trainer.interchange.pretrained import Pretrained, read_pretrained
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -23,6 +23,7 @@ from trainer.runs.phases import phases_of
 from trainer.runs.saved_config import saved_config
 from trainer.runs.state import check_shapes, load, tensors_in
 
+FROM_RUN = "model.from_run"
 OF_MODEL = "model."
 """How the names of a checkpoint's weights begin."""
 
@@ -38,7 +39,10 @@ def starting_weights(config: ModelConfig) -> Pretrained | None:
         raise UserError("model.from_run: model.from_pretrained is given too; leave out one.")
     if config.from_pretrained is not None:
         return read_pretrained(config.from_pretrained)
-    return None if config.from_run is None else _of_run(config.from_run)
+    if config.from_run is None:
+        return None
+    with said_of(FROM_RUN, "checkpoint"):
+        return _of_run(config.from_run)
 
 
 def normalizes(layout: Layout) -> bool:
@@ -54,9 +58,10 @@ def encodings_of(given: str) -> tuple[PositionalConfig, str | None]:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    path = _checkpoint(given)
-    what = f"model.from_run: the configuration in {str(path)!r}"
-    state = read_state(path, hashed=False)
+    with said_of(FROM_RUN, "checkpoint"):
+        path = _checkpoint(given)
+        state = read_state(path, hashed=False)
+    what = f"{FROM_RUN}: the configuration in {str(path)!r}"
     config, step = saved_config(state["config"], what), state["step"]
     positional, depth = config.positional, config.model.num_hidden_layers
     dropped = is_dropped(config, step)
@@ -111,10 +116,4 @@ def _checkpoint(given: str) -> Path:
             "model.from_run: expected a run directory or a checkpoint, got nothing; null begins "
             "from nothing."
         )
-    try:
-        return find_checkpoint(given)
-    except UserError as error:
-        problems = (
-            problem.replace("checkpoint:", "model.from_run:", 1) for problem in error.problems
-        )
-        raise UserError(*problems) from error
+    return find_checkpoint(given)

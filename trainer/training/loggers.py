@@ -25,6 +25,10 @@ from trainer.runs.ranks import current_ranks, on_rank_zero
 log = logging.getLogger(__name__)
 
 
+WAIT = 30.0
+"""Seconds for the first connection; wandb's own 90 are long where a job waits for them."""
+
+
 def other_loggers(config: RunConfig) -> list[Logger]:
     """The configured loggers, made by all ranks together; wandb is offline where no key is
     configured, or where it cannot be reached.
@@ -49,6 +53,7 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 
+    global _unreachable  # noqa: PLW0603
     settings = config.logger
 
     def made(mode: str | None, identity: str = identity) -> WandbLogger:
@@ -64,7 +69,8 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
             mode=mode,
             experiment=_kept.pop(identity, None) if _kept is not None else None,
             reinit="create_new",  # that of the run stays open while its controls train
-            settings=wandb.Settings(silent=True),  # a screen of history otherwise
+            # Silent, or it says a screen of history.
+            settings=wandb.Settings(silent=True, init_timeout=WAIT),
         )
         logger._wandb_init.pop("anonymous", None)  # wandb warns of it, whatever its value
         return logger
@@ -72,7 +78,7 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
     if settings.offline or not has_wandb_key():
         return made("offline")
     apart = f"{identity}-offline"  # what has failed keeps its id to itself
-    if _kept and apart in _kept:
+    if _unreachable:
         return made("offline", apart)
     logger = made(None)
     if current_ranks().is_rank_zero:
@@ -80,7 +86,12 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
             _ = logger.experiment  # which connects; Lightning would not before fit
         except Exception as error:  # whatever it is, it need not stop a run
             why = str(error).strip().partition("\n")[0] or type(error).__name__
-            log.warning("Weights & Biases cannot be reached (%s): it is logged offline", why)
+            log.warning(
+                "Weights & Biases cannot be reached (%s): this command logs offline; later "
+                "`wandb sync %s/wandb/offline-run-*` sends it",
+                *(why, config.run_dir),
+            )
+            _unreachable = _kept is not None
             return made("offline", apart)
     return logger
 
@@ -100,18 +111,20 @@ def dashboard_name(config: RunConfig) -> str:
 
 _kept: dict[str, Any] | None = None
 """Within :func:`kept_dashboards` the runs of wandb that are open, by their ids."""
+_unreachable = False
+"""Whether within it Weights & Biases was tried and not reached: the other runs do not wait too."""
 
 
 @contextmanager
 def kept_dashboards() -> Iterator[None]:
     """Within it, what was closed on Weights & Biases stays open until the end: what follows the
     training goes into the same run, which offline could not be continued."""
-    global _kept  # noqa: PLW0603
+    global _kept, _unreachable  # noqa: PLW0603
     _kept = {}
     try:
         yield
     finally:
-        runs, _kept = _kept, None
+        runs, _kept, _unreachable = _kept, None, False
         for run in runs.values():
             _finish(run)
 

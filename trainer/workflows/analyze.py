@@ -18,7 +18,7 @@ from trainer.analysis.studies.drop import DropStudy
 from trainer.analysis.studies.offset_changes import OffsetChanges
 from trainer.analysis.studies.study import Study, Target, run
 from trainer.cores import cores
-from trainer.errors import UserError
+from trainer.errors import UserError, said_of
 from trainer.model.config import ModelConfig
 from trainer.report.geometry.page import GeometryReport, write_geometry_report
 from trainer.report.geometry.section import Section
@@ -253,7 +253,8 @@ def _drop(before: Target, after: Target, candidate: Candidate) -> DropStudy:
     metrics = candidate.home / "metrics.csv"
     if step is None or not metrics.is_file():
         return DropStudy(before, after)
-    curve = [(row["step"], row["loss"]) for row in read_metrics(metrics) if "loss" in row]
+    with said_of("checkpoint", "run_dir"):
+        curve = [(row["step"], row["loss"]) for row in read_metrics(metrics) if "loss" in row]
     return DropStudy(before, after, curve, step)
 
 

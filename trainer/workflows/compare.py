@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean
+from trainer.errors import UserError, did_you_mean, said_of
 from trainer.report.results import Report, is_known
 from trainer.report.sweep import Sweep, SweptRun, reached
 from trainer.report.sweep_page import write_sweep_report
@@ -25,6 +25,7 @@ PARENT = Path("multirun")
 NOT_COMPARED = (*FREE_TO_CHANGE, "controls")
 
 
+@said_of("runs", "run_dir")
 def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
     """Put the runs beside each other, write table, figure and page, return them with the page.
 
@@ -53,6 +54,7 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
     return sweep, write_sweep_report(sweep, made_now(), Path(request.output or place))
 
 
+@said_of("runs", "run_dir")
 def compared(place: Path) -> Sweep:
     """The runs of the sweep in ``place``, there or yet to come, beside each other.
 

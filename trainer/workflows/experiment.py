@@ -52,7 +52,11 @@ from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.experiment_report import make_report
 from trainer.workflows.remarks import say_epochs, say_long_warmups, say_unreached_encodings
-from trainer.workflows.training_text import open_corpus, vocabulary_problems
+from trainer.workflows.training_text import (
+    check_evaluated_text,
+    open_corpus,
+    vocabulary_problems,
+)
 
 
 def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
@@ -194,6 +198,7 @@ def _open(
     opened.append(open_corpus(config, ranks.world_size == 1))
     for arm in configs.values():
         check_monitored_text(arm, opened[0])
+    check_evaluated_text(config, opened[0])
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():
         lock.acquire(directory)

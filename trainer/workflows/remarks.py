@@ -1,12 +1,19 @@
-"""What a run says of itself before its first step."""
+"""What a run or an evaluation says of itself before it begins."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from trainer.data.corpus import Corpus
+from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
+from trainer.evaluation.many_shot import LONG_TASKS
+from trainer.evaluation.method_config import ON_TEXT, MethodsConfig
+from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.report.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
+from trainer.runs.monitoring import MonitorConfig
 from trainer.runs.phases import Phase, phases_of
 from trainer.runs.starting_point import epochs_read
 
@@ -44,6 +51,50 @@ def say_unreached_encodings(configs: dict[str, RunConfig]) -> None:
             log.warning(
                 "positional.layers: of a pattern of %d layers %s has %d, none with %s",
                 *(len(layers), label(arm), count, ", ".join(sorted(unused))),
+            )
+
+
+OF_METHODS = {
+    "fit_windows": ON_TEXT,
+    "temperature": ("temperature", "temperature_rope_id"),
+    "dynamic_ntk": ("dynamic_ntk_alpha",),
+    "longrope": ("longrope",),
+    "choice": ("dope", "weighted_rope"),
+    "dope": ("dope",),
+    "weighted_rope": ("weighted_rope",),
+}
+"""Settings of ``evaluation``, and the parts of methods that read them."""
+
+
+def say_idle_settings(
+    config: MethodsConfig, words: Sequence[str], monitor: MonitorConfig | None = None
+) -> None:
+    """Tell which settings of an evaluation were given, although no method and no task reads them;
+    of a run also no ``monitor``.
+
+    ``words``: the overrides of the command line. What an option of a group sets is not named.
+    """
+    readers = {key: ("method", parts) for key, parts in OF_METHODS.items()}
+    read = {*config.parts}
+    if isinstance(config, EvaluationConfig):
+        readers |= {key: ("task", (key,)) for key in (RULER, LONGBENCH, MANY_SHOT)}
+        readers |= dict.fromkeys(("windows", "last"), ("task", (PERPLEXITY,)))
+        readers["needles"] = "task", (STATEMENTS, *NEEDLE_TASKS)
+        read |= {*config.tasks}
+        if read & {*OF_METHODS["choice"]} and config.choice.text in (*NEEDLE_TASKS, *LONG_TASKS):
+            read.add(config.choice.text if config.choice.text in NEEDLE_TASKS else MANY_SHOT)
+        if monitor is not None and monitor.lengths_every is not None:
+            read.add(STATEMENTS)
+        if monitor is not None and monitor.benchmarks.enabled:
+            read |= {*monitor.benchmarks.tasks}
+    for word in words:
+        place = word.lstrip("+").partition("=")[0]
+        group, _, rest = place.partition(".")
+        kind, names = readers.get(rest.partition(".")[0], ("", ()))
+        if group == "evaluation" and names and read.isdisjoint(names):
+            log.warning(
+                "%s: without effect; no %s of evaluation.%ss reads it (%s)",
+                *(place, kind, kind, ", ".join(names)),
             )
 
 

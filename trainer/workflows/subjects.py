@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from trainer.errors import UserError
+from trainer.evaluation.head_units import heads_problems
 from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.methods import Recipe, recipe
 from trainer.evaluation.plan import Subject
@@ -43,18 +44,25 @@ def applicable(
     """Of every model the methods that do something to it, and a sentence for those that do not.
 
     Raises:
-        UserError: none does anything to any of the models.
+        UserError: none does anything to any of the models, or one has more to choose than there is.
     """
     found: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
     idle: dict[tuple[str, str], list[str]] = defaultdict(list)
+    problems: list[str] = []
     for name in config.names:
         for subject in subjects:
             made = recipe(name, subject.layout, config, own=subject.own)
             if isinstance(made, Recipe):
                 found[subject.name].append(made)
+                if "dope" in made.settings:
+                    problems += heads_problems(subject.layout, subject.config, config.dope)
             else:
                 idle[subject.name, made[0]].append(made[1])
     notes = [f"{name} {why.format(', '.join(titles))}." for (name, why), titles in idle.items()]
+    names = [made.key for of_one in found.values() for made in of_one]
+    problems += config.choice_problems(subjects[0].layout.training_length, names)
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
     if not any(found.values()):
         raise UserError(*(f"evaluation.methods: {note}" for note in notes))
     return found, notes

@@ -11,10 +11,13 @@ from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, vocabulary_size
 from trainer.errors import UserError
+from trainer.report.results import PERPLEXITY, STATEMENTS
+from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import texts_read
 from trainer.runs.starting_weights import starting_weights
+from trainer.runs.trained_shape import own_checkpoint
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
@@ -38,6 +41,25 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
             f"give {tokens} or more, or null."
         )
     return corpus
+
+
+def check_evaluated_text(config: RunConfig, corpus: Corpus) -> None:
+    """Whether the test text is as long as what the run is evaluated on in the end. Of weights that
+    it begins with the training length is known only when they are read.
+
+    Raises:
+        UserError: it is not.
+    """
+    evaluation, has = config.evaluation, len(corpus.test)
+    reads = {PERPLEXITY, *([STATEMENTS] if config.data.needles.share else [])}
+    if not evaluation.enabled or config.model.is_trained or not reads & {*evaluation.tasks}:
+        return
+    if has < (longest := round(config.training_length * max(evaluation.lengths))):
+        raise UserError(
+            f"evaluation.lengths: the test text has {has} tokens, fewer than the {longest} of "
+            f"{max(evaluation.lengths):g} training lengths; give more text, larger data.test, or "
+            "shorter lengths."
+        )
 
 
 def readings(config: RunConfig) -> list[DataConfig]:
@@ -68,6 +90,8 @@ def tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
     Raises:
         UserError: they came without.
     """
+    if not config.tokenizer.path and (own := own_checkpoint(config)) is not None:
+        return Tokenizer.from_str(read_state(own, hashed=False)["tokenizer"])
     if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
     return start.require_tokenizer()

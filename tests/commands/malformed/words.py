@@ -10,13 +10,16 @@ optimizer.lr=inf | expected a finite number
 optimizer.lr=-inf | optimizer.lr
 optimizer.lr="nan" | expected a finite number
 optimizer.lr=0 | optimizer.lr: expected a positive number
+optimizer.lr=1e300 | optimizer.lr: expected at most 1,000
 optimizer.eps=-1 | optimizer.eps: expected a positive number
 optimizer.betas=[1,1] | optimizer.betas
 optimizer.betas=[0.9] | optimizer.betas
 optimizer.betas=[nan,0.9] | expected a finite number
+optimizer.weight_decay=1e300 | optimizer.weight_decay: expected at most 1,000
 optimizer.weight_decay=nan | expected a finite number
 optimizer.name=adam | Did you mean 'adamw'
 schedule.peak=inf | expected a finite number
+schedule.peak=1e300 | schedule.peak: expected at most 1,000
 schedule.peak=0 | schedule.peak
 schedule.warmup_steps=-1 | schedule.warmup_steps
 schedule.final=2 | schedule.final
@@ -35,13 +38,19 @@ model.num_attention_heads=5 model.num_key_value_heads=1 | 5 heads do not divide
 model.num_key_value_heads=0 | model.num_key_value_heads
 model.vocab_size=99999999999999999999 | model.vocab_size: expected at most
 model.vocab_size=10 | model.vocab_size: 10 embeddings
+model.initializer_range=1e300 | model.initializer_range: expected at most 1,000
+model.rms_norm_eps=1e300 | model.rms_norm_eps: expected at most 1,
+model.softmax.softcap=1e300 | model.softmax.softcap: expected at most 1,000,000
+model.softmax.final_softcap=1e-300 | model.softmax.final_softcap: expected a number from 0.001
 model.initializer_range=nan | model.initializer_range
+model.softmax.softcap=None | nothing is written null
 model.attention_backend=sdp | Did you mean 'sdpa'
 model.attention_backend=flash trainer.precision=bf16 | needs the package flash-attn
 model.attention_backend=flex | needs a GPU
 model.qk_norm=always | model.qk_norm
 model.qk_norm.when=after | model.qk_norm.when
 model.qk_norm.when=after_drop | there is no drop
+model.from_pretrained=None | nothing is written null
 model.from_pretrained="" | model.from_pretrained
 model.from_pretrained=/none/such | there is no directory '/none/such'
 model.from_pretrained=text.txt | 'text.txt' is a file
@@ -84,6 +93,13 @@ positional.windows=[] | positional.windows
 positional.encodings.rope.base=nan | expected a finite number
 positional.encodings.rope.base=-5 | base
 positional.encodings.rope.base=big | base
+positional.encodings.rope.angle_scale=1e300 | expected at most 1,000,000.
+positional=rope_id data.sequence_length=128 positional.encodings.rope_id.exponent=11 | from 0 to 10
+positional=nope positional.encodings.nope.temperature=1e300 | a coefficient from 0 to 100
+positional=nope positional.encodings.nope.temperature=-1 | a coefficient from 0 to 100
+positional.temperature.exponent=1000 | temperature.exponent: expected a number from 0 to 10
+positional.temperature.coefficient=1e300 | temperature.coefficient: expected a number from 0 to 100
+positional.temperature.scale=0 | temperature.scale: expected a number from 0.001 to 1000
 +positional.encodings.rope=5 | positional.encodings.rope
 positional.encodings.rope.rotary_fraction=1.5 | rotary_fraction
 data=filess | Did you mean 'files'
@@ -129,6 +145,7 @@ data.prepared="" data.source=x | unknown source 'x'
 +data.mixture.a.weight=nan | data.mixture.a.weight
 +data.mixture.a.wait=1 | data.mixture.a.wait: unknown key
 tokenizer.path=none.json | there is no file 'none.json'
+tokenizer.path=None | nothing is written null
 tokenizer.path=others | is a directory
 tokenizer.path=text.txt | is not a tokenizer.json
 tokenizer.path="" | tokenizer.path
@@ -136,6 +153,7 @@ tokenizer.vocab_size=100 | tokenizer.vocab_size
 tokenizer.vocab_size=10000000000 | tokenizer.vocab_size
 tokenizer.sample_megabytes=0 | tokenizer.sample_megabytes
 drop.at=5000 | drop.at
+drop.at=1e300 | drop.at: expected at most
 drop.at=-1 | drop.at
 drop.at=nan | drop.at
 drop.at=half | drop.at
@@ -158,11 +176,13 @@ trainer.threads=1000000 | trainer.threads: expected at most 1,024
 trainer.threads=0 | trainer.threads
 trainer.gradient_clip=nan | trainer.gradient_clip
 trainer.gradient_clip=-1 | trainer.gradient_clip
+trainer.z_loss=1e300 | trainer.z_loss: expected at most 1,000
 trainer.z_loss=inf | trainer.z_loss
 trainer.keep_best=-1 | trainer.keep_best
 trainer.step_timeout=0 | trainer.step_timeout
 trainer.step_timeout=nan | trainer.step_timeout
 trainer.checkpoint_minutes=-1 | trainer.checkpoint_minutes
+trainer.max_time=None | trainer.max_time: got 'None', which is Python's word
 trainer.max_time=soon | trainer.max_time
 trainer.max_time=1:99:00 | trainer.max_time
 trainer.profile_steps=[5] | trainer.profile_steps
@@ -193,6 +213,7 @@ evaluation.methods=[yarn] | expected 'none' among them
 evaluation.tasks=[] | evaluation.tasks
 evaluation.tasks=[perplex] | unknown task 'perplex'
 evaluation.tasks=[statements] | the training text does not carry
+evaluation.lengths=[1,100000] | evaluation.lengths: the test text has
 evaluation.windows=0 | evaluation.windows
 evaluation.windows=100000000000 | evaluation.windows: held-out text of
 evaluation.last=0 | evaluation.last
@@ -202,24 +223,30 @@ evaluation.temperature.grid=[nan] | expected a finite number
 evaluation.temperature.grid=[1e300] | evaluation.temperature.grid
 evaluation.temperature.grid=[-1] | evaluation.temperature.grid
 evaluation.temperature.grid=[] | evaluation.temperature.grid
+evaluation.temperature.rope_id_exponent=100 | rope_id_exponent: expected a number from 0 to 10
 evaluation.needles.trials=0 | evaluation.needles.trials
 evaluation.needles.trials=10000000000 | evaluation.needles.trials: expected at most
 evaluation.needles.depths=[2] | evaluation.needles.depths
 evaluation.needles.seed=-1 | evaluation.needles.seed
+evaluation.dope.heads=99 evaluation.methods=[none,dope] | evaluation.dope.heads: expected at most
 evaluation.dope.heads=-1 | evaluation.dope.heads
 evaluation.longrope.windows=0 | evaluation.longrope.windows
 evaluation.longrope.search=needle | evaluation.longrope.search
+evaluation.longrope.factors=list.json | holds no keys
 evaluation.longrope.factors=none | evaluation.longrope.factors: cannot read 'none'
 evaluation.ruler.squad_file=none | there is no file 'none'
 evaluation.ruler.tasks=[vtt] | unknown task 'vtt'
 "phases=[{steps: 5}]" | phases: expected keys with values
++phases.a.tokens=0 | phases.a.tokens: expected 1 or more
 "+phases.a={steps: 5, until: {flat: 0.1}}" | phases.a.until.every: expected at most 5
 +controls.a=5 | controls.a
 +controls.a.seed=-1 | controls.a: seed
++controls.a.model.from_run=None | controls.a: model.from_run: got 'None'
 +controls.a.modell=1 | controls.a: modell: unknown key
 +controls.a.branch=drop | controls.a.branch
 "+controls={../../../evil: {seed: 1}}" | '../../../evil' names a directory
 "+controls={/evil: {seed: 1}}" | '/evil' names a directory
+callbacks={a:{b:1}} | callbacks.a: not set yet; a plus before its word adds it
 +callbacks.a=5 | callbacks.a
 +callbacks.a._target_=none.Such | there is no module 'none'
 +callbacks.a._target_=os.getcwd | is no subclass of lightning.Callback
@@ -230,6 +257,9 @@ seed | unknown command 'seed'
 seed= | seed: got ''
 =1 | expected key=value
 seed=1,2 | --multirun
++seed=3 | seed: it has a value already; write seed=3 without the plus
++positional.encodings.rope.base=5 | write positional.encodings.rope.base=5 without the plus
+model=null | model: no group is null. Choose from: drope_494m
 seed=[1 | expected key=value
 a.b.c.d=1 | unknown key
 seed.x=1 | seed is a value, not a group
@@ -264,6 +294,8 @@ evaluate checkpoint=RUN evaluation=multiple_choice | evaluation
 evaluate checkpoint=RUN evaluation=harness evaluation.tasks=[piqa] | lm-eval is not installed
 evaluate checkpoint=RUN evaluation=niah evaluation.tasks=[standard] | expected at least
 analyze checkpoint=RUN | give +analysis=NAME
+analyze checkpoint=RUN +analysis=sinks,drop | several values; choose one
+evaluate checkpoint=RUN text.source=files | text is null; write 'text={source: files}'
 analyze checkpoint=none +analysis=all | neither a run directory
 analyze checkpoint=RUN +analysis=sink | Did you mean 'sinks'
 analyze checkpoint=RUN +analysis=all analysis.kind=x | there is no analysis 'x'
@@ -277,6 +309,7 @@ analyze checkpoint=RUN +analysis=sinks compare=RUN | compare: only for
 analyze checkpoint=RUN +analysis=all output=text.txt | output: 'text.txt' is a file
 analyze checkpoint=RUN +analysis=all output=/proc/x | cannot be written
 generate checkpoint=RUN | prompt: give prompt=
+evaluate checkpoint=RUN output=None | nothing is written null
 generate checkpoint=none prompt=a | neither a run directory
 generate checkpoint=none.gguf prompt=a | checkpoint: there is no file 'none.gguf'
 generate checkpoint=RUN prompt=a max_new_tokens=0 | max_new_tokens: expected 1 or more

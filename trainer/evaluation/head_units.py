@@ -1,0 +1,44 @@
+"""Heads as DoPE counts them: which there are, and how many can be chosen."""
+
+from __future__ import annotations
+
+from trainer.evaluation.settings import DopeSettings
+from trainer.model.config import ModelConfig
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum
+
+
+def rotating_heads(
+    layout: Layout, config: ModelConfig, settings: DopeSettings
+) -> list[tuple[int, int]]:
+    """Layer and place of every head, as the settings count them, that can be chosen."""
+    count = units(config, settings)
+    return [
+        (layer, head)
+        for layer, encoding in enumerate(layout.layers)
+        for head in range(count)
+        if spectrum_of(encoding, head, count).rotates
+    ]
+
+
+def heads_problems(layout: Layout, config: ModelConfig, settings: DopeSettings) -> list[str]:
+    """Whether more heads are to be chosen than there are, in a sentence; known without weights."""
+    there = len(rotating_heads(layout, config, settings))
+    if settings.heads <= there:
+        return []
+    kind = "query" if settings.unit == "head" else "key-value"
+    return [
+        f"evaluation.dope.heads: expected at most {there}, the {kind} heads that rotate, got "
+        f"{settings.heads}."
+    ]
+
+
+def units(config: ModelConfig, settings: DopeSettings) -> int:
+    """Heads of a layer, as the settings count them."""
+    by_head = settings.unit == "head"
+    return config.num_attention_heads if by_head else config.num_key_value_heads
+
+
+def spectrum_of(encoding: LayerEncoding, head: int, count: int) -> Spectrum:
+    """Of one out of ``count`` heads."""
+    return encoding.spectra[head // (count // len(encoding.spectra))]

@@ -1,0 +1,74 @@
+"""The shape of the trained model that a run begins with, which its configuration leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.runs.config import RunConfig
+from trainer.runs.directory import saved_run
+
+
+def with_trained_shape(config: RunConfig) -> RunConfig:
+    """The configuration with the shape of the model whose weights the run begins with, and the
+    encodings and the name of the run that these are from.
+
+    Raises:
+        UserError: there is no such model, its files are damaged, or it cannot have what is asked.
+    """
+    given = config.model
+    if not given.is_trained:
+        return config
+    if own_checkpoint(config) is not None:
+        return _as_it_began(config)
+    from trainer.runs.starting_weights import encodings_of, normalizes, starting_weights
+
+    start = starting_weights(given)
+    assert start is not None
+    shape, normed = start.config, normalizes(start.layout)
+    if not normed and given.qk_norm.when == "always":
+        raise UserError(
+            "model.qk_norm.when: 'always', but the weights were trained without; choose 'never' or "
+            "'after_drop'."
+        )
+    shape = replace(
+        shape,
+        qk_norm=replace(shape.qk_norm, when="always") if normed else given.qk_norm,
+        attention_backend=given.attention_backend,
+        from_pretrained=given.from_pretrained,
+        from_run=given.from_run,
+    )
+    if given.from_run is not None:
+        positional, called = encodings_of(given.from_run)
+        config = replace(config, positional=positional, label=config.label or called)
+    return replace(config, model=shape)
+
+
+def own_checkpoint(config: RunConfig) -> Path | None:
+    """The newest checkpoint of a run which ``model.from_run`` has gone since it began: it goes on
+    from that, and needs the other no more. None where it does, or where it is there.
+
+    Raises:
+        UserError: the configuration that it was begun with is damaged.
+    """
+    given, run = config.model.from_run, Path(config.run_dir)
+    if not given or config.overwrite or Path(given).exists() or not (run / "config.yaml").is_file():
+        return None
+    from trainer.runs.checkpoints import regular_checkpoints
+
+    found = regular_checkpoints(run / "checkpoints")
+    return found[-1] if found and saved_run(run).model.from_run == given else None
+
+
+def _as_it_began(config: RunConfig) -> RunConfig:
+    """With what the run in its directory took from the model that has gone."""
+    given, saved = config.model, saved_run(Path(config.run_dir))
+    normed = saved.model.qk_norm.when == "always"
+    shape = replace(
+        saved.model,
+        qk_norm=saved.model.qk_norm if normed else given.qk_norm,
+        attention_backend=given.attention_backend,
+    )
+    label = config.label or saved.label
+    return replace(config, model=shape, positional=saved.positional, label=label)

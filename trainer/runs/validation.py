@@ -1,0 +1,115 @@
+"""Plain values as a dataclass: unknown keys and wrong types, all of them at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import ValidationError
+
+from trainer.errors import did_you_mean
+from trainer.formats import adapter
+
+S = TypeVar("S")
+
+
+def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
+    """Keys that the dataclass does not have, at any depth, groups that are no mappings, and words
+    that are meant to be none."""
+    if not isinstance(values, dict):
+        return [f"{path}: expected a group of keys, got {values!r}."]
+    hints = _hints(schema)
+    found = []
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            found.append(f"{where}: unknown key.{did_you_mean(str(key), hints)}")
+        elif value == "None" and type(None) in get_args(hints[key]) and key != "prompt":
+            found.append(where + OF_PYTHON)
+        elif dataclasses.is_dataclass(hints[key]):
+            found += _unknown_keys(hints[key], value, where)
+        elif get_origin(hints[key]) is dict:  # groups by name
+            inner = get_args(hints[key])[1]
+            if dataclasses.is_dataclass(inner) and isinstance(value, dict):
+                for name, group in value.items():
+                    found += _unknown_keys(inner, group, f"{where}.{name}")
+        else:  # a group that may be missing, or a list of groups
+            groups = [item for item in _listed(value) if isinstance(item, dict)]
+            for inner in filter(dataclasses.is_dataclass, get_args(hints[key])):
+                found += [p for group in groups for p in _unknown_keys(inner, group, where)]
+    return found
+
+
+OF_PYTHON = ": got 'None', which is Python's word; nothing is written null."
+_hints = cache(get_type_hints)
+"""The types of a dataclass's fields, looked up once."""
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _type_problem(error: Any) -> str:
+    """One sentence for one of pydantic's findings."""
+    expected = error["msg"][0].lower() + error["msg"][1:]
+    hint = ""
+    if error["type"] == "literal_error":
+        hint = did_you_mean(str(error["input"]), _quoted(error["ctx"]["expected"]))
+    elif error["type"] == "list_type" and isinstance(error["input"], str | int | float):
+        hint = f" Of this one alone it is {_place(error)}=[{error['input']}]."
+    return f"{_place(error)}: got {error['input']!r}; {expected}.{hint}"
+
+
+def _place(error: Any) -> str:
+    """The key that one of pydantic's findings is about."""
+    return ".".join(str(part) for part in error["loc"] if str(part) not in _UNION_ARMS)
+
+
+_UNION_ARMS = {"int", "float", "str", "bool", "list[int]"}
+
+
+def _quoted(expected: str) -> list[str]:
+    return [word for i, word in enumerate(expected.split("'")) if i % 2]
+
+
+def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
+    """``values`` as the dataclass ``schema``, and a sentence for every unknown key and wrong type.
+
+    Keys of a wrong type have their defaults in the result, so that the rest can be checked too.
+    """
+    problems = _unknown_keys(schema, values, "")
+    meant = [p.removesuffix(OF_PYTHON).split(".") for p in problems if p.endswith(OF_PYTHON)]
+    values = without(values, meant)
+    try:
+        found = adapter(schema).validate_python(values)
+    except ValidationError as error:
+        # One for each place: of a union each arm has its say, of a group the keys have had theirs.
+        found_at = {_place(e): _type_problem(e) for e in error.errors()}
+        problems += [
+            text
+            for where, text in found_at.items()
+            if not any(p.startswith(f"{where}: ") for p in problems)
+        ]
+        values = without(values, [e["loc"] for e in error.errors()])
+        try:
+            found = adapter(schema).validate_python(values)
+        except ValidationError as again:  # of a group where a value belongs
+            wrong = {e["loc"][0] for e in again.errors()}
+            values = {key: value for key, value in values.items() if key not in wrong}
+            found = adapter(schema).validate_python(values)
+    return found, problems
+
+
+def without(values: dict[str, Any], locations: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """A copy of ``values`` without the keys at ``locations`` (the deepest mapping's key each)."""
+    copy = {k: without(v, []) if isinstance(v, dict) else v for k, v in values.items()}
+    for location in locations:
+        place = copy
+        for key in location:
+            if not isinstance(place.get(key), dict):
+                place.pop(key, None)
+                break
+            place = place[key]
+    return copy
