@@ -337,7 +337,7 @@ def test_without_a_length_it_is_eight_times_the_training_length(rope, tmp_path):
         ),
         (["+analysis=sinks", "output=/proc/x"], "output: '/proc/x' cannot be written"),
         (["+analysis=sinks", "checkpoint=runs/none"], "neither a run directory"),
-        (["+analysis=sinks", "+text={source: files}"], "no file is named"),
+        (["+analysis=sinks", "text={source: files}"], "no file is named"),
     ],
 )
 def test_a_mistake_is_one_line(rope, tmp_path, monkeypatch, capsys, words, said):

@@ -58,11 +58,9 @@ def request_of(config: SourceConfig, tokenizer: TokenizerConfig, given: Tokenize
     """What was asked for, in plain values: equal requests of one source give equal tokens."""
     keys = {
         "hub": ("hub_name", "hub_config", "hub_split", "hub_files", "text_field"),
-        "files": ("files", "text_field"),
+        "files": ("files", *(["allow_patterns"] if config.allow_patterns else []), "text_field"),
         "stdlib_docs": (),
     }.get(config.source, ("arguments",))
-    if config.source == "files" and config.allow_patterns:
-        keys += ("allow_patterns",)
     split = ("min_characters", "validation", "test", "validation_tokens", "test_tokens")
     return {
         "recipe": RECIPE,
