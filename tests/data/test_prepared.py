@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from trainer.data import plan
 from trainer.data.config import DataConfig, TokenizerConfig
@@ -22,7 +23,7 @@ from trainer.data.prepared import cache_directory, open_prepared, verify
 from trainer.data.preparing import Preparation
 from trainer.data.shards import OPEN, Place, TokenStream, write_synchronised
 from trainer.data.sources import Listing
-from trainer.data.tokenizer import train_tokenizer
+from trainer.data.tokenizer import end_of_text, load_tokenizer, train_tokenizer
 from trainer.errors import TransientError, UserError
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -56,6 +57,25 @@ def test_text_taken_as_it_is_has_the_tokens_of_the_model(config, directory, tmp_
         prepare_corpus(config, BPE, other)
     own = str(directory / "tokenizer.json")
     assert prepare_corpus(config, TokenizerConfig(path=own)).directories == [str(directory)]
+
+
+def test_what_a_tokenizer_puts_around_a_text_makes_it_no_other(config, directory, tmp_path):
+    """An exported model says that texts begin with a token, and some cut or fill them."""
+    tokenizer = open_prepared(directory).tokenizer
+    end = tokenizer.id_to_token(end_of_text(tokenizer))
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{end} $A", special_tokens=[(end, tokenizer.token_to_id(end))]
+    )
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4)
+    tokenizer.save(str(tmp_path / "published.json"))
+    as_it_is = replace(config, prepared=str(directory))
+    read = TokenizerConfig(path=str(tmp_path / "published.json"))
+    assert prepare_corpus(as_it_is, read).directories == [str(directory)]
+    text = "some words that are more than four tokens"
+    found = load_tokenizer(str(tmp_path / "published.json")).encode(text, add_special_tokens=False)
+    assert len(found.ids) > 4
+    assert found.ids == open_prepared(directory).tokenizer.encode(text).ids
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "file/below"])

@@ -15,7 +15,7 @@ from trainer.data.prepared import Prepared, is_prepared, open_prepared
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.shards import TokenStream
 from trainer.data.sources import describe, is_here, list_source
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import load_tokenizer, same_tokens
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def _check_tokenizer(corpus: Corpus, path: str | None, given: Tokenizer | None) 
         UserError: it was prepared with another tokenizer than is configured or given.
     """
     wanted = load_tokenizer(path) if path and Path(path).is_file() else given
-    if wanted is not None and wanted.to_str() != corpus.tokenizer.to_str():
+    if wanted is not None and not same_tokens(wanted, corpus.tokenizer):
         of = f"tokenizer.path={path}" if path else "the model's"
         raise UserError(
             f"data.prepared: {corpus.directories[0]!r} was prepared with another tokenizer than "
@@ -181,7 +181,7 @@ def corpus_at(config: DataConfig, directories: Sequence[str]) -> Corpus:
         parts.append(Part(name, weight, text))
     first = parts[0].text
     for part in parts[1:]:
-        if part.text.tokenizer.to_str() != first.tokenizer.to_str():
+        if not same_tokens(part.text.tokenizer, first.tokenizer):
             raise UserError(
                 f"data.mixture.{part.name}: it was prepared with another tokenizer than "
                 f"{parts[0].name!r}; prepare both with one tokenizer.path."

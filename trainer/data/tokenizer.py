@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainer.data.config import TokenizerConfig
 from trainer.errors import UserError
 from trainer.interchange.hub import cached_or_downloaded
+from trainer.interchange.tokenizer_file import tokenizer_from_file
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents and begins every sequence."""
@@ -61,7 +63,7 @@ def load_tokenizer(path: str) -> Tokenizer:
             from huggingface_hub import hf_hub_download
 
             file = cached_or_downloaded(hf_hub_download, path, "tokenizer.json")
-            tokenizer = Tokenizer.from_file(file)
+            tokenizer = tokenizer_from_file(file)
         except Exception as error:  # whatever transports raise, and tokenizers' bare Exception
             raise UserError(
                 f"tokenizer.path: there is no file {path!r}, and no such model could be had from "
@@ -77,7 +79,7 @@ def _read(path: str) -> Tokenizer:
             from trainer.interchange.gguf import read_gguf
 
             return read_gguf(Path(path))[2]
-        return Tokenizer.from_file(path)
+        return tokenizer_from_file(path)
     except UserError as error:
         raise UserError(*(f"tokenizer.path: {path!r}: {p}" for p in error.problems)) from error
     except Exception as error:  # tokenizers raises bare Exception
@@ -100,6 +102,15 @@ def tokenizer_identity(
         "sample_megabytes": config.sample_megabytes,
         "words": hashlib.sha256("\0".join(words).encode()).hexdigest(),
     }
+
+
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether text becomes the same ids; what a tokenizer puts around them, which a published model
+    says and nothing here asks for, may differ."""
+    contents = [json.loads(tokenizer.to_str()) for tokenizer in (one, other)]
+    for content in contents:
+        content.pop("post_processor", None)
+    return contents[0] == contents[1]
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

@@ -23,6 +23,7 @@ from trainer.interchange.hf_config import from_hf_config
 from trainer.interchange.hub import no_hub
 from trainer.interchange.own_config import from_own_config, is_own
 from trainer.interchange.tensor_files import INDEX, FileTensor, read_headers, weights_problem
+from trainer.interchange.tokenizer_file import tokenizer_from_file
 from trainer.interchange.waiting import waits
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -189,7 +190,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     if not path.is_file():
         return None
     try:
-        return Tokenizer.from_file(str(path))
+        return tokenizer_from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"'tokenizer.json' is damaged ({error}).") from error
 

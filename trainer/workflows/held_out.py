@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.data.tokenizer import same_tokens
 from trainer.errors import UserError
 from trainer.runs.models import Candidate
 
@@ -23,7 +24,7 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
     if text is None and run is not None and not run.model.is_trained:
         read = candidate.state["data"].get("texts") if "data" in candidate.state else None
         corpus = prepare_corpus(source, run.tokenizer, wanted=read)
-        if corpus.tokenizer.to_str() != candidate.tokenizer.to_str():
+        if not same_tokens(corpus.tokenizer, candidate.tokenizer):
             raise UserError(
                 "checkpoint: it was trained with another tokenizer than its text source gives "
                 "here (another version of Python, or changed files); where a command takes text=, "

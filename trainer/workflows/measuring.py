@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from trainer.data.corpus import Corpus
+from trainer.data.tokenizer import same_tokens
 from trainer.errors import UserError
 from trainer.evaluation.config import (
     EvaluationConfig,
@@ -147,7 +148,7 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The models under names that differ, once they were found to fit together."""
     first = candidates[0]
     for candidate in candidates:
-        if candidate.tokenizer.to_str() != first.tokenizer.to_str():
+        if not same_tokens(candidate.tokenizer, first.tokenizer):
             raise UserError(f"compare: {candidate.given!r} has another tokenizer than the first.")
         if candidate.layout.training_length != first.layout.training_length:
             raise UserError(
