@@ -16,12 +16,15 @@ ROWS = [{"loss": 1.0, "tokens_per_second": 1.0, "phase": phase} for phase in (0,
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nodes", "quick"), [(1, 1, False), (2, 1, True), (8, 1, False), (32, 4, False)]
+    ("check", "ranks", "nodes", "quick"),
+    [
+        pytest.param(check, *place, id=f"{check.name} on {place[0]}")
+        for check in BY_COMMANDS
+        for place in ((1, 1, False), (2, 1, True), (8, 1, False), (32, 4, False))
+        if place[0] > 1 or "ranks" not in check.needs
+    ],
 )
-@pytest.mark.parametrize("check", BY_COMMANDS, ids=lambda check: check.name)
 def test_every_command_of_a_check_is_taken(tmp_path, monkeypatch, check, ranks, nodes, quick):
-    if "ranks" in check.needs and ranks == 1:
-        pytest.skip("needs several ranks")
     commands = []
 
     def run(self, name, *words, ranks=1, env=None):
