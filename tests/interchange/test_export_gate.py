@@ -21,6 +21,7 @@ from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM
 from trainer.interchange.export.directory import export_model, write_files
 from trainer.interchange.export.plan import make_plan
 from trainer.interchange.export.reload import answers
+from trainer.model.config import SoftmaxConfig
 from trainer.positional.rescaling import dynamic, ntk_aware
 
 
@@ -88,6 +89,18 @@ def test_a_gate_without_a_cache_still_sees_other_frequencies(bilingual, tmp_path
     monkeypatch.setattr(export_directory, "write_files", tampered)
     with pytest.raises(UserError, match=r"differ by .*, more than tolerance=0.0001; nothing"):
         export_model(model, tokenizer, 0, tmp_path / "out")
+
+
+@pytest.mark.usefixtures("forked")
+def test_logits_that_a_soft_cap_bends_are_compared_behind_padding_too(bilingual, tmp_path):
+    """Those of a head that training has made large: of fresh weights a cap changes nothing."""
+    softmax = SoftmaxConfig(final_softcap=5.0)
+    model, tokenizer = bilingual(model={"tie_word_embeddings": False, "softmax": softmax})
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100)
+        assert model(torch.tensor([[1, 2, 3]])).abs().max() > 4
+    exported = export_model(model, tokenizer, 0, tmp_path / "out")
+    assert exported.difference < 1e-4
 
 
 @pytest.mark.usefixtures("forked")

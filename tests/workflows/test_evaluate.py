@@ -182,12 +182,18 @@ def test_a_model_to_compare_with_that_is_not_there_is_named_by_its_key(runs, tmp
 
 
 def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
-    evaluate_lengths(request(runs, tmp_path))
+    """One that was given and not chosen out of several says nothing of the model."""
     found = find_candidate(str(runs))
+    report, _ = evaluate_lengths(request(runs, tmp_path))
+    assert report.temperature["DroPE + temperature"] == 0.3
+    assert not (found.path / FILE).exists()
+    several = TemperatureSettings(grid=[0.3, 0.4])
+    report, _ = evaluate_lengths(request(runs, tmp_path / "several", temperature=several))
+    c = report.temperature["DroPE + temperature"]
     layout, said = with_fitted_temperature(found.layout, found.path)
-    assert "1 + 0.3 ln(n / 32)" in said
+    assert f"1 + {c} ln(n / 32)" in said
     (spectrum,) = layout.spectra
-    assert spectrum.temperature.at(64, 32).scale == pytest.approx(1 + 0.3 * 0.6931, abs=1e-4)
+    assert spectrum.temperature.at(64, 32).scale == pytest.approx(1 + c * 0.6931, abs=1e-4)
     assert spectrum.temperature.at(32, 32).scale == 1
     (found.path / FILE).write_text("{}")
     with pytest.raises(UserError, match="holds no temperature"):

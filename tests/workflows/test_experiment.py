@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -131,7 +132,7 @@ EVALUATION = {
     "windows": 2,
     "fit_windows": 2,
     "needles": {"trials": 4, "needles": 2},
-    "temperature": {"grid": [0.3]},
+    "temperature": {"grid": [0.3, 0.4]},
 }
 
 
@@ -202,8 +203,9 @@ def test_an_evaluation_that_was_interrupted_goes_on_with_its_next_cell(base, tmp
         ("DroPE", "none"),
         ("DroPE", "temperature"),
     }
-    assert report.temperature == {"DroPE + temperature": 0.3}
-    assert find_candidate(str(run_dir)).path.joinpath(FILE).is_file()
+    kept = json.loads(find_candidate(str(run_dir)).path.joinpath(FILE).read_text())
+    assert report.temperature == {"DroPE + temperature": kept["coefficient"]}
+    assert kept["coefficient"] in (0.3, 0.4)
     (arm,) = report.arms
     assert (arm.name, arm.encoding) == ("DroPE", "rope, dropped at step 6")
     assert arm.final_loss == report.cells[0].last_loss

@@ -105,11 +105,12 @@ def tokenizer_identity(
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether text becomes the same ids; what a tokenizer puts around them, which a published model
-    says and nothing here asks for, may differ."""
+    """Whether text becomes the same ids; what a tokenizer puts around them, and how it cuts and
+    fills texts, which a published model says and nothing here asks for, may differ."""
     contents = [json.loads(tokenizer.to_str()) for tokenizer in (one, other)]
     for content in contents:
-        content.pop("post_processor", None)
+        for asked in ("post_processor", "truncation", "padding"):
+            content.pop(asked, None)
     return contents[0] == contents[1]
 
 

@@ -81,7 +81,8 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
     layouts = [before(n / C).to_dict() for n in windows]
     asked = [layouts, plain(settings)]
     coefficient = fitting.kept("temperature", asked, fit)
-    fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, fitted on validation text")
+    how = "fitted on validation text" if len(set(settings.grid)) > 1 else "as given"
+    fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, {how}")
     fitting.temperature = {
         "coefficient": coefficient,
         "per": per,

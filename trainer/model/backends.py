@@ -27,8 +27,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, Mask, Softmax], Tensor]
 QUERY_BLOCK = {"cpu": 128, "cuda": 512}
 """Queries that ``sdpa`` takes at once where it needs a mask: fewer compute less that the mask then
 hides, more keep a GPU busy."""
-
-
 SCORES = 2**28
 """Scores that a block of queries has at most where they are written out, some times in float32."""
 VARIANTS = 64
@@ -76,10 +74,15 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     needs_more = q.element_size() > 2 or "attn_mask" in options
     if shared > 1 and q.device.type != "cpu" and needs_more:
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
-        shared = 1
-    # The compiler takes `shared > 1` for a symbol where the number of heads changes in a run.
-    gqa = True if shared > 1 else False  # noqa: SIM210
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa, **options)
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=_share_keys(q, k), **options)
+
+
+def _share_keys(q: Tensor, k: Tensor) -> bool:
+    """Whether heads do. As words of code, since the compiler takes the comparison for a symbol, no
+    bool, where the number of heads changes in a run."""
+    if q.shape[1] != k.shape[1]:  # noqa: SIM103
+        return True
+    return False
 
 
 def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -128,8 +131,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if mask.window is None else (mask.window - 1, 0)
-    gqa = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  as in _fused
-    options = {"window_size": window, "enable_gqa": gqa}
+    options = {"window_size": window, "enable_gqa": _share_keys(q, k)}
     return _packed(varlen_attn, q, k, v, mask, options)
 
 
@@ -191,7 +193,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
     options = {
         "score_mod": None if slopes is None and softmax.softcap is None else changed,
         "block_mask": mask.blocks,
-        "enable_gqa": True if q.shape[1] != k.shape[1] else False,  # noqa: SIM210  as in _fused
+        "enable_gqa": _share_keys(q, k),
     }
     if softmax.sinks is None:
         return _compiled("flex_attention")(q, k, v, **options)

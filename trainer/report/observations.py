@@ -190,7 +190,7 @@ def _temperature(run: Measured, fitted: Mapping[str, float | None]) -> Iterator[
     for role, source in (("drope", "DroPE, App. C.2"), ("rope_id", "RoPE-ID, Table 1")):
         scaled = f"{role}_temperature"
         c = fitted.get(run.roles.get(scaled, ""))
-        note = "" if c is None else f" Fitted coefficient c = {c:.3f}."
+        note = "" if c is None else f" Its coefficient is c = {c:.3f}."
         text = f"A softmax temperature helps {ROLES[role]} at the longest length"
         yield from reach(run, Claim(text, source), (scaled, role), 1, note=note)
 

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.errors import did_you_mean
 from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.head_units import units
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, unknown_encodings
 from trainer.positional.encodings import ENCODINGS
@@ -121,9 +122,8 @@ class RunConfig:
             found.append(
                 "evaluation.methods: expected 'none' among them; a run is reported as it is first."
             )
-        dope, shape = self.evaluation.dope, self.model
-        of_layer = shape.num_attention_heads if dope.unit == "head" else shape.num_key_value_heads
-        heads = of_layer * shape.num_hidden_layers
+        dope = self.evaluation.dope
+        heads = units(self.model, dope) * self.model.num_hidden_layers
         if self.evaluation.enabled and "dope" in self.evaluation.parts and dope.heads > heads:
             found.append(
                 f"evaluation.dope.heads: expected at most {heads}, the heads of the model, got "

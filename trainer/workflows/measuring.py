@@ -94,8 +94,9 @@ def measure_models(
     measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share)
     if share.index:
         return unmeasured(name, C, text.corpus)
+    chosen = len(set(config.temperature.grid)) > 1  # out of several, and not given
     for candidate in candidates:
-        if candidate.run is not None and candidate.name in measured.temperature:
+        if chosen and candidate.run is not None and candidate.name in measured.temperature:
             _keep(candidate, measured.temperature[candidate.name])
     order = config.names
     keys = [task.key for task in tasks]

@@ -170,6 +170,16 @@ def test_a_loss_that_does_not_come_back(section):
     )
 
 
+def test_a_loss_that_the_drop_does_not_raise(models):
+    target = Target("one", models[0], IDS)
+    falling = [(step, 2.0) for step in range(0, 100, 10)] + [(110, 1.75), (120, 1.5)]
+    (finding,) = DropStudy(target, target, falling, 100).run().findings[-1:]
+    assert finding == (
+        "Before the drop the training loss is 2.000; after it, it is at most 1.750 and ends "
+        "0.375 nats below."
+    )
+
+
 def test_a_loss_that_comes_back():
     """The mean of five is back at 2 when five of 3, 2.5, 2, 1.5, 1, 1 ... are: at the fifth."""
     losses = [3, 2.5, 2, 1.5, 1, 1, 1]

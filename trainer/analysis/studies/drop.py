@@ -196,12 +196,14 @@ class DropStudy:
         found = recovery(self.curve, drop_step)
         if found is None:
             return None
+        rises = "rises to" if found.peak > found.before else "is at most"
         sentence = (
-            f"Before the drop the training loss is {found.before:.3f}; after it, it rises to "
+            f"Before the drop the training loss is {found.before:.3f}; after it, it {rises} "
             f"{found.peak:.3f} and "
         )
         if found.back is None:
-            sentence += f"ends {found.end - found.before:.3f} nats above."
+            apart = found.end - found.before
+            sentence += f"ends {abs(apart):.3f} nats {'above' if apart > 0 else 'below'}."
         else:
             sentence += f"is back {found.back - drop_step} steps later; it ends at {found.end:.3f}."
         span = self.curve[-1][0] - drop_step

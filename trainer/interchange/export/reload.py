@@ -59,9 +59,9 @@ def before_padding(model: Any, prompts: list[list[int]], length: int) -> Tensor:
     """Logits ``[B, vocab]`` after prompts that are padded to ``length`` on their right."""
     ids = torch.tensor([prompt + [0] * (length - len(prompt)) for prompt in prompts])
     mask = torch.tensor([[1] * len(p) + [0] * (length - len(p)) for p in prompts])
-    states = model.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state
-    last = torch.stack([row[len(p) - 1] for row, p in zip(states, prompts, strict=True)])
-    return model.get_output_embeddings()(last).float()
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    found = model(ids, attention_mask=mask, use_cache=False, logits_to_keep=last).logits
+    return found.diagonal().mT.float()  # of every row after its own prompt
 
 
 def answers(model: Any, asked: dict[str, Any]) -> dict[str, Any]:

@@ -286,12 +286,13 @@ class UnropeForCausalLM(UnropePreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """``logits_to_keep``: of how many last positions, 0 for all."""
+        """``logits_to_keep``: of how many last positions, 0 for all; or of which, ``[n]``."""
         states = self.model(input_ids, **others)
-        logits = self.lm_head(states.last_hidden_state[:, -logits_to_keep:])
+        last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(states.last_hidden_state[:, last])
         logits = capped(logits, (self.config.softmax or {}).get("final_softcap"))
         loss = None
         if labels is not None:
