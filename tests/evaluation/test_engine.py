@@ -209,9 +209,7 @@ def test_what_was_fitted_is_told_again_when_nothing_is_left_to_measure(
 
     first = go(lambda: model)
     assert first.temperature["tiny"]["coefficient"] == 0.3
-    assert first.notes == [
-        "tiny, temperature: logits times 1 + 0.3 ln s, as given"
-    ]
+    assert first.notes == ["tiny, temperature: logits times 1 + 0.3 ln s, as given"]
     assert go(lambda: pytest.fail("read again")) == first
 
 

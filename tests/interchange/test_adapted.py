@@ -252,6 +252,13 @@ def test_layouts_that_need_our_decoder_are_refused(both):
             both[1].layout = type(layout)(64, (layer, *layout.layers[1:]))
 
 
+@pytest.mark.parametrize(
+    ("family", "named", "eps"), [("Llama", "rms_norm_eps", 3e-6), ("Phi", "layer_norm_eps", 3e-6)]
+)
+def test_the_number_in_its_norms_is_the_models_own(family, named, eps):
+    assert AdaptedModel(made(family, **{named: eps})).config.rms_norm_eps == eps
+
+
 def test_frequencies_are_not_rounded_with_the_weights():
     model = AdaptedModel(made("Llama"))
     before = model.hf.model.rotary_emb.inv_freq.clone()

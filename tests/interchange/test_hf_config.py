@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from trainer.errors import UserError
-from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config
+from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config, named_bos
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -281,3 +281,18 @@ def test_without_a_size_of_the_layers_their_list_is_not_judged():
     assert [problem.split(": ")[1] for problem in error.value.problems] == [
         "num_hidden_layers", "layer_types",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "token"),
+    [
+        ({"bos_token_id": 3}, 3),
+        ({"bos_token_id": 0}, 0),
+        ({"text_config": {"bos_token_id": 3, "vocab_size": 9}, "bos_token_id": 4}, 3),
+        *(({"bos_token_id": odd}, None) for odd in (9, -1, None, "3", True, [3])),
+        ({"vocab_size": "9", "bos_token_id": 3}, None),
+        ({}, None),
+    ],
+)
+def test_the_first_token_that_is_named_is_one_of_the_vocabulary(values, token):
+    assert named_bos({"vocab_size": 9} | values) == token

@@ -77,6 +77,16 @@ def test_one_directory_by_both_programs_makes_the_same_predictions(llama, tmp_pa
     assert report.made["Of"].count("computed by transformers 5.") == 1
 
 
+def test_the_first_token_that_a_configuration_names_is_known_by_both_programs(llama, tmp_path):
+    directory = tmp_path / "named"
+    shutil.copytree(llama[0], directory)
+    values = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(values | {"bos_token_id": 5}))
+    for prefix in ("", "hf:"):
+        candidate = find_candidate(f"{prefix}{directory}")
+        assert (candidate.bos_token, candidate.named_bos) == (None, 5)
+
+
 def test_one_directory_by_both_programs_has_the_same_offset_features(llama, tmp_path, monkeypatch):
     directory, text = llama
     monkeypatch.setattr(analysis, "write_geometry_report", lambda report, output: output)

@@ -21,6 +21,7 @@ from trainer.evaluation.settings import (
     DopeSettings,
     LongRopeSettings,
     TemperatureSettings,
+    WeightedRopeSettings,
 )
 from trainer.model.backends import BACKENDS
 from trainer.runs.checkpoints import load_decoder
@@ -223,6 +224,10 @@ def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
         (
             {"methods": ["weighted_rope"], "choice": ChoiceSettings(length=0.16)},
             "^evaluation.choice.length: a text to choose on has 6 tokens or more, .* is 5",
+        ),
+        (
+            {"methods": ["weighted_rope"], "weighted_rope": [WeightedRopeSettings("spectrum")]},
+            "^evaluation.choice.length: .* has 1,024 tokens .* is 32; here that is 32 or more",
         ),
         (
             {"temperature": TemperatureSettings(lengths=[1.01, 2], models="all")},

@@ -144,15 +144,27 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
 
 def test_analyses_look_at_test_text(corpus, seen):
     layout = SimpleNamespace(training_length=32)
-    candidate = SimpleNamespace(layout=layout, bos_token=None)
+    candidate = SimpleNamespace(layout=layout, bos_token=None, named_bos=None)
     config = replace(AnalysisConfig(), length=64, texts=4)
     ids = page_texts(corpus, config, candidate)
     assert seen(ids.numpy()) == {"test"}
     assert choice_texts(corpus, config, candidate, ids) is None
 
 
+@pytest.mark.parametrize(("own", "named", "first"), [(5, 7, 5), (None, 7, 7), (None, None, 0)])
+def test_texts_begin_as_the_tokenizer_or_else_the_published_configuration_has_it(
+    corpus, own, named, first
+):
+    layout = SimpleNamespace(training_length=32)
+    candidate = SimpleNamespace(layout=layout, bos_token=own, named_bos=named)
+    ids = page_texts(corpus, replace(AnalysisConfig(), length=64, texts=4), candidate)
+    assert corpus.end_of_text == 0
+    assert ids[:, 0].tolist() == [first] * 4
+
+
 def test_pairs_are_chosen_on_validation_text_where_that_is_asked_for(corpus, seen):
-    candidate = SimpleNamespace(layout=SimpleNamespace(training_length=32), bos_token=None)
+    layout = SimpleNamespace(training_length=32)
+    candidate = SimpleNamespace(layout=layout, bos_token=None, named_bos=None)
     settings = AttenuationSettings(choice="validation", choice_length=40)
     page = torch.zeros(3, 64)
     config = replace(AnalysisConfig(), attenuation=settings)

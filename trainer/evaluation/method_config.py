@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trainer.analysis.short_time import USUAL
 from trainer.errors import did_you_mean
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
@@ -41,6 +42,9 @@ PARTS = (
 
 ON_TEXT = ("longrope", "temperature", "dope", "weighted_rope")
 """Parts that choose something on validation text."""
+
+SHORTEST = {"sequence": 6, "spectrum": USUAL.frame}
+"""Tokens that the entropies of ``evaluation.weighted_rope`` need."""
 
 
 def choice_texts() -> tuple[str, ...]:
@@ -103,6 +107,7 @@ class MethodsConfig(ABC):
     def choice_problems(self, training_length: int, methods: Sequence[str]) -> list[str]:
         """What these methods cannot choose on, for models of that training length."""
         parts = {part for name in methods for part in name.split("+")}
+        rules = self.weighted_rope if "weighted_rope" in parts else ()
         found = []
         if self.temperature.lengths is not None and "temperature" in parts:
             found += [
@@ -111,15 +116,15 @@ class MethodsConfig(ABC):
                 for length in self.temperature.lengths
                 if round(length * training_length) <= training_length
             ]
-        by_sequence = any(rule.entropy == "sequence" for rule in self.weighted_rope)
-        least = 6 if "weighted_rope" in parts and by_sequence else 2
+        least = max((2, *(SHORTEST[rule.entropy] for rule in rules)))
         given = self.choice.length
         shortest = min(self.factors if given is None else [given])
         tokens = round(shortest * training_length)
         if parts & {"dope", "weighted_rope"} and tokens < least:
             found.append(
-                f"evaluation.choice.length: a text to choose on has {least} tokens or more, and "
-                f"{shortest:g} times the training length of {training_length} is {tokens}."
+                f"evaluation.choice.length: a text to choose on has {least:,} tokens or more, and "
+                f"{shortest:g} times the training length of {training_length} is {tokens}; here "
+                f"that is {least / training_length:.3g} or more."
             )
         return found
 

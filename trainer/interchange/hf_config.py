@@ -256,3 +256,11 @@ def _windows(
     else:
         slides = [index >= values["max_window_layers"] for index in range(depth)]
     return [window if sliding else None for sliding in slides]
+
+
+def named_bos(values: Mapping[str, Any]) -> int | None:
+    """Id of the token that a model's configuration says texts begin with, which its tokenizer need
+    not put there; None where it says nothing that is in its vocabulary."""
+    values = values.get("text_config") or values
+    token, size = values.get("bos_token_id"), values.get("vocab_size")
+    return token if type(token) is type(size) is int and 0 <= token < size else None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer.errors import UserError, did_you_mean
 from trainer.formats import read_plain
-from trainer.interchange.hf_config import from_hf_config
+from trainer.interchange.hf_config import from_hf_config, named_bos
 from trainer.interchange.hub import no_hub
 from trainer.interchange.own_config import from_own_config, is_own
 from trainer.interchange.tensor_files import INDEX, FileTensor, read_headers, weights_problem
@@ -56,7 +56,8 @@ class Pretrained:
     """A model whose files were checked, and whose weights are still in them.
 
     ``tensors``: by the decoder's parameter names. ``dtype``: of the weights when they are read.
-    ``tokenizer``: None where the model came without one.
+    ``tokenizer``: None where the model came without one. ``bos_token``: see
+    :func:`~trainer.interchange.hf_config.named_bos`.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Pretrained:
     tokenizer: Tokenizer | None
     tensors: Mapping[str, StoredTensor]
     dtype: torch.dtype = torch.float32
+    bos_token: int | None = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, tensor on the CPU), one at a time."""
@@ -159,7 +161,8 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
     attempt(_check, shapes, ours, config.tie_word_embeddings)
     if problems:
         raise UserError(*problems)
-    return Pretrained(given, config, layout, tokenizer, {n: ours[n] for n in shapes}, dtype)
+    wanted, bos_token = {n: ours[n] for n in shapes}, named_bos(values)
+    return Pretrained(given, config, layout, tokenizer, wanted, dtype, bos_token)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

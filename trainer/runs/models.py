@@ -38,7 +38,8 @@ class Candidate:
     published weights). ``fingerprint``: changes whenever its weights do. ``load``: reads them onto
     a device, the CPU unless another is given. ``role``: what it is in comparisons, such as
     ``drope``. ``state``: what its checkpoint says of itself. ``computed_by``: the program that
-    computes it, where it is not this one.
+    computes it, where it is not this one. ``named_bos``: the id that a published configuration
+    gives as a text's first.
     """
 
     given: str
@@ -53,6 +54,7 @@ class Candidate:
     role: str | None = None
     state: dict[str, Any] = field(default_factory=dict)
     computed_by: str | None = None
+    named_bos: int | None = None
 
     @property
     def home(self) -> Path:
@@ -123,6 +125,7 @@ def _find(given: str) -> Candidate:
             None,
             adapted.load,
             computed_by=adapted.computed_by,
+            named_bos=adapted.bos_token,
         )
     path = Path(given)
     if path.suffix == ".gguf" and not path.is_file():
@@ -141,6 +144,7 @@ def _find(given: str) -> Candidate:
             _files(path),
             None,
             published.decoder,
+            named_bos=published.bos_token,
         )
     path = find_checkpoint(given)
     state = read_state(path)

@@ -16,8 +16,8 @@ S = TypeVar("S")
 
 
 def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
-    """Keys that the dataclass does not have, at any depth, groups that are no mappings, and words
-    that are meant to be none."""
+    """Keys that the dataclass does not have, at any depth, groups that are no mappings, words that
+    are meant to be none, and true and false where there are none, which are no 1 and 0."""
     if not isinstance(values, dict):
         return [f"{path}: expected a group of keys, got {values!r}."]
     hints = _hints(schema)
@@ -28,6 +28,8 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
             found.append(f"{where}: unknown key.{did_you_mean(str(key), hints)}")
         elif value == "None" and type(None) in get_args(hints[key]) and key != "prompt":
             found.append(where + OF_PYTHON)
+        elif _truth(value) and _leaves(hints[key]).isdisjoint({bool, Any}):
+            found.append(where + NO_TRUTH)
         elif dataclasses.is_dataclass(hints[key]):
             found += _unknown_keys(hints[key], value, where)
         elif get_origin(hints[key]) is dict:  # groups by name
@@ -43,8 +45,23 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
 
 
 OF_PYTHON = ": got 'None', which is Python's word; nothing is written null."
+NO_TRUTH = ": got true or false, which mean nothing here."
 _hints = cache(get_type_hints)
 """The types of a dataclass's fields, looked up once."""
+
+
+def _truth(value: Any) -> bool:
+    """Whether it is true or false, or a list or mapping in which one is."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return isinstance(value, bool) or (isinstance(value, list) and any(map(_truth, value)))
+
+
+def _leaves(hint: Any) -> set[Any]:
+    """The types that an annotation is made of; groups within it say for themselves."""
+    if dataclasses.is_dataclass(hint):
+        return {Any}
+    return set().union(*map(_leaves, get_args(hint))) or {hint}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -80,8 +97,8 @@ def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
     Keys of a wrong type have their defaults in the result, so that the rest can be checked too.
     """
     problems = _unknown_keys(schema, values, "")
-    meant = [p.removesuffix(OF_PYTHON).split(".") for p in problems if p.endswith(OF_PYTHON)]
-    values = without(values, meant)
+    misplaced = (p.partition(": ") for p in problems if p.endswith((OF_PYTHON, NO_TRUTH)))
+    values = without(values, [where.split(".") for where, *_ in misplaced])
     try:
         found = adapter(schema).validate_python(values)
     except ValidationError as error:

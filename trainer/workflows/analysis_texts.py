@@ -94,7 +94,8 @@ def _spread(
     tokens: Integers, texts: int, length: int, corpus: Corpus, candidate: Candidate
 ) -> Tensor:
     starts = np.linspace(0, len(tokens) - (length - 1), texts).astype(np.int64)
-    bos = corpus.end_of_text if candidate.bos_token is None else candidate.bos_token
+    known = (candidate.bos_token, candidate.named_bos, corpus.end_of_text)
+    bos = next(token for token in known if token is not None)
     rows = np.full((texts, length), bos, dtype=np.int64)
     rows[:, 1:] = np.stack([tokens[start : start + length - 1] for start in starts])
     return torch.from_numpy(rows)

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from trainer.errors import UserError, did_you_mean
+from trainer.interchange.hf_config import named_bos
 from trainer.interchange.pretrained import read_config, read_tokenizer
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
@@ -26,13 +27,15 @@ PREFIX = "hf:"
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model that was found and tried; ``load`` reads its weights again."""
+    """A model that was found and tried; ``load`` reads its weights again. ``bos_token``: see
+    :func:`~trainer.interchange.hf_config.named_bos`."""
 
     path: Path
     tokenizer: Tokenizer
     config: ModelConfig
     layout: Layout
     computed_by: str
+    bos_token: int | None
 
     def load(self, device: str = "cpu") -> LanguageModel:
         """The model in float32 on a device."""
@@ -72,9 +75,8 @@ def read_adapted(given: str) -> Adapted:
         model = _read(path)
     except UserError as error:
         raise UserError(*(f"checkpoint: {given}: {why}" for why in error.problems)) from error
-    return Adapted(
-        path, tokenizer, model.config, model.layout, f"transformers {version('transformers')}"
-    )
+    by = f"transformers {version('transformers')}"
+    return Adapted(path, tokenizer, model.config, model.layout, by, named_bos(values))
 
 
 def _check_type(values: dict[str, Any]) -> None:

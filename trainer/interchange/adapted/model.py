@@ -34,6 +34,8 @@ from trainer.positional.rotation import Groups, head_groups
 
 TRIED = 16
 """Tokens that are read to see what the layers do."""
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+"""What families call the number that their norms add."""
 
 
 class AdaptedModel(LanguageModel):
@@ -71,6 +73,7 @@ class AdaptedModel(LanguageModel):
         )
         self.own_layout = Layout(text.max_position_embeddings, tuple(layers))
         self._layout = self.own_layout
+        eps = next((e for name in EPSILONS if (e := getattr(text, name, None)) is not None), None)
         self.config = ModelConfig(
             hidden_size=text.hidden_size,
             intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
@@ -80,6 +83,7 @@ class AdaptedModel(LanguageModel):
             head_dim=q.shape[-1],
             vocab_size=text.vocab_size,
             tie_word_embeddings=bool(text.tie_word_embeddings),
+            **({} if eps is None else {"rms_norm_eps": eps}),
         )
         self._observe: OnLayer | None = None
 
