@@ -29,11 +29,14 @@ STATES = {
 INTRODUCTION = """# The papers, item by item
 
 Every table, figure, definition and proposition of the five papers, and what gives it here. A
-command is what follows `python -m trainer`, or a line for pytest. `runs/NAME` stands for a run of
-yours, other checkpoints for what is trained by the rows before or by the experiment of that name,
-and `Meta-Llama-3-8B` and its like for directories of published weights, which read the text that
-comes with Python unless `text=` names another. Texts and problems (`math.jsonl`) are files of
-yours. GPU-hours are those on A100 and on H100 at 40% of their peak, as
+command is what follows `python -m trainer`, or a line for pytest; but for those of lm-eval, a test
+runs each with tiny models and little text. `runs/NAME` stands for a run of yours with a training
+length of 1,024 tokens or more (shorter ones, like the demo's 64, have no room for some prompts and
+frames, and the program says so), other checkpoints for what is trained by the rows before or by the
+experiment of that name, and `Meta-Llama-3-8B` and its like for directories of published weights,
+which read the text that comes with Python unless `text=` names another. Texts and problems
+(`math.jsonl`) are files of yours. GPU-hours are those on A100 and on H100 at 40% of their
+peak, as
 
 ```sh
 python -m trainer plan +experiment=drope_scratch

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import shlex
-from copy import deepcopy
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
 
 from scripts.write_reproduce import DATA, DOCS, PAGE, STATES, page
-from trainer.commands import config_files, configuration
-from trainer.commands.train import read_run
+from trainer.commands import configuration
+from trainer.commands.evaluate import COMMAND
 from trainer.workflows import evaluation_request
 
 ROOT = Path(__file__).parents[2]
 WHOLE = yaml.safe_load(DATA.read_text())
 ITEMS = [item for paper in WHOLE["papers"] for item in paper["items"]]
 COMMANDS = sorted({command for item in ITEMS for command in item.get("command", ())})
-FILES = config_files.ConfigFiles()
-COMPOSED, READ = configuration.compose_with_hydra, functools.cache(config_files.read_file)
 KEYS = {"item", "state", "command", "see", "result", "scale", "differs"}
 
 
@@ -54,33 +49,16 @@ def test_our_results_are_where_the_page_says(place):
     assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-@functools.cache
-def composed(root, lines, files):
-    return COMPOSED(root, list(lines), files)
+@pytest.mark.parametrize("words", [words for words in COMMANDS if words.startswith("pytest ")])
+def test_tests_that_are_named_are_there(words):
+    """The program's commands are tried in tests/end_to_end/test_reproduced.py."""
+    files, _, wanted = words.removeprefix("pytest ").partition(" -k ")
+    for file in files.split():
+        assert re.search(rf"def test_\w*{wanted}", (ROOT / file).read_text())
 
 
-@pytest.fixture
-def place(monkeypatch, tmp_path):
-    """Where a reader has the problems of MATH and lm-eval. Reading configuration files, which takes
-    nearly all of the time, is done once for all commands."""
-    once = lambda root, lines, files, _: deepcopy(composed(root, tuple(lines), files))  # noqa: E731
-    monkeypatch.setattr(configuration, "compose_with_hydra", once)
-    monkeypatch.setattr(config_files, "read_file", READ)
+@pytest.mark.parametrize("words", [words for words in COMMANDS if "harness" in words])
+def test_commands_for_lm_eval_are_right(words, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation_request, "find_spec", lambda name: name)
-    monkeypatch.chdir(tmp_path)
-    Path("math.jsonl").touch()
-
-
-@pytest.mark.parametrize("words", COMMANDS)
-def test_commands_are_right(words, place):
-    first, *rest = shlex.split(words)
-    if first == "pytest":
-        *files, wanted = [word for word in rest if word != "-k"] if "-k" in rest else [*rest, ""]
-        assert all(re.search(rf"def test_\w*{wanted}", (ROOT / f).read_text()) for f in files)
-    elif first in ("evaluate", "analyze"):
-        command = import_module(f"trainer.commands.{first}").COMMAND
-        command.read(configuration.compose_words(rest, command.root, FILES))
-    elif re.fullmatch(r"\+experiment=\w+", words):  # planned in tests/commands/test_plan.py
-        assert (ROOT / "conf" / "experiment" / f"{first.partition('=')[2]}.yaml").is_file()
-    else:
-        read_run(configuration.compose_words([first, *rest], files=FILES), weights=False)
+    composed = configuration.compose_words(shlex.split(words)[1:], COMMAND.root)
+    assert COMMAND.read(composed).request.evaluation.tasks

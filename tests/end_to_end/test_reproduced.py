@@ -1,0 +1,231 @@
+"""Every command of docs/reproduce.md does its work, with tiny models and little text."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import re
+import shlex
+import shutil
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from scripts.write_reproduce import DATA
+from tests.interchange.families import made
+from tests.small_runs import trained_in
+from trainer.commands import analyze as analyze_command
+from trainer.commands import configuration
+from trainer.commands import evaluate as evaluate_command
+from trainer.commands.config_files import ConfigFiles
+from trainer.commands.train import read_run
+from trainer.data.corpus import prepare_corpus
+from trainer.evaluation import engine
+from trainer.evaluation.longbench.kinds import KINDS
+from trainer.runs.checkpoints import find_checkpoint, read_state
+from trainer.runs.directory import plain
+from trainer.runs.parsing import control_config
+from trainer.runs.training_config import StrategyConfig
+from trainer.training.run import train
+from trainer.workflows import analyze, evaluate, small_copy
+from trainer.workflows.benchmarks import run_benchmarks
+
+C = 1024
+"""As short as a frame of SpectrumFE."""
+FAMILIES = {
+    "DeepSeek-V2-Lite": "DeepseekV2",
+    "OLMo-7B-hf": "Olmo",
+    "gemma-2-9b-it": "Gemma2",
+    "gemma-7b": "Gemma",
+    "phi-1": "Phi",
+    "Llama-4-Scout-17B-16E-Instruct": "Llama4",
+}
+"""Of published weights; the others are a Llama."""
+TEXT = "text={source: files, files: [wikitext2.txt], validation: 0.3, test: 0.6}"
+FEW = [
+    *("evaluation.windows=1", "evaluation.fit_windows=1", "evaluation.longrope.evaluations=2"),
+    *("evaluation.needles.trials=1", "evaluation.ruler.trials=1", "evaluation.many_shot.trials=1"),
+    *("evaluation.many_shot.new_tokens=4", "evaluation.longbench.directory=longbench"),
+]
+PAPERS = yaml.safe_load(DATA.read_text())["papers"]
+ITEMS = [item for paper in PAPERS for item in paper["items"]]
+COMMANDS = sorted({command for item in ITEMS for command in item.get("command", ())})
+FILES, COMPOSED = ConfigFiles(), configuration.compose_with_hydra
+
+
+def of(first, *besides):
+    return [c for c in COMMANDS if c.startswith(first) and not any(word in c for word in besides)]
+
+
+def named_models():
+    """What the commands call models: directories."""
+    given = re.findall(r"(?:checkpoint|compare)=(\S+?)'?(?= |$)", "\n".join(COMMANDS), re.MULTILINE)
+    names = {name.removeprefix("hf:") for one in given for name in one.strip("[]").split(",")}
+    return sorted(names, key=len)  # a run before its controls
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, base):
+    """A directory with all models and files that the commands name."""
+    directory = tmp_path_factory.mktemp("reader")
+    text = "".join(f"Problem {i}: the sum of {i} and {i * i} is {i + i * i}. " for i in range(3000))
+    (directory / "wikitext2.txt").write_text(text)
+    for name in ("code.txt", "wikipedia.txt"):
+        (directory / name).write_text(text[:6000])
+    problems = ({"problem": f"{i} + 1?", "solution": f"\\boxed{{{i + 1}}}"} for i in range(200))
+    (directory / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    write_questions(directory, text)
+    changes = {
+        "data": {"sequence_length": C, "files": [str(directory / "wikitext2.txt")]}
+        | {"validation": 0.3, "test": 0.6},
+        "model": {"num_hidden_layers": 3, "num_attention_heads": 4, "qk_norm": {"when": "never"}},
+        "trainer": {"max_steps": 2},
+        "drop": {"at": None},
+    }
+    without = {"positional": {"layers": ["nope"]}}
+    for encoding, changed in {"rope": changes, "nope": changes | without}.items():
+        trained_in(directory / encoding, base, **changed)
+    tokenizer = read_state(find_checkpoint(str(directory / "rope")))["tokenizer"]
+    shape = {"max_position_embeddings": C, "vocab_size": base["tokenizer"]["vocab_size"] + 200}
+    for name in named_models():
+        path = directory / name
+        if name.startswith("runs/"):
+            encoding = "nope" if re.search("drope|/nope", name) else "rope"
+            shutil.copytree(directory / encoding, path, dirs_exist_ok=True)
+        else:
+            chunk = {"attention_chunk_size": 8 * C} if "Llama-4" in name else {}
+            made(FAMILIES.get(name, "Llama"), **shape, **chunk).save_pretrained(path)
+            (path / "tokenizer.json").write_text(tokenizer)
+    return directory
+
+
+def write_questions(directory, text):
+    """A question of every task of LongBench and of multiple choice."""
+    (directory / "longbench").mkdir()
+    row = {"input": "Which?", "context": text[:3000], "answers": ["twelve"], "length": 600}
+    for task in KINDS:
+        line = json.dumps(row | {"all_classes": ["twelve", "thirteen"]})
+        (directory / "longbench" / f"{task}.jsonl").write_text(line + "\n")
+    (directory / "questions").mkdir()
+    for task in ("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande"):
+        with gzip.open(directory / "questions" / f"{task}.jsonl.gz", "wt") as file:
+            for choice in ("twelve", "thirteen"):
+                request = {"context": "The sum is", "continuation": f" {choice}"}
+                file.write(json.dumps({"doc_id": 0, "label": 0, "request": request}) + "\n")
+
+
+def small(command, output):
+    """The command's words with the least that shows the same, and the text at hand."""
+    words = [smaller(word, "+evaluation=ruler" in command) for word in shlex.split(command)[1:]]
+    if "multiple_choice" in command:
+        words.append("evaluation.directory=questions")
+    elif command.startswith("evaluate"):
+        words += FEW if "evaluation.lengths" in command else [*FEW, "evaluation.lengths=[2]"]
+    elif "+analysis=attenuation" in command:
+        words.append(f"analysis.length={C}")
+    if "checkpoint=runs/" not in command and not re.search("text=|multiple_choice", command):
+        words.append(TEXT)
+    return [*words, f"output={output}", "threads=1"]
+
+
+def smaller(word, ruler):
+    """Lengths, layers and heads that the tiny models have; text at hand in place of the hub's."""
+    key, _, value = word.partition("=")
+    match key:
+        case "text":
+            return TEXT
+        case "analysis.length" if int(value) > 8 * C:
+            return f"{key}={2 * C}"
+        case "analysis.chosen":
+            found = sorted({(layer % 3, head % 4) for layer, head in json.loads(value)})
+        case "analysis.pairs":
+            found = sorted({pair % 4 for pair in json.loads(value)})
+        case "evaluation.lengths":  # RULER's prompts are longer than C
+            found = [2] if ruler or max(json.loads(value)) > 1 else [1]
+        case _:
+            return word
+    return f"{key}={json.dumps(found, separators=(',', ':'))}"
+
+
+@functools.cache
+def composed(root, lines, files):
+    return COMPOSED(root, list(lines), files)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, place):
+    """Configuration files are read once for all commands; what takes long and does not depend on
+    the command is left out, which other tests have."""
+    once = lambda root, lines, files, _: deepcopy(composed(root, tuple(lines), files))  # noqa: E731
+    monkeypatch.setattr(configuration, "compose_with_hydra", once)
+    monkeypatch.setattr(analyze, "write_geometry_report", lambda report, output: output)
+    monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
+    monkeypatch.setattr(engine, "say_duration", lambda *_: None)
+    for name, kind in KINDS.items():
+        monkeypatch.setitem(KINDS, name, replace(kind, new_tokens=4))
+    monkeypatch.chdir(place)
+
+
+def asked(command, line, output):
+    """The checked request."""
+    words = configuration.compose_words(small(line, output), command.root, FILES)
+    return command.read(words)
+
+
+class TestAnalyses:
+    """Three classes, so that processes share the commands."""
+
+    @pytest.mark.parametrize("line", of("analyze"))
+    def test_every_section_finds_something(self, line, tmp_path):
+        named = asked(analyze_command.COMMAND, line, tmp_path)
+        report, _ = analyze.analyze(named.request, named.name)
+        assert report.sections
+        assert all(section.findings for section in report.sections)
+
+
+class TestEvaluations:
+    @pytest.mark.parametrize("line", of("evaluate", "multiple_choice", "harness"))
+    def test_every_method_is_measured(self, line, tmp_path):
+        named = asked(evaluate_command.COMMAND, line, tmp_path)
+        report, _ = evaluate.evaluate_lengths(named.request, named.name)
+        assert {cell.method for cell in report.cells} == set(named.request.evaluation.names)
+
+    @pytest.mark.parametrize("line", [c for c in of("evaluate") if "multiple_choice" in c])
+    def test_questions_are_asked(self, line, tmp_path):
+        named = asked(evaluate_command.COMMAND, line, tmp_path)
+        assert run_benchmarks(named.request, named.name)
+
+
+TRAINED = set()
+"""What was trained before; sizes of one recipe are one recipe here."""
+
+
+class TestTrainings:
+    @pytest.mark.parametrize("line", [c for c in COMMANDS if re.match(r"\+exp|model|pos", c)])
+    def test_runs_and_their_controls_reach_their_end(self, line, tmp_path, monkeypatch):
+        """In copies as the drill makes them."""
+        for name, value in {"STEPS": 4, "DROP": 2, "EVERY": 4, "BATCH": 4, "LENGTH": 160}.items():
+            monkeypatch.setattr(small_copy, name, value)
+        words = configuration.compose_words(shlex.split(line), files=FILES)
+        whole = read_run(words, weights=False)
+        controls = [control_config(plain(whole), name, weights=False) for name in whole.controls]
+        for number, one in enumerate((whole, *controls)):
+            copy = small_copy.shrink(one, tmp_path / str(number))
+            benchmarks = replace(one.monitor.benchmarks, directory="questions", limit=1)
+            if benchmarks.every_tokens:
+                benchmarks = replace(benchmarks, every_tokens=512)
+            text = {"source": "files", "files": ["wikitext2.txt"], "cache_dir": "cache"}
+            copy = replace(
+                copy,
+                data=replace(copy.data, **text),
+                strategy=StrategyConfig(),
+                monitor=replace(copy.monitor, benchmarks=benchmarks),
+            )
+            same = repr(replace(copy, run_dir="", name="", label=None))
+            if same not in TRAINED:
+                train(copy, prepare_corpus(copy.data, copy.tokenizer))
+                assert read_state(find_checkpoint(copy.run_dir))["step"] == small_copy.STEPS
+                TRAINED.add(same)
