@@ -166,11 +166,20 @@ def test_flex(mask, new, softmax):
     assert_is_attention(BACKENDS["flex"], mask, new, softmax=softmax)
 
 
-def test_flex_is_compiled_for_more_masks_types_and_heads_than_eight(monkeypatch):
-    """torch gives up after eight, where nothing else is said."""
+@pytest.fixture
+def compiled_anew(monkeypatch):
+    """By no code generator, and not kept for other tests."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     backends._compiled_once.cache_clear()
     torch.compiler.reset()
+    yield
+    backends._compiled_once.cache_clear()
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_flex_is_compiled_for_more_masks_types_and_heads_than_eight():
+    """torch gives up after eight, where nothing else is said."""
     q, k, v = inputs()
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
@@ -181,8 +190,6 @@ def test_flex_is_compiled_for_more_masks_types_and_heads_than_eight(monkeypatch)
                     found = BACKENDS["flex"](*of, ready, softmax)
                     wanted = eager(*of, prepared(eager, mask, (B, T), T, q.device), softmax)
                     torch.testing.assert_close(found, wanted, atol=3e-2, rtol=3e-2)
-    backends._compiled_once.cache_clear()
-    torch.compiler.reset()
 
 
 def test_written_out_scores_are_so_many_at_once(monkeypatch):

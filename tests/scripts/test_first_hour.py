@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from scripts import first_hour
+from trainer.commands import configuration
+from trainer.commands.evaluate import COMMAND
 from trainer.commands.train import read_config
 from trainer.runs.phases import phases_of
 from trainer.runs.spread import spread_problems
@@ -43,7 +45,9 @@ def test_every_command_of_a_check_is_taken(tmp_path, monkeypatch, check, ranks, 
     assert commands
     for words, processes in dict.fromkeys(commands):
         if words[0] == "evaluate":
-            continue  # of a run that is not there
+            composed = configuration.compose_words(list(words[1:]), COMMAND.root)
+            assert COMMAND.read(composed).request.evaluation.tasks == ["perplexity"]
+            continue
         config = read_config([word for word in words if word != "prepare"])
         for phase in phases_of(config) if words[0] != "prepare" else ():
             assert not spread_problems(phase.config, processes, max(processes // nodes, 1))

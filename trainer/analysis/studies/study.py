@@ -92,7 +92,10 @@ class Study(ABC):
         """Why it cannot be made of this target, one sentence each."""
         if target.length >= cls.shortest:
             return []
-        return [f"expected a text of {cls.shortest} tokens or more, got {target.length}."]
+        return [
+            f"expected a text of {cls.shortest} tokens or more, got {target.length}; give a larger "
+            "analysis.length, or a longer text."
+        ]
 
     def on_layer(self, heads: Heads) -> None:  # noqa: B027  # a study may need no layer
         """Process one layer in the shared pass; do not keep its tensors."""
