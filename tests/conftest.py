@@ -14,7 +14,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
 
-pytest_plugins = ["tests.small_runs"]
+pytest_plugins = ["tests.small_runs", "tests.done_once"]
 
 torch.set_num_threads(1)
 # Of what is started from here, workers too: where several programs share the cores, threads that

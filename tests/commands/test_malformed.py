@@ -6,8 +6,6 @@ it is or in a damaged copy.
 
 from __future__ import annotations
 
-import copy
-import functools
 import itertools
 import json
 import re
@@ -23,7 +21,6 @@ import yaml
 
 from tests.commands.malformed import files, runs, words
 from trainer.__main__ import main
-from trainer.commands import config_files, configuration
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.configuration import compose_words
 from trainer.commands.train import read_run
@@ -71,28 +68,11 @@ def source(base, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def bounds():
-    """Memory for all of them; files of ``conf/`` are read, and composed, once for all."""
+    """Memory for all of them."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.MonkeyPatch.context() as patch:
-        original = configuration.compose_with_hydra
-        cached = functools.cache(original)
-
-        def compose(root, lines, files, problems=()):
-            if files.own is not None:  # which another test may have written
-                return original(root, lines, files, problems)
-            return copy.deepcopy(cached(root, tuple(lines), files))
-
-        read, directory = config_files.read_file, config_files.config_directory()
-        known = functools.cache(read)
-        patch.setattr(configuration, "compose_with_hydra", compose)
-        patch.setattr(
-            config_files,
-            "read_file",
-            lambda path: (known if path.is_relative_to(directory) else read)(path),
-        )
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
-        yield
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
+    yield
     resource.setrlimit(resource.RLIMIT_AS, before)
     torch.set_num_threads(1)
 

@@ -125,7 +125,10 @@ def run(words: list[str], directory: Path, done: list[list[str]]) -> None:
     """Run a command with the least budget, unless the same was done before."""
     words = small(words)
     if words not in done:
-        ended = program.run(*words, cwd=directory, WANDB_SILENT="true", OMP_NUM_THREADS="1")
+        quiet = {"WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
+        ended = program.run(
+            *words, cwd=directory, **quiet, **({} if done else {"FIGURES": "drawn"})
+        )
         assert ended.returncode == 0, f"{words}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
         done.append(words)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
 import json
 import re
 import shlex
 import shutil
-from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -20,7 +18,6 @@ from tests.small_runs import trained_in
 from trainer.commands import analyze as analyze_command
 from trainer.commands import configuration
 from trainer.commands import evaluate as evaluate_command
-from trainer.commands.config_files import ConfigFiles
 from trainer.commands.train import read_run
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation import engine
@@ -53,7 +50,6 @@ FEW = [
 PAPERS = yaml.safe_load(DATA.read_text())["papers"]
 ITEMS = [item for paper in PAPERS for item in paper["items"]]
 COMMANDS = sorted({command for item in ITEMS for command in item.get("command", ())})
-FILES, COMPOSED = ConfigFiles(), configuration.compose_with_hydra
 
 
 def of(first, *besides):
@@ -150,17 +146,9 @@ def smaller(word, ruler):
     return f"{key}={json.dumps(found, separators=(',', ':'))}"
 
 
-@functools.cache
-def composed(root, lines, files):
-    return COMPOSED(root, list(lines), files)
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, place):
-    """Configuration files are read once for all commands; what takes long and does not depend on
-    the command is left out, which other tests have."""
-    once = lambda root, lines, files, _: deepcopy(composed(root, tuple(lines), files))  # noqa: E731
-    monkeypatch.setattr(configuration, "compose_with_hydra", once)
+    """What takes long and does not depend on the command is left out, which other tests have."""
     monkeypatch.setattr(analyze, "write_geometry_report", lambda report, output: output)
     monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
     monkeypatch.setattr(engine, "say_duration", lambda *_: None)
@@ -171,7 +159,7 @@ def quick(monkeypatch, place):
 
 def asked(command, line, output):
     """The checked request."""
-    words = configuration.compose_words(small(line, output), command.root, FILES)
+    words = configuration.compose_words(small(line, output), command.root)
     return command.read(words)
 
 
@@ -209,7 +197,7 @@ class TestTrainings:
         """In copies as the drill makes them."""
         for name, value in {"STEPS": 4, "DROP": 2, "EVERY": 4, "BATCH": 4, "LENGTH": 160}.items():
             monkeypatch.setattr(small_copy, name, value)
-        words = configuration.compose_words(shlex.split(line), files=FILES)
+        words = configuration.compose_words(shlex.split(line))
         whole = read_run(words, weights=False)
         controls = [control_config(plain(whole), name, weights=False) for name in whole.controls]
         for number, one in enumerate((whole, *controls)):

@@ -1,0 +1,50 @@
+"""What takes most of the time of many tests and is the same in all is done once for them."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+
+import pytest
+
+from trainer.commands import config_files, configuration
+from trainer.report import saving
+
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg"
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
+BLANK = {"png": base64.b64decode(f"{PNG}=="), "svg": SVG.encode()}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed_once():
+    """The program's own configuration files are read, and composed with the same words, once."""
+    compose, read = configuration.compose_with_hydra, config_files.read_file
+    composed, known = functools.cache(compose), functools.cache(read)
+
+    def compose_once(root, lines, files, problems=()):
+        if files.own is not None:  # which a test may have written
+            return compose(root, lines, files, problems)
+        return copy.deepcopy(composed(root, tuple(lines), files))
+
+    def read_once(path):
+        own = path.is_relative_to(config_files.config_directory())
+        return (known if own else read)(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configuration, "compose_with_hydra", compose_once)
+        patch.setattr(config_files, "read_file", read_once)
+        patch.setattr(configuration, "read_file", read_once)
+        yield
+
+
+def blank(figure, suffix, **_):
+    """In the place of a figure, which is made: to render it takes most of a report's time."""
+    return BLANK[suffix]
+
+
+@pytest.fixture(autouse=True)
+def blank_figures(request, monkeypatch):
+    """But in tests of reports."""
+    if "tests/report/" not in request.path.as_posix():
+        monkeypatch.setattr(saving, "_rendered", blank)
