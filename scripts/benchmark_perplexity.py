@@ -67,6 +67,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536])
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--one", nargs=2, metavar=("CASE", "LENGTH"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -74,7 +75,7 @@ def main() -> None:
         print(json.dumps(measure(args.one[0], int(args.one[1]), args.threads)))
         return
     table = Table("model", *(f"{length:,} tokens" for length in args.lengths))
-    for case in CASES:
+    for case in args.models:
         cells = []
         for length in args.lengths:
             words = ["--one", case, str(length), "--threads", str(args.threads)]

@@ -53,8 +53,8 @@ ALONE = ["~controls.rope", "~controls.nope"]
 TRAINED = ["evaluation.enabled=false"]
 """Runs of another name are evaluated only by commands that do so."""
 BENCHMARK = [
-    "--precision=fp32", "--vocab=64", "--warmup=0", "--repeats=1", "--no-compiled", "--no-memory",
-    "--threads=1",
+    "--precision=fp32", "--vocab=64", "--length=64", "--warmup=0", "--repeats=1", "--no-compiled",
+    "--no-memory", "--threads=1",
 ]  # fmt: skip
 SCRIPTS = {
     "scripts/benchmark_training.py": BENCHMARK,
@@ -64,7 +64,7 @@ SCRIPTS = {
     ],
     "scripts/benchmark_launches.py": ["--gigabytes=0.01", "--repeats=1"],
     "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
-    "scripts/benchmark_perplexity.py": ["--lengths", "512"],
+    "scripts/benchmark_perplexity.py": ["--lengths", "512", "--models", "NoPE"],
     "scripts/first_hour.py": ["--only", "attention"],
     "scripts/rehearse.py": ["--layers=1"],
     "scripts/kill_runs.py": ["--kills=1", "--steps=30"],
@@ -94,7 +94,8 @@ def small(words: list[str]) -> list[str]:
     if budget is TRAIN and any(word.startswith("name=") for word in words):
         budget = [*TRAIN, *([] if "--multirun" in words else TRAINED)]
         budget += [w for w in ALONE if w not in words] if "+experiment=drope_demo" in words else []
-    return [*words, *budget]
+    given = {word.partition("=")[0] for word in budget if "=" in word}
+    return [*(word for word in words if word.partition("=")[0] not in given), *budget]
 
 
 def test_every_page_shows_commands():
@@ -133,7 +134,7 @@ def run(words: list[str], directory: Path, done: list[list[str]]) -> None:
         done.append(words)
 
 
-SHARED = ("README.md", "encodings.md", "geometry.md", "lengths.md")
+SHARED = ("README.md", "encodings.md", "geometry.md", "lengths.md", "pretrained.md")
 SHARING = [page for page in PAGES if page.name in SHARED]
 """Pages that show some of the same commands; those run once."""
 
