@@ -11,7 +11,9 @@ from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, vocabulary_size
 from trainer.errors import UserError
-from trainer.report.results import PERPLEXITY, STATEMENTS
+from trainer.evaluation.config import LONGBENCH
+from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
+from trainer.report.results import STATEMENTS
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import phases_of
@@ -44,22 +46,31 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
 
 
 def check_evaluated_text(config: RunConfig, corpus: Corpus) -> None:
-    """Whether the test text is as long as what the run is evaluated on in the end. Of weights that
-    it begins with the training length is known only when they are read.
+    """Whether the run can be evaluated in the end: the test text is as long as the longest length,
+    and a prompt of every task fits the shortest. Of weights that it begins with the training length
+    is known only when they are read, and questions of LongBench may have to be fetched.
 
     Raises:
-        UserError: it is not.
+        UserError: it cannot.
     """
-    evaluation, has = config.evaluation, len(corpus.test)
-    reads = {PERPLEXITY, *([STATEMENTS] if config.data.needles.share else [])}
-    if not evaluation.enabled or config.model.is_trained or not reads & {*evaluation.tasks}:
+    wanted, share = config.evaluation, config.data.needles.share
+    later = {LONGBENCH} if share else {LONGBENCH, STATEMENTS}
+    tasks = [name for name in wanted.tasks if name not in later]
+    if not wanted.enabled or config.model.is_trained or not tasks:
         return
-    if has < (longest := round(config.training_length * max(evaluation.lengths))):
-        raise UserError(
-            f"evaluation.lengths: the test text has {has} tokens, fewer than the {longest} of "
-            f"{max(evaluation.lengths):g} training lengths; give more text, larger data.test, or "
-            "shorter lengths."
-        )
+    few = replace(
+        wanted,
+        tasks=tasks,
+        windows=1,
+        needles=replace(wanted.needles, trials=1),
+        ruler=replace(wanted.ruler, trials=1),
+        many_shot=replace(wanted.many_shot, trials=1),
+    )
+    C = config.training_length
+    lengths = [round(C * factor) for factor in wanted.lengths]
+    held_out = HeldOut(corpus, corpus.test, corpus.end_of_text, share)
+    measured, _ = make_tasks(held_out, few, lengths, C)
+    check_prompts(measured, lengths)
 
 
 def readings(config: RunConfig) -> list[DataConfig]:
