@@ -22,6 +22,17 @@ from trainer.evaluation.settings import (
 
 def test_the_defaults_are_possible():
     assert EvaluationConfig().problems() == []
+    assert EvaluationConfig(windows=1, last=1, batch_tokens=1).problems() == []
+
+
+def test_every_impossible_number_is_told_at_once():
+    assert EvaluationConfig(windows=0, last=0, batch_tokens=0, tasks=[]).problems() == [
+        "evaluation.tasks: expected one or more, got none.",
+        *(
+            f"evaluation.{k}: expected 1 or more, got 0."
+            for k in ("windows", "last", "batch_tokens")
+        ),
+    ]
 
 
 @pytest.mark.parametrize(

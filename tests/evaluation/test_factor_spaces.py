@@ -98,3 +98,11 @@ def test_where_every_pair_turns_ntk_reaches_the_extension_behind_the_last():
     ((pair, factors),) = FromCriticalPair(layout, S).starts()[0]
     assert pair == pairs
     assert factors == pytest.approx([S ** (i / pairs) for i in range(pairs)])
+
+
+def test_the_first_pair_may_be_critical_and_is_slowed_by_the_whole_extension_after_it():
+    """A base so large that the second pair takes 10^6 tokens to turn a radian."""
+    layout = one_layer(C, make_spectrum("rope", 4, C, {"base": 1e12}))
+    starts = FromCriticalPair(layout, S).starts()
+    assert starts == [((1, (1.0, S)),), ((1, (1.0, 1.125 * S)),)]
+    assert EveryPair(layout, S).starts()[-1] == ((1.0, S),)

@@ -186,6 +186,12 @@ def test_long_contexts_lose_their_beginning(tokenizer, caplog):
     assert (cut.context, cut.continuation) == (whole.context[-3:], whole.continuation)
     assert cut.cut == len(whole.context) - 3
     assert "1 of 1 contexts lost their beginning" in caplog.text
+    caplog.clear()
+    fits = len(whole.context) + size - 1
+    for room, said in ((fits, ""), (fits - 1, f"they are longer than {fits - 1} tokens")):
+        Encoder(tokenizer, room).requests([pair, ("", "x")])
+        assert said in caplog.text
+        assert bool(said) == ("1 of 2 contexts lost" in caplog.text)
     (kept,) = Encoder(tokenizer, 2).requests([pair])
     assert (kept.context, kept.continuation) == (whole.context[-1:], whole.continuation)
 

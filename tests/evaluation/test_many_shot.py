@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -174,6 +175,13 @@ def test_lengths_that_cannot_be_filled_are_refused(tasks, math_file, tokenizer):
     settings = ManyShotSettings(["many_shot_skip"], math_file(*rows), trials=2, new_tokens=9)
     (few,), _ = many_shot_tasks(settings, tokenizer, None)
     assert len(few.prompts(200)) == 2
+    needed = r"evaluation.lengths: many_shot_skip needs (\d+) tokens or more for a question"
+    with pytest.raises(UserError, match=needed) as short:
+        few.prompts(20)
+    (least,) = map(int, re.findall(needed, str(short.value)))
+    assert {len(prompt.tokens) for prompt in few.prompts(least)} == {least - 9}
+    with pytest.raises(UserError, match=f"needs {least} tokens or more .*, got {least - 1}"):
+        few.prompts(least - 1)
     with pytest.raises(UserError, match=r"the 9 solved problems .* leave \d+ of 2000 tokens empty"):
         few.prompts(2000)
 

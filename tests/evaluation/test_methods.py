@@ -344,6 +344,23 @@ def test_one_scale_fitted_at_the_target_length_serves_all_lengths(fitting, fit):
     assert have.temperature["lengths"] == [64]
 
 
+def test_a_line_is_fitted_through_the_scales_of_each_length_alone(fitting):
+    have, grid = fitting(layers=["nope"]), [0.0, 0.5, 5.0]
+    draw = np.random.default_rng(0).integers
+    have.text = replace(have.text, windows={n: draw(1, 50, (2, n)) for n in (32, 64, 128)})
+
+    def fitted(lengths, fit):
+        settings = TemperatureSettings(grid=grid, lengths=lengths, fit=fit)
+        layout_of("temperature", have, 4.0, replace(CONFIG, temperature=settings))
+        return have.temperature["coefficient"]
+
+    logs = np.log([2.0, 4.0])
+    above = [fitted([s], "sum") * log for s, log in zip((2.0, 4.0), logs, strict=True)]
+    expected = np.linalg.lstsq(logs[:, None], np.array(above), rcond=None)[0].item()
+    assert fitted([2.0, 4.0], "line") == pytest.approx(expected)
+    assert fitted([2.0, 4.0], "sum") != pytest.approx(expected)
+
+
 def test_a_choice_is_made_once_for_all_tasks(fitting, monkeypatch):
     have, chosen = fitting(), []
     select = dope.select

@@ -6,6 +6,7 @@ from hashlib import sha256
 
 import pytest
 
+from trainer.evaluation.longbench import metrics
 from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS
 
 # Beginning of the SHA-256 of the entry in dataset2prompt.json, and the one in dataset2maxlen.json.
@@ -35,6 +36,27 @@ def test_wording_and_limits_are_those_published():
         for name, kind in KINDS.items()
     }
     assert found == PUBLISHED
+
+
+def test_measures_and_ends_are_those_of_the_benchmark():
+    """``dataset2metric`` of its ``eval.py``, the tasks of which that takes the first line, and the
+    one for which its ``pred.py`` ends an answer with a line."""
+    names = [name for name, kind in KINDS.items() if kind.metric is metrics.qa_f1]
+    assert names == (
+        ["narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"]
+    )
+    others = {
+        metrics.rouge_l: ["gov_report", "qmsum", "multi_news", "samsum"],
+        metrics.classification: ["trec"],
+        metrics.count: ["passage_count"],
+        metrics.retrieval: ["passage_retrieval_en"],
+        metrics.code_similarity: ["lcc", "repobench-p"],
+    }
+    for metric, expected in others.items():
+        assert [name for name, kind in KINDS.items() if kind.metric is metric] == expected
+    first_line = [name for name, kind in KINDS.items() if kind.first_line]
+    assert first_line == ["trec", "triviaqa", "samsum"]
+    assert [name for name, kind in KINDS.items() if kind.one_line] == ["samsum"]
 
 
 def test_the_default_is_every_category_but_the_synthetic_one():

@@ -1,0 +1,138 @@
+"""The help of a command with a few files of its own, as a user reads it."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.commands import config_files
+from trainer.commands.config_files import ConfigFiles
+from trainer.commands.help import help_text
+
+FILES = {
+    "start": """\
+# What the file is for, which is said of no key.
+defaults:
+  - common
+  - /model: small
+  - /data/text@data: files
+  - optional loss: none
+  - override hydra/launcher: basic
+  - task: ???
+  - _self_
+name: mine  # of the directory that it writes,
+            # and of its plots
+seed: 0
+# how often it is
+# tried again
+tries: 3
+
+# a remark about no key
+
+far:
+  near: {low: 1, high: [2, 3]}  # two in one line
+  empty: {}
+hydra:
+  run: {dir: x}
+""",
+    "common": "threads: null  # of a process\nseed: 7  # of whatever is drawn\n",
+    "model/tiny": "layers: 1\nwidth: 8  # channels\n",
+    "model/small": "# A small one.\ndefaults: [tiny, _self_]\nlayers: 2  # how deep\n",
+    "data/text/files": "paths: []  # of files\n",
+    "task/count": "# Counts.\n# All of it.\n\nto: 10  # where it ends\n",
+    "task/sum": "a_number_of_a_long_name: 12.5  # said below it, and where it does not end in "
+    "a hundred columns it goes on\n",
+    "whole/all": "# @package _global_\n# Sets much.\nmodel:\n  width: 16  # wider\n",
+    "other/thing": "a: 1\n",
+    "plain": "defaults:\n  - task: ???\n",
+}
+BEGIN = """\
+About it.
+
+Keys (KEY=VALUE):
+  threads=null                  of a process
+  seed=0                        of whatever is drawn
+  name=mine                     of the directory that it writes, and of its plots
+  tries=3                       how often it is tried again
+  far.near.                     two in one line
+  far.near.low=1
+  far.near.high=[2, 3]
+  far.empty={}"""
+END = """\
+Options:
+  --help                        this text
+  --cfg job [--package GROUP]   print all values
+  --config-dir DIR              a directory with groups and experiments of your own
+  --version                     of the program"""
+SEVERAL = "\n  --multirun                    a job for each of several values or options: seed=0,1"
+GROUPS = "Groups (GROUP=OPTION; what its keys are: GROUP=OPTION --help):\n"
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        path = tmp_path / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(config_files, "config_directory", lambda: tmp_path)
+    return ConfigFiles()
+
+
+def test_the_text_without_words(files):
+    assert (
+        help_text("start", "\nAbout it.\n", [], files, ["task"], several=True)
+        == f"""\
+{BEGIN}
+
+Options of task (+task=NAME):
+  count                         Counts. All of it.
+  sum
+
+Keys of task=count; of another: +task=NAME --help:
+  task.to=10                    where it ends
+
+{GROUPS}  data/text: files
+  model: small, tiny
+  whole: all
+
+{END}{SEVERAL}"""
+    )
+
+
+def test_groups_that_words_choose_show_their_keys(files):
+    words = ["+task=sum", "model=small", "+whole=all", "seed=3", "other=thing"]
+    assert (
+        help_text("start", "About it.", words, files, [], several=False)
+        == f"""\
+{BEGIN}
+
+Keys of task=sum:
+  task.a_number_of_a_long_name=12.5
+                                said below it, and where it does not end in a hundred columns it
+                                goes on
+
+Keys of model=small:
+  model.layers=2                how deep
+  model.width=8                 channels
+
+Keys of whole=all:
+  model.width=16                wider
+
+{GROUPS}  data/text: files
+  model: small, tiny
+  task: count, sum
+  whole: all
+
+{END}"""
+    )
+
+
+def test_options_of_the_whole_configuration_are_those_of_commands_with_a_model(files):
+    assert (
+        help_text("plain", "About it.", [], files, [], several=False)
+        == f"""\
+About it.
+
+{GROUPS}  task: count, sum
+
+{END}"""
+    )
