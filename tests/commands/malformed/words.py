@@ -218,7 +218,7 @@ evaluation.tasks=[] | evaluation.tasks
 evaluation.tasks=[perplex] | unknown task 'perplex'
 evaluation.tasks=[statements] | the training text does not carry
 evaluation.lengths=[1,100000] | evaluation.lengths: the held-out text has
-evaluation.tasks=[perplexity,ruler] evaluation.ruler.tasks=[niah_single_1] | tokens for RULER's niah_single_1 with this tokenizer, got
+evaluation.tasks=[ruler] evaluation.ruler.tasks=[vt] | tokens for RULER's vt with this tokenizer
 evaluation.tasks=[standard] | evaluation.lengths: expected at least
 evaluation.windows=0 | evaluation.windows
 evaluation.windows=100000000000 | evaluation.windows: held-out text of
