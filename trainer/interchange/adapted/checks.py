@@ -14,6 +14,8 @@ from trainer.positional.rotation import rotary_table
 APART = 0.05
 """Between tables of cosines and those of the spectrum: the float32 phases of a model are off by so
 much at position 10^6."""
+LENGTHS = "analysis.length, or evaluation.choice.length and evaluation.lengths"
+"""Keys of the texts that are watched."""
 
 
 def check_scores(call: Call, window: int | None) -> None:
@@ -31,7 +33,7 @@ def check_scores(call: Call, window: int | None) -> None:
     ):
         raise UserError(
             f"checkpoint: layer {call.index} hides other keys than a window would (attention in "
-            "chunks); give a shorter analysis.length."
+            f"chunks), of {T:,} tokens; give shorter texts ({LENGTHS})."
         )
 
 
@@ -49,5 +51,5 @@ def check_rotation(call: Call, rotation: Rotation) -> None:
     if (table - torch.complex(cos, sin)).abs().amax() > APART:
         raise UserError(
             f"checkpoint: the rotation of layer {call.index} follows the length of the text; give "
-            "an analysis.length within the length it was trained at."
+            f"texts within the length it was trained at ({LENGTHS})."
         )
