@@ -62,6 +62,14 @@ def test_every_impossible_number_is_told_at_once():
         ({"choice": ChoiceSettings("standart")}, "Did you mean 'standard'?"),
         ({"choice": ChoiceSettings("file")}, "evaluation.choice.file: expected a file where"),
         ({"choice": ChoiceSettings("file", "no.txt")}, "there is no file 'no.txt'"),
+        (
+            {"methods": ["dope+weighted_rope"], "dope": DopeSettings(removal="zero")},
+            "evaluation.methods: in 'dope+weighted_rope' both parts change the same heads",
+        ),
+        (
+            {"methods": ["weighted_rope+dope"], "dope": DopeSettings(variant="by_gaussian")},
+            "evaluation.methods: in 'weighted_rope+dope' both parts change the same heads",
+        ),
         ({"choice": ChoiceSettings(length=0)}, "evaluation.choice.length: expected a positive"),
         ({"choice": ChoiceSettings(texts=0)}, "evaluation.choice.texts: expected 1 or more, got 0"),
     ],

@@ -176,6 +176,23 @@ def test_dropping_leaves_no_encoding(fitting):
     assert not any(s.rotates for s in dropped.spectra)
 
 
+def test_dropping_keeps_a_temperature_that_was_trained(fitting):
+    have = fitting(temperature=TemperatureConfig(coefficient=1.0, reference=1))
+    (before,), (dropped,) = have.model.layout.spectra, layout_of("drop", have, 2.0).spectra
+    assert (dropped.rotates, dropped.temperature) == (False, before.temperature)
+    assert dropped.temperature.coefficient == 1
+
+
+@pytest.mark.parametrize("name", ["weighted_rope+temperature", "dope+temperature"])
+def test_a_temperature_is_fitted_to_heads_that_are_changed_already(fitting, name):
+    """Which layouts are never stored."""
+    every = WeightedRopeSettings("sequence", "below", 1.0, 0.5)
+    config = replace(CONFIG, weighted_rope=[every], dope=DopeSettings(heads=2, removal="zero"))
+    found = layout_of(name, fitting(), 2.0, config)
+    assert any(layer.intervention is not None for layer in found.layers)
+    assert {s.temperature.coefficient for s in found.spectra} <= {0.0, 0.5}
+
+
 def test_a_model_without_rotation_has_no_rescaling(fitting):
     layout = fitting(layers=["nope"]).model.layout
     why = "has no rotation, so there is nothing to do for {}"

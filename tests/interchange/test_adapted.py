@@ -282,6 +282,34 @@ def test_what_would_make_numbers_wrong_is_refused_where_it_begins():
         observed(dynamic, ids)
 
 
+def test_frequencies_that_grew_with_one_text_are_those_of_the_next():
+    """As long as the training length, which transformers takes for one that goes on."""
+    model = AdaptedModel(made("Llama", rope_parameters=DYNAMIC))
+    ids = IDS[:1].repeat(1, 8)[:, :128]
+    first = model.hidden_states(ids[:, :64])
+    model.hidden_states(ids)
+    torch.testing.assert_close(model.hidden_states(ids[:, :64]), first, rtol=0, atol=0)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "rope", [DYNAMIC, LONG | {"original_max_position_embeddings": 16}], ids=["dynamic", "longrope"]
+)
+def test_another_layout_does_not_stand_for_frequencies_that_follow_the_length(rope):
+    model = AdaptedModel(made("Llama", rope_parameters=rope))
+    ids = IDS[:1].repeat(1, 8)[:, :128]
+    short = 64 if rope is DYNAMIC else 16
+    plain = model.hidden_states(ids[:, :short])
+    model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=1e-9))
+    torch.testing.assert_close(model.hidden_states(ids[:, :short]), plain, rtol=0, atol=1e-4)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"the rotation of layer 0 follows the length"):
+            model.hidden_states(ids)
+
+
 def test_a_model_whose_attention_cannot_be_watched_is_refused(tmp_path, saved):
     config = transformers.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
     transformers.GPTJForCausalLM(config).save_pretrained(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache, partial
@@ -33,6 +34,13 @@ def plain(value: Any) -> Any:
     return {key: of_key for key, of_key in asdict(value).items() if key != "models"}
 
 
+def told_apart(layout: Layout) -> Any:
+    """What a layout is among the settings of a choice that is kept."""
+    if any(layer.intervention is not None for layer in layout.layers):
+        return hashlib.sha256(repr(layout).encode()).hexdigest()
+    return layout.to_dict()
+
+
 def longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """A factor for every pair: published ones, or searched at every length beyond the training
     length."""
@@ -45,7 +53,7 @@ def longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layou
         layout = before(factor)
         if factor <= 1:
             return layout
-        asked = [factor, settings.of_choice, layout.to_dict()]
+        asked = [factor, settings.of_choice, told_apart(layout)]
         search = partial(fitted_factors, fitting, settings, factor, layout)
         factors = fitting.kept("longrope", asked, search)
         return with_factors(layout, tuple(tuple(row) for row in factors))
@@ -78,7 +86,7 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
     def fit() -> float:
         return fit_line(best, windows, C) if settings.fit == "line" else best(windows)
 
-    layouts = [before(n / C).to_dict() for n in windows]
+    layouts = [told_apart(before(n / C)) for n in windows]
     asked = [layouts, plain(settings)]
     coefficient = fitting.kept("temperature", asked, fit)
     how = "fitted on validation text" if len(set(settings.grid)) > 1 else "as given"

@@ -95,8 +95,15 @@ class MethodsConfig(ABC):
             found.append("evaluation.methods: expected one or more, got none.")
         if self.fit_windows < 1:
             found.append(f"evaluation.fit_windows: expected 1 or more, got {self.fit_windows}.")
+        intervenes = self.dope.removal == "zero" or self.dope.variant == "by_gaussian"
         for name in self.names:
             found += part_problems(name)
+            if intervenes and {"dope", "weighted_rope"} <= {*name.split("+")}:
+                found.append(
+                    f"evaluation.methods: in {name!r} both parts change the same heads, which does "
+                    "not combine; name them one by one, or set evaluation.dope.removal=unrotate "
+                    "with another variant than by_gaussian."
+                )
         if "weighted_rope" in self.parts and not self.weighted_rope:
             found.append("evaluation.weighted_rope: expected one rule or more, got none.")
         groups = (self.temperature, self.dynamic_ntk, self.longrope, self.dope)

@@ -155,8 +155,8 @@ def _windowed(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layo
 
 
 def _dropped(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """No encoding at all, without recalibration."""
-    return lambda factor: before(factor).map(lambda _: Spectrum())
+    """No encoding at all, without recalibration; a temperature that was trained stays."""
+    return lambda factor: before(factor).map(lambda s: Spectrum(temperature=s.temperature))
 
 
 def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:

@@ -180,6 +180,14 @@ def test_a_loss_that_the_drop_does_not_raise(models):
     )
 
 
+def test_a_loss_that_was_never_away_is_not_back(models):
+    target = Target("one", models[0], IDS)
+    falling = [(step, 2.0) for step in range(0, 100, 10)]
+    falling += [(step, 1.5) for step in range(110, 180, 10)]
+    (finding,) = DropStudy(target, target, falling, 100).run().findings[-1:]
+    assert finding.endswith("after it, it is at most 1.500 and ends 0.500 nats below.")
+
+
 def test_a_loss_that_comes_back():
     """The mean of five is back at 2 when five of 3, 2.5, 2, 1.5, 1, 1 ... are: at the fifth."""
     losses = [3, 2.5, 2, 1.5, 1, 1, 1]

@@ -201,7 +201,7 @@ class DropStudy:
             f"Before the drop the training loss is {found.before:.3f}; after it, it {rises} "
             f"{found.peak:.3f} and "
         )
-        if found.back is None:
+        if found.back is None or found.peak <= found.before:
             apart = found.end - found.before
             sentence += f"ends {abs(apart):.3f} nats {'above' if apart > 0 else 'below'}."
         else:

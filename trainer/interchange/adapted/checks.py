@@ -4,9 +4,10 @@ number."""
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.interchange.adapted.rotation import Rotation, complex_table
+from trainer.interchange.adapted.rotation import Rotation, Tables, complex_table
 from trainer.interchange.adapted.seam import Call
 from trainer.model.masks import Mask, allowed
 from trainer.positional.rotation import rotary_table
@@ -43,13 +44,25 @@ def check_rotation(call: Call, rotation: Rotation) -> None:
     Raises:
         UserError: the rotation follows the length of the text.
     """
-    if call.tables is None or not rotation.spectrum.rotates:
+    if call.tables is not None:
+        check_tables(call.index, call.tables, rotation, call.q.shape[2] - 1)
+
+
+def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) -> None:
+    """The same of the tables of a layer alone, whose last position is given."""
+    if not rotation.spectrum.rotates:
         return
-    at = torch.tensor([call.q.shape[2] - 1], device=call.q.device)
+    table = complex_table(tables)[1][0, -1]
+    at = torch.tensor([position], device=table.device)
     cos, sin = (x[0] for x in rotary_table(rotation.spectrum, at))
-    table = complex_table(call.tables)[1][0, -1]
     if (table - torch.complex(cos, sin)).abs().amax() > APART:
         raise UserError(
-            f"checkpoint: the rotation of layer {call.index} follows the length of the text; give "
+            f"checkpoint: the rotation of layer {index} follows the length of the text; give "
             f"texts within the length it was trained at ({LENGTHS})."
         )
+
+
+def ends(positions: Tensor) -> tuple[int, int]:
+    """The last position of the first row, and the last of all."""
+    rows = positions.reshape(-1, positions.shape[-1])
+    return int(rows[0, -1]), int(rows[:, -1].max())

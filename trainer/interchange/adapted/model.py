@@ -14,11 +14,13 @@ from transformers import PreTrainedModel
 
 from trainer.errors import UserError
 from trainer.interchange.adapted.cache import as_transformers_cache, empty_cache
-from trainer.interchange.adapted.checks import check_rotation, check_scores
+from trainer.interchange.adapted.checks import check_rotation, check_scores, check_tables, ends
 from trainer.interchange.adapted.rotation import (
     Rotation,
     Tables,
+    forget_lengths,
     found_rotation,
+    in_one_order,
     no_rotation,
     tables_like,
 )
@@ -66,7 +68,7 @@ class AdaptedModel(LanguageModel):
         q, k = calls[0].q, calls[0].k
         if any(c.q.shape != q.shape or c.k.shape != k.shape for c in calls):
             raise UserError("its layers have heads of different shapes; expected one for all.")
-        self.rotations = _in_one_order([self._rotation(call) for call in calls])
+        self.rotations = in_one_order([self._rotation(call) for call in calls])
         layers = (
             LayerEncoding(((rotation.spectrum, k.shape[1]),), call.window)
             for rotation, call in zip(self.rotations, calls, strict=True)
@@ -86,6 +88,7 @@ class AdaptedModel(LanguageModel):
             **({} if eps is None else {"rms_norm_eps": eps}),
         )
         self._observe: OnLayer | None = None
+        self._checked: set[tuple[int, int, int]] = set()
 
     @torch.no_grad()
     def _tried(self) -> list[Call]:
@@ -179,6 +182,8 @@ class AdaptedModel(LanguageModel):
     ) -> Tensor:
         """States ``[B, T, hidden_size]`` before the head; see :class:`LanguageModel`."""
         past = cache.length if cache else 0
+        if not past:
+            forget_lengths(self.hf)
         end = past + ids.shape[1]
         columns = torch.arange(end, device=ids.device)
         positions, keys = columns[past:], columns
@@ -250,6 +255,7 @@ class AdaptedModel(LanguageModel):
         if not changed and self._observe is None:
             return nullcontext()
         groups = head_groups(self.layout, positions, lengths) if changed else None
+        last, longest = ends(positions) if changed else (0, 0)
 
         def see(call: Call) -> tuple[Tensor, Tensor]:
             call = ordered(call, self.rotations[call.index].ordered)
@@ -261,6 +267,10 @@ class AdaptedModel(LanguageModel):
 
         def tables(index: int, given: Tables) -> Tables:
             group, form = groups[index][0], self.rotations[index].form
+            # Those of a spectrum would else stand for frequencies that follow the length.
+            if (index, last, longest) not in self._checked:
+                check_tables(index, given, self.rotations[index], last)
+                self._checked.add((index, last, longest))
             if group.cos is None:
                 return no_rotation(given)
             return tables_like(given, form, group.cos, group.sin)
@@ -287,9 +297,3 @@ class AdaptedModel(LanguageModel):
             check_rotation(call, self.rotations[call.index])
         softmax = {name: getattr(call, name) for name in ("scaling", "softcap", "sinks")}
         self._observe(call.index, *call.plain, call.q, call.k, **softmax)
-
-
-def _in_one_order(rotations: list[Rotation]) -> list[Rotation]:
-    """Layers without rotation have their channels in the pairs that the others turn."""
-    order = next((r.order for r in rotations if r.spectrum.rotates), None)
-    return [r if r.spectrum.rotates else replace(r, order=order) for r in rotations]

@@ -9,11 +9,12 @@ other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from trainer.positional.rotation import rotary_table, rotate
 from trainer.positional.spectrum import Spectrum
@@ -131,3 +132,24 @@ def _orders(size: int, rotated: int) -> list[tuple[int, ...] | None]:
         found.append(None if start == 0 else (*own, *rest))
         found.append(tuple(chain(own[::2], own[1::2], rest)))
     return found
+
+
+def in_one_order(rotations: list[Rotation]) -> list[Rotation]:
+    """Layers without rotation have their channels in the pairs that the others turn."""
+    order = next((r.order for r in rotations if r.spectrum.rotates), None)
+    return [r if r.spectrum.rotates else replace(r, order=order) for r in rotations]
+
+
+def forget_lengths(model: PreTrainedModel) -> None:
+    """Let frequencies that have grown with a text be those of a new one: transformers keeps them
+    for a shorter text that is as long as the training length."""
+    for module in model.modules():
+        if not hasattr(module, "original_max_seq_len"):
+            continue
+        for name, _ in [*module.named_buffers(recurse=False)]:
+            prefix = name.removesuffix("inv_freq")
+            first = getattr(module, f"{prefix}original_inv_freq", None)
+            if name.endswith("inv_freq") and first is not None:
+                getattr(module, name).copy_(first)
+        for name in [n for n in vars(module) if n.endswith("max_seq_len_cached")]:
+            setattr(module, name, module.original_max_seq_len)
