@@ -1,0 +1,133 @@
+"""A plan as a whole, where memory is what a stand-in says."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import parse
+from trainer.workflows import plan as plans
+from trainer.workflows.plan import GIB, plan
+from trainer.workflows.plan_request import PlanRequest
+
+MODEL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+         "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}  # fmt: skip
+
+
+@pytest.fixture
+def planned(monkeypatch, tmp_path):
+    """The sections of a plan, by their titles. A step takes 8 GiB, shared by the ranks, and for
+    every sequence of a micro-batch 30 GiB, or a third or an eighth of that where it is recomputed;
+    a checkpoint takes a million times what it does."""
+
+    def memory_of(config, ranks, exact):
+        run, kept = config.trainer, {"none": 30, "selective": 10, "full": 3.75}
+        rows = run.micro_batch_size or run.batch_size // ranks.world_size
+        share = 1 if config.strategy.name == "single" else ranks.world_size
+        sizes = {"parameters": 2 / share, "optimizer": 6 / share}
+        sizes["activations"] = rows * kept[config.strategy.activation_checkpointing]
+        return {name: int(size * GIB) for name, size in sizes.items()}
+
+    monkeypatch.setattr(plans, "memory_of", memory_of)
+    monkeypatch.setattr(plans, "STATE", 12 * 10**6)
+
+    def made(values, ranks=1, local=1, **options):
+        data = {"sequence_length": 64, "cache_dir": str(tmp_path)} | values.pop("data", {})
+        values = {"name": "big", "run_dir": "runs/big", "model": MODEL, "data": data} | values
+        request = PlanRequest(parse(RunConfig, values), ranks, local, **options)
+        return {section.title: section.rows for section in plan(request)}
+
+    return made
+
+
+PARAMETERS = [
+    ("embeddings", "65,536"),
+    ("head", "0"),
+    ("attention", "49,152"),
+    ("MLP", "92,160"),
+    ("norms", "448"),
+    ("in all", "207,296"),
+    ("without embeddings and head", "141,760"),
+]
+
+
+def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
+    """6 operations for each of 206,848 multiplied weights and 12 * 3 * 64 * 32.5 of attention make
+    2.7e18 for all tokens; the peaks are 19.5 and 67 TFLOPS, of which half."""
+    controls = {
+        "rope": {"branch": "drop", "drop": {"at": None}},
+        "late": {"branch": 10**8, "seed": 1},
+        "nope": {"positional": {"layers": ["nope"]}, "drop": {"at": None}},
+    }
+    run = {"max_steps": 10**9, "batch_size": 32, "micro_batch_size": 4, "keep_every": 3 * 10**8}
+    run |= {"keep_checkpoints": 2, "keep_best": 1}
+    values = {"drop": {"at": 0.75}, "controls": controls, "trainer": run}
+    values["strategy"] = {"name": "ddp"}
+    found = planned(values, 4, 2, gpu="a100_40gb", mfu=0.5, missing=("weights",))
+    first, (_, second) = found.pop("Missing here")
+    assert first == ("", "weights")
+    assert second.startswith("data: stdlib_docs has not been prepared")
+    assert found == {
+        "Parameters": PARAMETERS,
+        "Training": [
+            ("steps", "1,000,000,000 of 2,048 tokens"),
+            ("tokens", "2,048,000,000,000"),
+            ("drop", "after step 750,000,000, then 512,000,000,000 tokens"),
+            ("operations of big", "2.7e+18"),
+            ("operations of rope", "6.74e+17"),
+            ("operations of late", "2.43e+18"),
+            ("operations of nope", "2.7e+18"),
+        ],
+        "Memory of each GPU": [
+            ("GPUs", "4, strategy ddp"),
+            ("micro-batch", "4 x 64 tokens, 2 a step"),
+            ("parameters", "2.0 GiB"),
+            ("optimizer", "6.0 GiB"),
+            ("activations", "120.0 GiB"),
+            ("in all", "128.0 GiB of 40, uncompiled"),
+            (
+                "does not fit",
+                "strategy=ddp strategy.activation_checkpointing=selective "
+                "trainer.micro_batch_size=2 takes 28.0 GiB",
+            ),
+        ],
+        "Time at 50% of the peak": [
+            ("4 x A100-SXM4-80GB", "60.5 hours, 242 GPU-hours"),
+            ("4 x H100 80GB HBM3", "17.6 hours, 70 GPU-hours"),
+            ("4 x H200", "17.6 hours, 70 GPU-hours"),
+        ],
+        "Disk": [
+            ("a checkpoint", "2,487.6 GB"),
+            ("checkpoints kept", "8, and one that is written: 22,388 GB"),
+            ("text, read once", "4,096.0 GB of 2 bytes a token"),
+        ],
+    }
+
+
+def test_phases_and_offloading_in_a_plan(planned):
+    """Of micro-batches alike it is the one of the phase that comes first."""
+    long = {"steps": 3, "sequence_length": 256, "batch_size": 8, "drop": {}}
+    values = {"phases": {"short": {"steps": 10}, "long": long}, "trainer": {"batch_size": 32}}
+    values["strategy"] = {"name": "fsdp2", "cpu_offload": True}
+    found = planned(values, 4, 2, gpu="h200", mfu=0.4)
+    assert found["Training"] == [
+        ("short", "10 steps of 32 x 64: 20,480 tokens"),
+        ("long", "3 steps of 8 x 256: 6,144 tokens, dropped the encoding (nope)"),
+        ("tokens", "26,624"),
+        ("drop", "after step 10, then 6,144 tokens"),
+        ("operations of big", "3.64e+10"),
+    ]
+    assert found["Memory of each GPU"] == [
+        ("GPUs", "4, strategy fsdp2"),
+        ("phase", "short"),
+        ("micro-batch", "8 x 64 tokens, 1 a step"),
+        ("parameters", "0.5 GiB of the CPU"),
+        ("optimizer", "1.5 GiB of the CPU"),
+        ("activations", "240.0 GiB"),
+        ("in all", "240.0 GiB of 141, uncompiled"),
+        (
+            "does not fit",
+            "strategy=fsdp2 strategy.activation_checkpointing=none trainer.micro_batch_size=4 "
+            "takes 120.0 GiB",
+        ),
+    ]
