@@ -5,8 +5,9 @@
 
 Prints a score for every room, the share of changes that made a test fail, and the changes that no
 test noticed, for a person to judge. All of it happens in a copy of the checkout. For each change
-those tests run that call its function, the quickest first, until one fails; which they are is found
-out by running the room's tests once. ``mutations.py`` says what is changed and what is left alone.
+those tests run that call its function, until one fails: first the room's own, then the others, the
+quickest first; which they are is found out by running all tests once. ``mutations.py`` says what is
+changed and what is left alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,13 @@ from mutations import SEEN, Mutant, marked, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 45.0
-"""Seconds, by the clock of the first run, that the tests of one change take together."""
+"""Seconds, by the clock of the first run, that a room's own tests of one change take together, and
+those of other rooms."""
 PRELOADED = "torch", "lightning", "transformers", "hypothesis", "matplotlib.pyplot", "tokenizers"
+NO_ERROR = pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
 GIB = 1 << 30
+PARTS = "trainer/", "tests/", "conf/"
+"""Of the checkout: what decides what a test calls."""
 Place = tuple[str, int]
 """A function: its file and line."""
 
@@ -110,6 +115,7 @@ def in_a_child(job: Callable[[], int], seconds: float, said: Path) -> int | None
     """What ``job`` returns in a process of its own; None where it takes too long."""
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, 0)
         file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
@@ -121,14 +127,15 @@ def in_a_child(job: Callable[[], int], seconds: float, said: Path) -> int | None
         except BaseException:  # what a change has broken may raise anything
             code = 1
         os._exit(code)
-    ends = time.monotonic() + seconds
-    while not (over := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
-        if time.monotonic() > ends:
-            break
-        time.sleep(0.02)
-    with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # it, or what it has left behind
-    status = os.waitpid(child, 0)[1]
+    over, ends = None, time.monotonic() + seconds
+    try:
+        while over is None and time.monotonic() < ends:
+            time.sleep(0.02)
+            over = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # it, or what it has left behind
+        status = os.waitpid(child, 0)[1]
     return os.waitstatus_to_exitcode(status) if over else None
 
 
@@ -137,8 +144,8 @@ class Checkout:
     """A copy of the checkout in ``root``, its tests, and what they were found to call."""
 
     root: Path
-    called: dict[str, set[Place]]
-    seconds: dict[str, float]
+    called: dict[str, set[Place]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def copied(cls, to: Path) -> Checkout:
@@ -149,7 +156,8 @@ class Checkout:
             if (ROOT / name).is_file():
                 (to / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / name, to / name)
-        return cls(to, {}, {})
+        compileall.compile_dir(to / "trainer", quiet=1)
+        return cls(to)
 
     def pytest(self, words: list[str], plugin: Any) -> int:
         """Run tests in this process."""
@@ -159,79 +167,95 @@ class Checkout:
         base = f"--basetemp={self.root.parent / 'tmp'}"
         return int(pytest.main([*words, *options, base], plugins=[plugin]))
 
-    def watch(self, room: str, also: list[str], kept: Path | None) -> None:
-        """Run the room's tests once, those of configurations where it has one, and those that are
-        asked ``also``, and note what each of them calls; those that fail are left out. What was
-        found, and the text they have prepared, is taken from ``kept`` where it was found before
-        for the same files."""
-        tests = [f"tests/{room}", *also]
-        if (self.root / "trainer" / room / "config.py").exists():
-            tests.append("tests/commands/test_configuration.py")
+    def tests(self) -> list[str]:
+        """The directories and files of tests."""
+        places = sorted((self.root / "tests").iterdir())
+        found = [path for path in places if path.is_dir() or path.name.startswith("test_")]
+        return [str(path.relative_to(self.root)) for path in found]
+
+    def watch(self, tests: str, kept: Path | None) -> None:
+        """Run the tests of a directory or a file once and note what each of them calls; those that
+        fail are left out. What was found, and the text they have prepared, is taken from ``kept``
+        where it was found before for the same files."""
         found = self.root.parent / "watched.pickle"
-        place = None if kept is None else kept / self.fingerprint(*tests)
+        place = None if kept is None else kept / self.fingerprint(tests)
         if place is not None and place.is_dir():
             shutil.copytree(place / "cache", os.environ["UNROPE_CACHE"], dirs_exist_ok=True)
-            self._know(place / "watched.pickle")
+            self._know(tests, place / "watched.pickle")
             return
 
         def job() -> int:
             watch = Watch()
             sys.dont_write_bytecode = True
-            if (code := self.pytest(tests, watch)) not in (0, pytest.ExitCode.TESTS_FAILED):
+            if (code := self.pytest([tests], watch)) not in (0, *NO_ERROR):
                 return code
             kept = {name: seen for name, seen in watch.called.items() if name not in watch.failed}
             found.write_bytes(pickle.dumps((kept, dict(watch.seconds), watch.failed)))
             return 0
 
         said = self.root.parent / "watched.txt"
-        before = {path: path.read_bytes() for path in self.files(room)}
-        for path, source in before.items():
+        before = {path: (path.read_bytes(), path.stat()) for path in self.files()}
+        for path, (source, _) in before.items():
             path.write_text(marked(source, str(path.relative_to(self.root))))
         try:
             code = in_a_child(job, 3600, said)
         finally:
-            for path, source in before.items():
+            for path, (source, times) in before.items():
                 path.write_bytes(source)
-            compileall.compile_dir(self.root / "trainer", quiet=1)
+                os.utime(path, (times.st_atime, times.st_mtime))  # what is compiled stays true
         if code != 0:
-            sys.exit(f"The tests cannot be run:\n{said.read_text()[-2000:]}")
-        self._know(found)
+            sys.exit(f"{tests} cannot be run:\n{said.read_text()[-2000:]}")
         if place is not None:
-            shutil.copytree(os.environ["UNROPE_CACHE"], place / "cache")
-            shutil.copyfile(found, place / "watched.pickle")
+            unfinished = Path(tempfile.mkdtemp(dir=kept))
+            shutil.copytree(os.environ["UNROPE_CACHE"], unfinished / "cache")
+            shutil.copyfile(found, unfinished / "watched.pickle")
+            with suppress(OSError):  # another run was quicker
+                unfinished.rename(place)
+        self._know(tests, found)
 
-    def fingerprint(self, *tests: str) -> str:
+    def fingerprint(self, tests: str) -> str:
         """Of these tests and of all else that may change what they call."""
-        digest = hashlib.sha256(" ".join(tests).encode())
+        digest = hashlib.sha256(tests.encode())
         for path in sorted(self.root.rglob("*")):
             name = str(path.relative_to(self.root))
-            other = path.name.startswith("test_") and not name.startswith(tests)
-            if name.startswith(("trainer/", "tests/", "conf/")) and path.is_file() and not other:
+            own = path.name.startswith("test_") or path.suffix != ".py"  # of a directory of tests
+            other = name.startswith("tests/") and own and not name.startswith(tests)
+            if name.startswith(PARTS) and path.is_file() and path.suffix != ".pyc" and not other:
                 digest.update(f"\0{name}\0".encode() + path.read_bytes())
         return digest.hexdigest()[:16]
 
-    def _know(self, found: Path) -> None:
-        self.called, self.seconds, failed = pickle.loads(found.read_bytes())
-        print(f"{len(self.called)} tests, {sum(self.seconds.values()):.0f} s", file=sys.stderr)
+    def _know(self, tests: str, found: Path) -> None:
+        called, seconds, failed = pickle.loads(found.read_bytes())
+        self.called |= called
+        self.seconds |= seconds
+        print(f"{tests}: {len(called)} tests, {sum(seconds.values()):.0f} s", file=sys.stderr)
         for name in sorted(failed):
             print(f"left out, as it does not pass: {name}", file=sys.stderr)
 
-    def files(self, room: str) -> list[Path]:
-        """The sources of a room."""
+    def files(self, room: str = "") -> list[Path]:
+        """The sources of a room, or of all."""
         return sorted((self.root / "trainer" / room).rglob("*.py"))
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that call the function of a change, the quickest first: for a change of none,
-        or of one that is called nowhere here, those that call any of its file, or all."""
+        """The tests that call the function of a change, the quickest first, those of its own room
+        before the others: for a change of none, or of one that is called nowhere here, those that
+        call any of its file, or all."""
         place = mutant.file, mutant.function
         names = [name for name, called in self.called.items() if place in called]
         if not names:
             names = [n for n, seen in self.called.items() if any(f == place[0] for f, _ in seen)]
-        left, chosen = LONGEST, []
-        for name in sorted(names or self.called, key=lambda name: self.seconds[name]):
-            left -= self.seconds[name]
-            if left > 0 or not chosen:
-                chosen.append(name)
+        names = sorted(names or self.called, key=lambda name: self.seconds[name])
+        own = f"tests/{Path(mutant.file).parts[1]}/"
+        chosen = []
+        for group in (
+            [name for name in names if name.startswith(own)],
+            [name for name in names if not name.startswith(own)],
+        ):
+            left = LONGEST
+            for name in group:
+                left -= self.seconds[name]
+                if left > 0 or not chosen:
+                    chosen.append(name)
         return chosen
 
     def notices(self, mutant: Mutant) -> bool:
@@ -256,19 +280,17 @@ class Checkout:
             code = in_a_child(job, seconds, self.root.parent / "said.txt")
         finally:
             path.write_bytes(source)
-            os.utime(path, (times.st_atime, times.st_mtime))  # what is compiled stays true
+            os.utime(path, (times.st_atime, times.st_mtime))
         return code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def score(room: str, checkout: Checkout, minutes: float, options: Any) -> list[Mutant]:
-    """Try changes to a room in random order until the time is over, which begins when its tests
-    have run once; those that no test notices."""
+    """Try changes to a room in random order until the time is over; those that no test notices."""
     names = [str(path.relative_to(checkout.root)) for path in checkout.files(room)]
     every = [m for name in names for m in mutants((checkout.root / name).read_bytes(), name)]
     if options.at is not None:
         every = [m for m in every if f"{m.file}:{m.line}:".startswith(f"{options.at}:")]
     random.Random(options.seed).shuffle(every)
-    checkout.watch(room, options.also, options.keep)
     lived, tried, ends = [], 0, time.monotonic() + 60 * minutes
     for mutant in every:
         if time.monotonic() > ends:
@@ -291,16 +313,17 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60, metavar="MINUTES", help="of changes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at", metavar="FILE[:LINE]", help="changes to this file or line alone")
-    parser.add_argument(
-        "--also", nargs="+", default=[], metavar="TESTS", help="that stand elsewhere for a room's"
-    )
+    parser.add_argument("--tests", nargs="+", metavar="PLACE", help="that are asked; else all")
     parser.add_argument(
         "--keep", type=Path, metavar="DIRECTORY", help="what the first run of the tests has found"
     )
     parser.add_argument("--preload", nargs="*", default=PRELOADED, metavar="MODULE")
     options = parser.parse_args()
-    options.keep = options.keep and options.keep.resolve()
+    if options.keep is not None:
+        options.keep = options.keep.resolve()
+        options.keep.mkdir(parents=True, exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its copy goes with it
     for name in options.preload:  # once, and not in every process
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
@@ -312,6 +335,8 @@ def main() -> None:
             os.environ[name] = str(place / name)
         os.environ["PYTHONPATH"] = str(place / "checkout")
         checkout = Checkout.copied(place / "checkout")
+        for tests in options.tests or checkout.tests():
+            checkout.watch(tests, options.keep)
         print("| room | changes | tried | noticed | score |\n| --- | ---: | ---: | ---: | ---: |")
         for room in options.rooms:
             minutes = options.budget / len(options.rooms)

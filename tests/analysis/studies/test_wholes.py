@@ -1,0 +1,105 @@
+"""Every section as a whole, of small models whose weights are drawn: what is said, shown, and kept.
+
+Numbers are held against references in the tests of each study; here, what becomes of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.analysis.studies.wholes import check_whole
+from trainer.analysis.needle_prompt import NeedlePrompt
+from trainer.analysis.settings import AttenuationSettings, NeedleSettings
+from trainer.analysis.short_time import ShortTime
+from trainer.analysis.studies.catalogue import STUDIES
+from trainer.analysis.studies.drop import DropStudy
+from trainer.analysis.studies.offset_changes import OffsetChanges
+from trainer.analysis.studies.study import Target, run
+
+C, T = 32, 80
+IDS = torch.randint(0, 50, (2, T), generator=torch.Generator().manual_seed(1))
+CURVE = [
+    *((step, 2.0 - step / 1000) for step in range(10, 110, 10)),
+    *((step, 1.9 + 40 / (step - 90)) for step in range(110, 310, 10)),
+]
+
+
+def prompt(length):
+    return NeedlePrompt(IDS[:, :length], slice(9, 12), 4)
+
+
+@pytest.fixture
+def target(tiny_decoder):
+    def build(name, *, training_length=C, model=None, layers=("rope",), encodings=None, **more):
+        decoder = tiny_decoder(
+            training_length=training_length,
+            model=model,
+            layers=list(layers),
+            encodings=encodings or {},
+        )
+        return Target(name, decoder.eval(), IDS, **more)
+
+    return build
+
+
+def rotating(target):
+    return target("rotates", prompt=prompt(C))
+
+
+def bare(target):
+    return target("bare", layers=["nope"], prompt=prompt(C), chosen=((1, 2), (0, 1)))
+
+
+def mixed(target):
+    return target(
+        "mixed",
+        model={"num_hidden_layers": 3, "head_dim": 16, "num_key_value_heads": 4},
+        layers=["half_rope", "nope", "rope"],
+        chosen=((2, 3),),
+        pairs=(1, 3),
+        prefixes=(20, 40),
+        prompt=prompt(C),
+        question=prompt(T),
+        choice=IDS.flip(0, 1),
+        frames=ShortTime("hamming", 16, 4),
+        attenuation=AttenuationSettings(
+            alphas=[0.0, 0.25, 1.0],
+            gates=["spectrum>0.4+sequence<0.9", "sequence>0.1"],
+            tokens=[30, 70],
+            texts=2,
+        ),
+        needle=NeedleSettings(kind="question", by="key", ranked_on="prompt"),
+    )
+
+
+def peaked(target):
+    """Heads of sharp attention, on a text that is no longer than the training length."""
+    of = target("peaked", training_length=T, layers=["rope", "p_rope"], prompt=prompt(64))
+    with torch.no_grad():
+        for block in of.model.layers:
+            block.self_attn.k_proj.weight.mul_(30)
+            block.self_attn.k_proj.weight[:, 0] += 20
+    return of
+
+
+@pytest.mark.parametrize("build", [rotating, bare, mixed, peaked], ids=lambda build: build.__name__)
+def test_sections_of_one_model(build, target):
+    of = build(target)
+    possible = {key: study for key, study in STUDIES.items() if not study.problems(of)}
+    for section in run([study(of) for study in possible.values()], of):
+        check_whole(section, f"{section.key}_{build.__name__}")
+
+
+def test_sections_of_two_models(target):
+    before, after = target("RoPE"), target("DroPE", layers=["nope"])
+    check_whole(DropStudy(before, after, CURVE, 100).run(), "drop")
+    other = target(
+        "longer",
+        training_length=64,
+        layers=["slow"],
+        encodings={"slow": {"type": "rope", "base": 500.0}},
+    )
+    check_whole(DropStudy(before, other).run(), "drop_of_others")
+    check_whole(OffsetChanges(before, other).run(), "offset_changes")
+    check_whole(OffsetChanges(other, peaked(target)).run(), "offset_changes_of_others")
