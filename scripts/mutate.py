@@ -49,6 +49,8 @@ PARTS = "trainer/", "tests/", "conf/"
 """Of the checkout: what decides what a test calls."""
 Place = tuple[str, int]
 """A function: its file and line."""
+Watched = tuple[dict[str, set[Place]], dict[str, float], set[str]]
+"""Which functions tests call, seconds that they take, and those that fail."""
 
 
 class Watch:
@@ -184,27 +186,24 @@ class Checkout:
             self._know(tests, place / "watched.pickle")
             return
 
-        def job() -> int:
-            watch = Watch()
-            sys.dont_write_bytecode = True
-            if (code := self.pytest([tests], watch)) not in (0, *NO_ERROR):
-                return code
-            kept = {name: seen for name, seen in watch.called.items() if name not in watch.failed}
-            found.write_bytes(pickle.dumps((kept, dict(watch.seconds), watch.failed)))
-            return 0
-
-        said = self.root.parent / "watched.txt"
         before = {path: (path.read_bytes(), path.stat()) for path in self.files()}
         for path, (source, _) in before.items():
             path.write_text(marked(source, str(path.relative_to(self.root))))
         try:
-            code = in_a_child(job, 3600, said)
+            called, seconds, failed = self._watched([tests])
         finally:
             for path, (source, times) in before.items():
                 path.write_bytes(source)
                 os.utime(path, (times.st_atime, times.st_mtime))  # what is compiled stays true
-        if code != 0:
-            sys.exit(f"{tests} cannot be run:\n{said.read_text()[-2000:]}")
+        if failed:  # some as torch.compile meets marks: they count for files that they reached
+            _, again, broken = self._watched(sorted(failed))
+            seconds |= again
+            for name in failed - broken:
+                reached = {file for file, _ in called[name]}
+                called[name] = {p for of in called.values() for p in of if p[0] in reached}
+            failed &= broken
+        called = {name: seen for name, seen in called.items() if name not in failed}
+        found.write_bytes(pickle.dumps((called, seconds, failed)))
         if place is not None:
             unfinished = Path(tempfile.mkdtemp(dir=kept))
             shutil.copytree(os.environ["UNROPE_CACHE"], unfinished / "cache")
@@ -212,6 +211,23 @@ class Checkout:
             with suppress(OSError):  # another run was quicker
                 unfinished.rename(place)
         self._know(tests, found)
+
+    def _watched(self, tests: list[str]) -> Watched:
+        """What these tests call, how long they take, and which fail."""
+        said, found = self.root.parent / "said.txt", self.root.parent / "found.pickle"
+
+        def job() -> int:
+            watch = Watch()
+            sys.dont_write_bytecode = True
+            if (code := self.pytest(tests, watch)) not in (0, *NO_ERROR):
+                return code
+            found.write_bytes(pickle.dumps((dict(watch.called), dict(watch.seconds), watch.failed)))
+            return 0
+
+        if in_a_child(job, 3600, said) != 0:
+            sys.exit(f"{' '.join(tests)} cannot be run:\n{said.read_text()[-2000:]}")
+        watched: Watched = pickle.loads(found.read_bytes())
+        return watched
 
     def fingerprint(self, tests: str) -> str:
         """Of these tests and of all else that may change what they call."""

@@ -57,6 +57,8 @@ def source(base, tmp_path_factory):
     (place / "text.txt").write_text("Three short words.")
     (place / "lines.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(90)))
     (place / "list.json").write_text("[1, 2]")
+    seven = {"long_factor": [2.0] * 7, "short_factor": [1.0] * 7}
+    (place / "seven.json").write_text(json.dumps(seven))
     (place / "empty.txt").touch()
     (place / "broken.py").write_text("1 / 0")
     (place / "others").mkdir()
@@ -125,6 +127,32 @@ def rows(table):
 
 @pytest.mark.parametrize(("line", "said"), rows(words.RUN))
 def test_a_wrong_configuration_of_a_run(source, refused, line, said):
+    assert said in refused(source, line)
+
+
+SHORT = "data.validation=0.0005 positional=nope evaluation.methods=[none,temperature]"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"{SHORT} evaluation.lengths=[1,8]", "evaluation.lengths: the validation text has"),
+        (
+            f"{SHORT} evaluation.lengths=[1,2] evaluation.temperature.lengths=[64]",
+            "evaluation.temperature.lengths: the validation text has",
+        ),
+        (
+            "model.from_run=run data.sequence_length=16 evaluation.lengths=[1,9000]",
+            "window of 288000",
+        ),
+        ("evaluation.tasks=[longbench]", "THUDM/LongBench is not on this machine"),
+        (
+            "evaluation.longrope.factors=seven.json evaluation.methods=[none,longrope]",
+            "expected 16 factors, one for each pair",
+        ),
+    ],
+)
+def test_an_evaluation_that_would_fail_after_training(source, refused, line, said):
     assert said in refused(source, line)
 
 

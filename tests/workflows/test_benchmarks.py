@@ -175,5 +175,5 @@ def test_cropping_reads_the_last_tokens_alone_where_more_may_be_read(publish, ru
 
 
 def test_validation_text_has_to_be_as_long_as_the_factor_asks(publish, run):
-    with pytest.raises(UserError, match=r"evaluation\.factor: the held-out text has"):
+    with pytest.raises(UserError, match=r"evaluation\.factor: the validation text has"):
         run(publish("plain"), methods=["dope"], factor=1000)

@@ -20,12 +20,18 @@ Done = Callable[[int], None]
 
 
 def windows_with_common_ends(
-    stream: TokenStream, count: int, lengths: list[int]
+    stream: TokenStream,
+    count: int,
+    lengths: list[int],
+    *,
+    key: str = "evaluation.lengths",
+    what: str = "held-out",
 ) -> dict[int, Integers]:
     """``[count, length]`` held-out tokens for every length, ending at the same places.
 
     The last tokens of the windows are then the same tokens at every length, read with more or less
-    of what comes before them: losses on them are paired.
+    of what comes before them: losses on them are paired. ``key``: which asks for the longest;
+    ``what``: the text is called.
 
     Raises:
         UserError: the held-out text is shorter than the longest window.
@@ -33,7 +39,7 @@ def windows_with_common_ends(
     longest = max(lengths, default=0)
     if len(stream) < longest:
         raise UserError(
-            f"evaluation.lengths: the held-out text has {len(stream)} tokens, fewer than the "
+            f"{key}: the {what} text has {len(stream)} tokens, fewer than the "
             f"longest window of {longest}; give more text, larger data.validation and data.test, "
             "or shorter lengths."
         )

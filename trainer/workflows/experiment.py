@@ -198,7 +198,7 @@ def _open(
     opened.append(open_corpus(config, ranks.world_size == 1))
     for arm in configs.values():
         check_monitored_text(arm, opened[0])
-    check_evaluated_text(config, opened[0])
+    check_evaluated_text(configs, opened[0])
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():
         lock.acquire(directory)

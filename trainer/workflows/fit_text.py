@@ -73,8 +73,20 @@ def fit_text(
     searched = any("longrope" in one.key.split("+") for one in recipes)
     by_needles = searched and longrope.search == "needles" and longrope.factors is None
     straw = haystack() if by_needles else None
+    longest = max(fitted, default=0)
+    by_temperature = [round(s * C) for s in config.temperature.lengths or ()]
+    if longest in lengths:
+        key = "evaluation.lengths"
+    else:
+        key = "evaluation.temperature.lengths" if longest in by_temperature else f"{KEY}.length"
     return FitText(
-        windows_with_common_ends(corpus.validation, config.fit_windows, sorted(fitted)),
+        windows_with_common_ends(
+            corpus.validation,
+            config.fit_windows,
+            sorted(fitted),
+            key=key,
+            what="validation",
+        ),
         corpus.end_of_text,
         corpus.fingerprint,
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, vocabulary_size
 from trainer.errors import UserError
-from trainer.evaluation.config import LONGBENCH
+from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
+from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import Layout
+from trainer.recalibration.drop import dropped_layout
 from trainer.report.results import STATEMENTS
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
@@ -20,6 +24,10 @@ from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import texts_read
 from trainer.runs.starting_weights import starting_weights
 from trainer.runs.trained_shape import own_checkpoint
+from trainer.training.callbacks.transitions import rescaled_layout
+from trainer.training.module import make_decoder
+from trainer.workflows.fit_text import Prompts, fit_text
+from trainer.workflows.subjects import applicable
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
@@ -45,32 +53,67 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     return corpus
 
 
-def check_evaluated_text(config: RunConfig, corpus: Corpus) -> None:
-    """Whether the run can be evaluated in the end: the test text is as long as the longest length,
-    and a prompt of every task fits the shortest. Of weights that it begins with the training length
-    is known only when they are read, and questions of LongBench may have to be fetched.
+def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
+    """Whether the runs, of which the first is ``main``, can be evaluated in the end: all texts are
+    as long as what is read of them, a prompt of every task fits the shortest length, the benchmarks
+    are there, and methods fit the models that the runs will end with.
 
     Raises:
-        UserError: it cannot.
+        UserError: they cannot.
     """
+    config = configs["main"]
     wanted, share = config.evaluation, config.data.needles.share
-    later = {LONGBENCH} if share else {LONGBENCH, STATEMENTS}
-    tasks = [name for name in wanted.tasks if name not in later]
-    if not wanted.enabled or config.model.is_trained or not tasks:
+    tasks = [name for name in wanted.tasks if share or name != STATEMENTS]
+    if not wanted.enabled or not tasks:
         return
     few = replace(
         wanted,
         tasks=tasks,
         windows=1,
+        fit_windows=1,
         needles=replace(wanted.needles, trials=1),
         ruler=replace(wanted.ruler, trials=1),
+        longbench=replace(wanted.longbench, limit=1),
         many_shot=replace(wanted.many_shot, trials=1),
     )
-    C = config.training_length
+    vocabulary = vocabulary_size(corpus.tokenizer)
+    subjects = [
+        Subject(name, "", arm.model, final_layout(arm, vocabulary), _not_trained_yet)
+        for name, arm in configs.items()
+    ]
+    C = subjects[0].layout.training_length
     lengths = [round(C * factor) for factor in wanted.lengths]
-    held_out = HeldOut(corpus, corpus.test, corpus.end_of_text, share)
-    measured, _ = make_tasks(held_out, few, lengths, C)
+    recipes, _ = applicable(subjects, few)
+    bos = corpus.end_of_text
+    measured, _ = make_tasks(HeldOut(corpus, corpus.test, bos, share), few, lengths, C)
     check_prompts(measured, lengths)
+    used = [recipe for of_one in recipes.values() for recipe in of_one]
+    fit_text(corpus, bos, few, used, lengths, C, Prompts(few.needles, few.many_shot))
+
+
+def final_layout(config: RunConfig, vocabulary: int) -> Layout:
+    """The layout of the model that a run ends with; ``vocabulary``: tokens of its tokenizer.
+
+    Raises:
+        UserError: the weights that it begins with are not there, or damaged.
+    """
+    gone = own_checkpoint(config) is not None
+    start = None if gone else starting_weights(config.model)
+    layout = make_decoder(config, vocabulary, start).layout
+    for phase in phases_of(config):
+        if phase.drop is not None:
+            at_once = replace(phase.drop, anneal_steps=0)
+            size, norm = config.model.head_size, config.model.qk_norm.when == "after_drop"
+            layout = dropped_layout(layout, phase.config.positional, at_once, size, norm)
+        elif phase.rescale is not None:
+            layout = rescaled_layout(layout, phase)
+        longest = max(layout.training_length, phase.config.data.sequence_length)
+        layout = replace(layout, training_length=longest)
+    return layout
+
+
+def _not_trained_yet() -> LanguageModel:
+    raise RuntimeError("nothing is measured before training")
 
 
 def readings(config: RunConfig) -> list[DataConfig]:
