@@ -18,6 +18,7 @@ import compileall
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import pickle
 import random
@@ -252,31 +253,30 @@ class Checkout:
         """The sources of a room, or of all."""
         return sorted((self.root / "trainer" / room).rglob("*.py"))
 
-    def tests_of(self, mutant: Mutant) -> list[str]:
+    def tests_of(self, mutant: Mutant) -> list[list[str]]:
         """The tests that call the function of a change, the quickest first, those of its own room
-        before the others: for a change of none, or of one that is called nowhere here, those that
-        call any of its file, or all."""
+        and then the others: for a change of none, or of one that is called nowhere here, those
+        that call any of its file, or all."""
         place = mutant.file, mutant.function
         names = [name for name, called in self.called.items() if place in called]
         if not names:
             names = [n for n, seen in self.called.items() if any(f == place[0] for f, _ in seen)]
         names = sorted(names or self.called, key=lambda name: self.seconds[name])
-        own = f"tests/{Path(mutant.file).parts[1]}/"
-        chosen = []
-        for group in (
-            [name for name in names if name.startswith(own)],
-            [name for name in names if not name.startswith(own)],
-        ):
-            left = LONGEST
-            for name in group:
-                left -= self.seconds[name]
-                if left > 0 or not chosen:
-                    chosen.append(name)
-        return chosen
+        room = f"tests/{Path(mutant.file).parts[1]}/"
+        own = [name for name in names if name.startswith(room)]
+        others = [name for name in names if not name.startswith(room)]
+        return [self._first(group) for group in (own, others) if group]
+
+    def _first(self, names: list[str]) -> list[str]:
+        """As many as take :data:`LONGEST` together."""
+        ends = itertools.accumulate(self.seconds[name] for name in names)
+        return [name for name, end in zip(names, ends, strict=True) if end < LONGEST] or names[:1]
 
     def notices(self, mutant: Mutant) -> bool:
         """Whether a test fails with this change."""
-        tests = self.tests_of(mutant)
+        return any(self._fails(mutant, tests) for tests in self.tests_of(mutant))
+
+    def _fails(self, mutant: Mutant, tests: list[str]) -> bool:
         path = self.root / mutant.file
         source, times = path.read_bytes(), path.stat()
 

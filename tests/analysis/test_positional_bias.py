@@ -130,9 +130,9 @@ def test_figure_4_the_gap_between_rope_and_nope_opens_at_the_second_layer(shift,
     residual stream are divided by sqrt(2 layers), the first layers see little but the embeddings,
     and the gradients are alike in them."""
     ids = torch.randint(500, (1, 256), generator=torch.Generator().manual_seed(0))
-    rope, nope = (
-        bias_gradients(initialised(name, 0, by_depth), ids, shift) for name in ("rope", "nope")
-    )
+    rope_model, nope_model = (initialised(name, 0, by_depth) for name in ("rope", "nope"))
+    rope, nope = (bias_gradients(model, ids, shift) for model in (rope_model, nope_model))
+    assert not any(block._forward_pre_hooks for block in rope_model.layers)
     for ours, theirs in ((rope.query, nope.query), (rope.key, nope.key)):
         ratio = ours.mean(axis=1) / theirs.mean(axis=1)
         assert ratio[0] == pytest.approx(1, abs=0.05)

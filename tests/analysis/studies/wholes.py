@@ -120,17 +120,24 @@ def _figure(figure):
     for axes in figure.axes:
         titles = [axes.get_title(loc) for loc in ("left", "center", "right")]
         said = [" ".join(filter(None, titles)), axes.get_xlabel(), axes.get_ylabel()]
+        said += [f"log {s}" for s in "xy" if getattr(axes, f"get_{s}scale")() == "log"]
         said += [text.get_text() for text in axes.texts]
         if legend := axes.get_legend():
             said += [text.get_text() for text in legend.get_texts()]
         yield f"  [{' | '.join(filter(None, said))}] {_drawn(axes)}"
+    for label in (figure._supxlabel, figure._supylabel):
+        if label is not None:
+            yield f"  {label.get_text()}"
     for legend in figure.legends:
         yield f"  legend {', '.join(text.get_text() for text in legend.get_texts())}"
 
 
 def _drawn(axes):
     """The number of lines, clouds and images, and a sum of each."""
-    found = [_sum(np.concatenate(line.get_data())) for line in axes.lines]
+    found = []
+    for line in axes.lines:
+        mark = "" if line.get_marker() in (None, "None", "") else f" {line.get_marker()}"
+        found.append(_sum(np.concatenate(line.get_data())) + mark)
     for one in [*axes.collections, *axes.images]:
         data = [] if one.get_array() is None else [one.get_array()]
         data += [one.get_offsets()] if isinstance(one, PathCollection) else []
