@@ -6,7 +6,7 @@ import pytest
 
 from trainer.commands import config_files
 from trainer.commands.config_files import ConfigFiles
-from trainer.commands.help import help_text
+from trainer.commands.help import COLUMN, _two_columns, help_text
 
 FILES = {
     "start": """\
@@ -136,3 +136,10 @@ About it.
 
 {END}"""
     )
+
+
+@pytest.mark.parametrize("length", [COLUMN - 2, COLUMN - 1, COLUMN, COLUMN + 1])
+def test_what_is_said_stands_beside_a_key_that_leaves_two_blanks_and_else_below_it(length):
+    key = "k" * length
+    below = f"{key}\n{' ' * COLUMN}said"
+    assert _two_columns(key, "said") == (f"{key}  said" if length == COLUMN - 2 else below)

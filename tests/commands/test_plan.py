@@ -116,6 +116,11 @@ def test_copies_on_several_gpus_are_never_told_to_be_one_device(capsys, monkeypa
     assert re.search(r"does not fit (strategy=(ddp|fsdp2) |nor does anything)", out)
 
 
+def test_one_gpu_is_planned_for_where_no_more_are_used(capsys):
+    out = said(capsys, "model=nano", "strategy=single", "slurm.gpus_per_node=8")
+    assert "GPUs 1, strategy single" in out
+
+
 def test_what_is_offloaded_is_not_of_the_gpu(capsys):
     words = ["model=llama2_7b", "model.num_hidden_layers=3", "trainer.batch_size=2"]
     words += ["strategy=fsdp2", "slurm.gpus_per_node=2"]
@@ -136,6 +141,10 @@ def test_impossible_requests_are_refused(capsys):
         (["mfu=2"], "mfu: expected a share of the peak above 0 and up to 1, got 2"),
         (["gpu=h1000"], "gpu: got 'h1000'"),
         (["slurm.gpus_per_node=8", "strategy=ddp", "trainer.batch_size=12"], "12 sequences do not"),
+        (
+            ["slurm.nodes=2", "strategy=single"],
+            "'single' uses one GPU, but slurm.nodes is",
+        ),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(["plan", "model=nano", *words])

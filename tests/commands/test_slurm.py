@@ -75,6 +75,98 @@ def test_header_holds_the_settings_and_nothing_that_was_not_set(place):
     assert (place / "slurm_jobs/mine/logs").is_dir()
 
 
+ALL = [
+    *("name=mine", "strategy=ddp", "slurm.gpus_per_node=0", "slurm.nodes=2", "slurm.prepare=2"),
+    *("slurm.cpus_per_task=3", "slurm.mem=9G", "slurm.time=1:00:00", "slurm.partition=p"),
+    *("slurm.account=a", "slurm.qos=q", "slurm.constraint=c", "slurm.exclude=n1"),
+    *("slurm.job_name=other", "slurm.signal_seconds=60", "slurm.max_retries=2"),
+    *("slurm.directory=jobs", "slurm.setup=[module load x]", "slurm.extra=['--nice=5']"),
+    "slurm.prepare_options=['--partition=cpu']",
+]
+SAID = """\
+Each waits for the NUMBER that sbatch prints for the one before; --submit does all.
+Job script: jobs/prepare.sbatch
+Submit it with: sbatch --parsable jobs/prepare.sbatch
+Job script: jobs/finish.sbatch
+Submit it with: sbatch --parsable --dependency=afterany:NUMBER jobs/finish.sbatch
+Job script: jobs/job.sbatch
+Submit it with: sbatch --parsable --dependency=afterok:NUMBER --kill-on-invalid-dep=yes \
+jobs/job.sbatch
+"""
+JOB = """\
+#!/usr/bin/env bash
+#SBATCH --job-name=other
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=3
+#SBATCH --mem=9G
+#SBATCH --time=1:00:00
+#SBATCH --partition=p
+#SBATCH --account=a
+#SBATCH --qos=q
+#SBATCH --constraint=c
+#SBATCH --exclude=n1
+#SBATCH --chdir=PLACE
+#SBATCH --signal=USR1@60
+#SBATCH --open-mode=append
+#SBATCH --output=PLACE/jobs/logs/%x-%j.log
+#SBATCH --requeue
+#SBATCH --nice=5
+
+module load x
+export UNROPE_CACHE=PLACE/cache
+export PYTHONPATH=PLACE/jobs/code/CODE${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONSAFEPATH=1 # a checkout in the working directory does not hide the snapshot
+export UNROPE_LOGS=PLACE/jobs/logs UNROPE_MAX_RETRIES=2
+set -- name=mine strategy=ddp
+
+"""
+PREPARE = """\
+#!/usr/bin/env bash
+#SBATCH --job-name=other-prepare
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=3
+#SBATCH --time=1:00:00
+#SBATCH --account=a
+#SBATCH --chdir=PLACE
+#SBATCH --signal=B:USR1@60
+#SBATCH --open-mode=append
+#SBATCH --output=PLACE/jobs/logs/%x-%A_%a.log
+#SBATCH --requeue
+#SBATCH --partition=cpu
+#SBATCH --array=1-2
+
+module load x
+export UNROPE_CACHE=PLACE/cache
+export PYTHONPATH=PLACE/jobs/code/CODE${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONSAFEPATH=1 # a checkout in the working directory does not hide the snapshot
+
+# The time limit is not the end: the job is started again, and goes on behind the last whole shard.
+trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
+"${UNROPE_PYTHON:-python}" -m trainer prepare name=mine strategy=ddp \
+prepare.part="$SLURM_ARRAY_TASK_ID/2" &
+work=$!
+while kill -0 "$work" 2>/dev/null; do wait "$work" || true; done # a trapped signal ends `wait`
+wait "$work"
+"""
+
+
+def test_a_job_with_every_setting_is_this(place, monkeypatch, capsys):
+    monkeypatch.setenv("UNROPE_CACHE", str(place / "cache"))
+    run_command(COMMAND, ALL)
+    assert capsys.readouterr().out == SAID
+    job, prepare, finish = (
+        re.sub("code/[0-9a-f]{12}", "code/CODE", path.read_text().replace(str(place), "PLACE"))
+        for path in (place / "jobs" / f"{n}.sbatch" for n in ("job", "prepare", "finish"))
+    )
+    assert job.startswith(JOB)
+    assert prepare == PREPARE
+    assert finish == PREPARE.replace("other-prepare", "other-finish").replace(
+        "%x-%A_%a.log", "%x-%j.log"
+    ).replace("#SBATCH --array=1-2\n", "").replace(' prepare.part="$SLURM_ARRAY_TASK_ID/2"', "")
+
+
 def test_without_gpus_none_are_asked_for():
     assert not [o for o in options(script("slurm.gpus_per_node=0")) if o.startswith("--gpu")]
 

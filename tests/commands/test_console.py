@@ -1,0 +1,112 @@
+"""What the program prints of a run, as a whole, and where its log goes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from rich.logging import RichHandler
+
+from tests.report.described import check_text
+from tests.report.examples import report
+from trainer.commands import console
+from trainer.report.results import Arm, Change, Drop, Observation
+
+LONG = Change(1000, "phase 'long' [of all]", 4096, 4.25, 4.5, 3.125)
+DROPPED = Change(500, "dropped", 64, 3.0, 5.0, 3.5)
+WHOLE = replace(
+    report(
+        arms=(
+            Arm("RoPE", "rope", 10, 2000, 64_000, changes=(DROPPED, LONG), skipped=9),
+            Arm("NoPE", "nope", 10, 2000, 64_000, changes=(replace(DROPPED, loss_end=None),)),
+        )
+    ),
+    drop=Drop(500, 3.0, 5.0, 3.5),
+    notes=("One [of two] was left out.",),
+    observations=(
+        Observation("A wins", "a paper", True, "50% against 10%."),
+        Observation("B wins", "a paper", False, "10% against 50%."),
+    ),
+)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A function that puts a terminal of some width, or a file, where tables go; what is said."""
+    shown = StringIO()
+
+    def make(width, is_terminal=True):
+        out = Console(file=shown, width=width, force_terminal=is_terminal, color_system=None)
+        monkeypatch.setattr(console, "Console", lambda **_: out)
+        return shown
+
+    return make
+
+
+def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
+    shown = terminal(200)
+    console.print_report(WHOLE, "runs/x", existing=True)
+    check_text(
+        shown.getvalue(),
+        """
+        Drop after step 500: held-out loss 3.000 before, 5.000 just after, 3.500 at the end of
+        recalibration.
+        RoPE, after step 1000: phase 'long' [of all]; held-out loss at 4,096 tokens 4.250 before, then 4.500
+        to 3.125.
+        NoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before, then 5.000 to ?.
+        Warning: RoPE: 9 of 2,000 updates were left out, because their loss or gradient was not finite.
+        shown: A wins (a paper)
+        not shown: B wins (a paper)
+            10% against 50%.
+        Note: One [of two] was left out.
+        This run was finished before; nothing was trained. overwrite=true starts again.
+        Report: runs/x/report.html
+        """,  # noqa: E501
+    )
+
+
+def test_changes_of_the_run_itself_are_told_where_it_has_no_drop(terminal):
+    shown = terminal(200)
+    console.print_report(replace(WHOLE, drop=None), "runs/x", existing=False)
+    said = " ".join(shown.getvalue().split())
+    assert "Drop after" not in said
+    assert "finished before" not in said
+    assert "RoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before" in said
+
+
+@pytest.mark.parametrize(
+    ("width", "is_terminal", "wide"),
+    [(80, True, 80), (200, True, 100), (80, False, 100), (200, False, 100)],
+)
+def test_tables_have_a_hundred_columns_but_in_a_narrow_terminal(terminal, width, is_terminal, wide):
+    terminal(width, is_terminal)
+    assert console.report_console().width == wide
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_log_is_shown_once_and_that_of_libraries_only_where_they_fail(monkeypatch, is_terminal):
+    shown = StringIO()
+    out = Console(file=shown, width=60, force_terminal=is_terminal, color_system=None)
+    monkeypatch.setattr(console, "console", out)
+    logger, quiet = logging.getLogger("trainer"), logging.getLogger("huggingface_hub")
+    monkeypatch.setattr(quiet, "level", logging.DEBUG)
+    console.set_up_console()
+    console.set_up_console()
+    assert [type(handler) for handler in logger.handlers] == [RichHandler]
+    assert not logger.propagate
+    assert quiet.level == logging.ERROR
+    assert out.width == (60 if is_terminal else 100)
+    said = "Of a step, " * 7
+    logger.info(said)
+    logger.debug("no")
+    first = shown.getvalue().splitlines()[0]
+    assert first.startswith("Of a step, Of a step, ")  # no time, no level, no path
+    assert len(first.rstrip()) <= out.width
+    console.set_up_console(quiet=True)
+    logger.info("Not of this rank")
+    logger.error("Of any rank")
+    assert "Not of this rank" not in shown.getvalue()
+    assert "Of any rank" in shown.getvalue()
