@@ -11,12 +11,19 @@ import pytest
 
 from trainer.commands.console import print_report
 from trainer.commands.exit_codes import exit_codes
-from trainer.errors import PreemptedError
+from trainer.errors import PreemptedError, TransientError, UserError
 from trainer.report.results import Observation, Report
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a")
 ENDS = {
     "full disk": (FULL, 2, "error: 'runs/a': No space left on device.\n"),
+    "interrupted": (
+        KeyboardInterrupt(),
+        130,
+        "Interrupted; the same command goes on from what was",
+    ),
+    "a mistake": (UserError("a: wrong.", "b: too."), 2, "error: a: wrong.\nerror: b: too.\n"),
+    "a disk": (OSError(errno.EIO, "Broken"), 2, "error: Broken.\n"),
     "closed pipe": (BrokenPipeError(), 141, ""),
     "kept": (PreemptedError("Stopped."), 85, "Stopped. The same command goes on from there."),
     "lost": (PreemptedError("Stopped.", False), 143, "Stopped. The same command begins anew."),
@@ -38,6 +45,37 @@ def test_a_terminal_that_lacks_a_character_gets_another(monkeypatch):
     with exit_codes():
         print("8×")
     assert stream.buffer.getvalue() == b"8?\n"
+
+
+@pytest.mark.parametrize("error", [ConnectionError(1, "lost"), TimeoutError(1, "late")])
+def test_ranks_that_lost_each_other_have_their_traceback(error):
+    with pytest.raises(type(error)), exit_codes():
+        raise error
+
+
+@pytest.mark.parametrize("error", [UserError("a"), TransientError("a")])
+def test_only_what_would_fail_again_keeps_a_job_from_being_started_again(
+    tmp_path, monkeypatch, error
+):
+    mark = tmp_path / "mistake"
+    monkeypatch.setenv("UNROPE_MISTAKE_FILE", str(mark))
+    with pytest.raises(SystemExit), exit_codes():
+        raise error
+    assert mark.exists() == (not isinstance(error, TransientError))
+
+
+def test_a_standard_error_that_is_gone_changes_no_exit_code(monkeypatch):
+    class Gone(io.TextIOBase):
+        def write(self, text):
+            raise OSError(errno.EPIPE, "gone")
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with pytest.raises(SystemExit) as stop, exit_codes():
+        raise UserError("a")
+    assert stop.value.code == 2
 
 
 def test_a_mistake_of_the_program_has_its_traceback():

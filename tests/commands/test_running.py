@@ -146,9 +146,16 @@ def test_without_a_word_nothing_is_trained(capsys, place):
         main([])
     said = capsys.readouterr().err
     assert stop.value.code == 2
-    assert said.startswith("error: name an experiment")
-    assert "+experiment=drope_demo" in said
-    assert "rope, 3 layers of width 64, 1,000 steps of 32 x 64 tokens of stdlib_docs" in said
+    assert (
+        said
+        == """\
+error: name an experiment, or say what a run of your own is:
+  python -m trainer +experiment=drope_demo  RoPE, its drop and two controls: minutes on two cores
+  python -m trainer name=run                the defaults alone, in runs/run, without a drop:
+        rope, 3 layers of width 64, 1,000 steps of 32 x 64 tokens of stdlib_docs
+  python -m trainer --help                  experiments, commands, groups and keys
+"""
+    )
     assert not list(place.iterdir())
 
 
@@ -255,3 +262,24 @@ def test_help_and_requests_need_neither_torch_nor_lightning():
     modules += [f"trainer.workflows.{name}" for name in requests]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gpu", "told"),
+    [(10**9 + 1, False, True), (10**9, False, False), (10**10, True, False)],
+)
+def test_who_lacks_published_weights_hears_what_else_is_missing_and_what_shows_the_same(
+    capsys, place, monkeypatch, tokens, gpu, told
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as stop:
+        main(["+experiment=drope_smollm", f"trainer.max_tokens={tokens}"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    begins = ["model weights 'HuggingFaceTB/SmolLM-360M' are not on this machine", "data: "]
+    begins.insert(1, "experiment: on any machine +experiment=drope_smollm2_135m_local drops")
+    begins[1:1] = [f"trainer.max_tokens: {tokens:,} tokens take GPUs, and torch"] if told else []
+    assert [line[: len(start) + 7] for line, start in zip(said, begins, strict=True)] == [
+        f"error: {start}" for start in begins
+    ]

@@ -405,3 +405,17 @@ def test_what_the_job_will_need_is_printed_with_it(capsys):
     assert out.index("GPU-hours") < out.index("Submit it with: sbatch")
     run_command(COMMAND, ["slurm.gpus_per_node=0"])
     assert "GPU-hours" not in capsys.readouterr().out
+
+
+def test_a_job_is_written_where_its_plan_cannot_be_made(monkeypatch, capsys):
+    def refuse(request):
+        raise UserError("The vocabulary is not known.", "Nor is the text.")
+
+    monkeypatch.setattr("trainer.commands.plan.print_plan", refuse)
+    script("name=mine", name="mine")
+    said = capsys.readouterr().out.splitlines()
+    assert said[-3:] == [
+        "No plan: The vocabulary is not known. Nor is the text.",
+        "Job script: slurm_jobs/mine/job.sbatch",
+        "Submit it with: sbatch --parsable slurm_jobs/mine/job.sbatch",
+    ]
