@@ -40,7 +40,7 @@ import pytest
 from mutations import SEEN, Mutant, marked, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
-LONGEST = 45.0
+LONGEST = 45.0, 15.0
 """Seconds, by the clock of the first run, that a room's own tests of one change take together, and
 those of other rooms."""
 PRELOADED = "torch", "lightning", "transformers", "hypothesis", "matplotlib.pyplot", "tokenizers"
@@ -265,12 +265,13 @@ class Checkout:
         room = f"tests/{Path(mutant.file).parts[1]}/"
         own = [name for name in names if name.startswith(room)]
         others = [name for name in names if not name.startswith(room)]
-        return [self._first(group) for group in (own, others) if group]
+        groups = zip((own, others), LONGEST, strict=True)
+        return [self._first(group, seconds) for group, seconds in groups if group]
 
-    def _first(self, names: list[str]) -> list[str]:
-        """As many as take :data:`LONGEST` together."""
+    def _first(self, names: list[str], seconds: float) -> list[str]:
+        """As many as take so long together."""
         ends = itertools.accumulate(self.seconds[name] for name in names)
-        return [name for name, end in zip(names, ends, strict=True) if end < LONGEST] or names[:1]
+        return [name for name, end in zip(names, ends, strict=True) if end < seconds] or names[:1]
 
     def notices(self, mutant: Mutant) -> bool:
         """Whether a test fails with this change."""

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -177,15 +178,19 @@ def test_links_are_followed_and_a_file_counts_once(tmp_path, monkeypatch):
     (tmp_path / "texts" / "a.txt").symlink_to(tmp_path / "blobs" / "x")
     (tmp_path / "texts" / "deep" / "b.txt").symlink_to(tmp_path / "blobs" / "y")
     (tmp_path / "texts" / "deep" / "round").symlink_to(tmp_path / "texts")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "c.txt").write_text("x")
+    (tmp_path / "texts" / "linked").symlink_to(tmp_path / "far")
     monkeypatch.chdir(tmp_path)
     for patterns in (
         ["texts"],
-        ["texts/*.txt", "texts/deep/*.txt"],
+        ["texts/*.txt", "texts/deep/*.txt", "texts/linked"],
         ["texts", "./texts/a.txt", str(tmp_path / "texts")],
     ):
         found = find_files(patterns, "data.files")
-        assert [file.name for file in found] == ["a.txt", "deep/b.txt"], patterns
-        assert [file.size for file in found] == [1, 1]
+        names = [Path(file.name).name for file in found]
+        assert names == ["a.txt", "b.txt", "c.txt"], patterns
+        assert [file.size for file in found] == [1, 1, 1]
 
 
 def test_what_cannot_be_read_in_a_directory_is_an_error_not_less_text(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
@@ -26,7 +27,11 @@ PROMPTS = Prompts()
 @pytest.fixture(scope="module")
 def haystack():
     text = " ".join(f"Sentence {i} of a text that says {i * i}." for i in range(400))
-    return Haystack(train_tokenizer([], 257, []), [text], (BOS,))
+    tokenizer = train_tokenizer([], 257, [])
+    # Every text begins with the token once, though the tokenizer would add another.
+    name = tokenizer.id_to_token(BOS)
+    tokenizer.post_processor = TemplateProcessing(f"{name} $A", special_tokens=[(name, BOS)])
+    return Haystack(tokenizer, [text], (BOS,))
 
 
 def texts(haystack, length, *, prompts=PROMPTS, **choice):
@@ -100,7 +105,7 @@ def test_of_running_text_windows_are_read(haystack, tmp_path):
     file = tmp_path / "book.txt"
     file.write_text("".join(chr(97 + i % 26) for i in range(100)))
     found = texts(haystack, 31, text="file", file=str(file), texts=3)
-    ids = np.array(haystack.tokenizer.encode(file.read_text()).ids)
+    ids = np.array(haystack.tokenizer.encode(file.read_text(), add_special_tokens=False).ids)
     expected = [[BOS, *ids[start : start + 30]] for start in (0, 35, 70)]
     assert found.tolist() == expected
     with pytest.raises(UserError, match=r"evaluation.choice.length: .* has 100 tokens, fewer"):
