@@ -143,3 +143,7 @@ def test_what_is_said_stands_beside_a_key_that_leaves_two_blanks_and_else_below_
     key = "k" * length
     below = f"{key}\n{' ' * COLUMN}said"
     assert _two_columns(key, "said") == (f"{key}  said" if length == COLUMN - 2 else below)
+
+
+def test_a_word_that_is_longer_than_a_line_is_not_broken():
+    assert _two_columns("k" * 130, "said").split("\n")[0] == "k" * 130

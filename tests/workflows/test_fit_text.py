@@ -117,9 +117,8 @@ def test_a_length_that_does_not_fit_a_task_names_the_key(haystack):
         texts(haystack, 20, text="standard")
 
 
-def test_texts_for_a_search_by_needles_are_of_validation_text_beyond_the_training_length(
-    tiny_decoder, tmp_path
-):
+@pytest.fixture
+def corpus(tmp_path):
     lines = [f"Line {i} says {i * i}." for i in range(2000)]
     (tmp_path / "a.txt").write_text("\n\n".join(lines))
     data = DataConfig(
@@ -129,7 +128,24 @@ def test_texts_for_a_search_by_needles_are_of_validation_text_beyond_the_trainin
         validation=0.5,
         cache_dir=str(tmp_path / "cache"),
     )
-    corpus = prepare_corpus(data, TokenizerConfig(vocab_size=300))
+    return prepare_corpus(data, TokenizerConfig(vocab_size=300))
+
+
+@pytest.mark.parametrize(("method", "length"), [("dope", None), ("dope", 20), ("pi", None)])
+def test_texts_are_made_for_what_is_chosen_on_them_alone(tiny_decoder, corpus, method, length):
+    """At the lengths that are evaluated, or at the one that is given."""
+    choice = ChoiceSettings(text="standard", texts=2, length=length)
+    config = EvaluationConfig(choice=choice, fit_windows=2)
+    recipes = [recipe(method, tiny_decoder().layout, config)]
+    found = fit_text(corpus, corpus.end_of_text, config, recipes, [320, 640], 32)
+    at = [640] if length else [320, 640]
+    shapes = None if found.choice is None else {n: x.shape[0] for n, x in found.choice.items()}
+    assert shapes == (dict.fromkeys(at, 2) if method == "dope" else None)
+
+
+def test_texts_for_a_search_by_needles_are_of_validation_text_beyond_the_training_length(
+    tiny_decoder, corpus
+):
     validation = " ".join(corpus.documents(corpus.validation, 1 << 20))
     layout = tiny_decoder().layout
 

@@ -126,3 +126,8 @@ def test_phases_share_the_steps_and_keep_how_they_differ(tmp_path):
     }
     assert "data.sequence_length" not in found
     assert (found["model.num_hidden_layers"], found["model.head_dim"]) == (2, 16)
+
+
+def test_a_single_phase_has_all_the_steps(tmp_path):
+    found = changes({"phases": {"only": {"steps": 100}}}, tmp_path)
+    assert found["phases.only.steps"] == found["trainer.max_steps"] == 24
