@@ -44,7 +44,8 @@ BUDGETS = {
     "+evaluation=extension": [*LENGTHS, "evaluation.lengths=[1,2]"],
     "evaluate": LENGTHS,
     "+experiment=drope_smollm2_135m_local": [
-        *TRAIN, "data.sequence_length=32", "trainer.max_steps=2",
+        *TRAIN, "data=files", "data.files=[my_text.txt]", "data.sequence_length=32",
+        "trainer.max_steps=2",
     ],
 }  # fmt: skip
 """What is added to a command that holds the word; of several words to the first."""
@@ -54,7 +55,7 @@ TRAINED = ["evaluation.enabled=false"]
 """Runs of another name are evaluated only by commands that do so."""
 BENCHMARK = [
     "--precision=fp32", "--vocab=64", "--length=64", "--warmup=0", "--repeats=1", "--no-compiled",
-    "--no-memory", "--threads=1",
+    "--no-memory", "--threads=1", "--variants", "ours", "hf",
 ]  # fmt: skip
 SCRIPTS = {
     "scripts/benchmark_training.py": BENCHMARK,
@@ -106,7 +107,7 @@ def test_every_page_shows_commands():
 def place(tmp_path_factory):
     """A directory with the files and the run that commands refer to, and the commands that ran."""
     directory = tmp_path_factory.mktemp("reader")
-    lines = (f"Line number {i} of one's own.\n" * 10 for i in range(9000))
+    lines = (f"Line number {i} of one's own.\n" * 10 for i in range(3000))
     (directory / "my_text.txt").write_text("".join(lines))
     (directory / "scripts").symlink_to(ROOT / "scripts")
     callback = re.search(
