@@ -7,13 +7,15 @@ import shutil
 import pytest
 
 from tests.model.test_decoder import published
-from trainer.commands import evaluate
+from tests.report.described import check_text
+from trainer.commands import benchmarks, evaluate
 from trainer.commands.benchmarks import table
 from trainer.commands.running import run_command
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
 from trainer.evaluation.benchmarks import Score, Scored
 from trainer.workflows import evaluation_request
+from trainer.workflows.benchmarks import Benchmarks
 
 
 @pytest.fixture
@@ -115,6 +117,43 @@ def test_a_missing_package_is_named(place, monkeypatch):
         run_command(
             evaluate.COMMAND, ["checkpoint=model", "+evaluation=harness", "evaluation.tasks=[piqa]"]
         )
+
+
+def test_tables_of_four_columns_and_what_is_said_below_them(monkeypatch, capsys):
+    pairs = (("piqa", "acc", 0.5), ("piqa", "acc_norm", 0.25), ("arc_[x]", "ppl", 12.0))
+    scored = [
+        Scored(
+            f"model {i}", "none", "as is", f"of [model {i}]", [Score(*p, 0.01, 26) for p in pairs]
+        )
+        for i in range(benchmarks.COLUMNS + 1)
+    ]
+    found = Benchmarks(scored, ["One [of two] was left out."])
+    monkeypatch.setattr(benchmarks, "run_benchmarks", lambda *_: (found, "out/scores.json"))
+    benchmarks.show(None, "scores")
+    check_text(
+        capsys.readouterr().out.lstrip(),
+        """
+        task     metric    questions         model 0         model 1         model 2         model 3
+         ────────────────────────────────────────────────────────────────────────────────────────────
+         piqa     acc              26   0.500 ± 0.010   0.500 ± 0.010   0.500 ± 0.010   0.500 ± 0.010
+                  acc_norm         26   0.250 ± 0.010   0.250 ± 0.010   0.250 ± 0.010   0.250 ± 0.010
+
+         arc_[x]  ppl              26  12.000 ± 0.010  12.000 ± 0.010  12.000 ± 0.010  12.000 ± 0.010
+
+
+         task     metric    questions         model 4
+         ────────────────────────────────────────────
+         piqa     acc              26   0.500 ± 0.010
+                  acc_norm         26   0.250 ± 0.010
+
+         arc_[x]  ppl              26  12.000 ± 0.010
+
+        ↑ and ↓: other than the model as is, or than the first model, on the same questions, p < 0.05 by the
+        sign test.
+        Note: One [of two] was left out.
+        Numbers: out/scores.json
+        """,  # noqa: E501
+    )
 
 
 def test_a_row_for_every_metric_and_a_column_for_every_model():

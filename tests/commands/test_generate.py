@@ -1,5 +1,7 @@
 """The generate command writes what the model does, and says what is wrong with a request."""
 
+import io
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,3 +147,22 @@ def test_a_temperature_that_was_fitted_for_the_checkpoint_is_used(say, model, tm
     assert "logits times 1 + 0.5 ln(n / 32) beyond" in said.err
     (spectrum,) = model.layout.spectra
     assert spectrum.temperature.coefficient == 0.5
+
+
+def test_a_text_is_seen_while_it_grows(say, monkeypatch):
+    class Terminal(io.StringIO):
+        seen = 0
+
+        def flush(self):
+            self.seen = len(self.getvalue())
+
+        def write(self, text):
+            if text.strip():
+                assert self.seen == len(self.getvalue()), "more is said before this was seen"
+                pieces.append(text)
+            return super().write(text)
+
+    pieces = []
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    say("prompt=the text")
+    assert len(pieces) > 5

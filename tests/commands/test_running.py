@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from trainer.__main__ import main
-from trainer.commands import COMMANDS, analyze, evaluate, export, train
+from trainer.commands import COMMANDS, analyze, evaluate, export, hydra_main, train
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.running import run_command
 from trainer.errors import UserError
@@ -283,3 +284,90 @@ def test_who_lacks_published_weights_hears_what_else_is_missing_and_what_shows_t
     assert [line[: len(start) + 7] for line, start in zip(said, begins, strict=True)] == [
         f"error: {start}" for start in begins
     ]
+
+
+def test_an_evaluation_that_no_run_ends_with_hides_no_other_mistake(capsys, place):
+    with pytest.raises(SystemExit) as stop:
+        main(["+evaluation=multiple_choice", "optimizer.lr=-1", "name=a/b"])
+    assert stop.value.code == 2
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.endswith(
+        "'multiple_choice' is for the evaluate command, not for the end of a run."
+    )
+    assert sorted(line.split(":")[1].strip() for line in others) == ["name", "optimizer.lr"]
+
+
+class BegunError(Exception):
+    """The work would have begun."""
+
+
+WORK = {
+    "analyze": ("analyze.analyze", logging.INFO),
+    "train": ("experiment.run_experiment", logging.INFO),
+    "drill": ("drill.drill", logging.CRITICAL),
+    "evaluate": ("evaluate.evaluate_lengths", logging.INFO),
+    "export": ("export.export_checkpoint", logging.INFO),
+    "inspect": ("inspect_step.inspect_step", logging.INFO),
+    "plan": ("plan.plan", logging.ERROR),
+    "prepare": ("prepare.prepare", logging.INFO),
+}
+NEEDED = {
+    "analyze": ["checkpoint=x", "+analysis=all"],
+    "evaluate": ["checkpoint=x"],
+    "export": ["checkpoint=x", "to=out"],
+    "inspect": ["checkpoint=x", "step=1"],
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_what_the_program_tells_of_its_work_is_shown_while_it_works(name, monkeypatch):
+    """But by those that print all they find."""
+    logger = logging.getLogger("trainer")
+
+    def work(*_):
+        seen.append((logger.level, len(logger.handlers)))
+        raise BegunError
+
+    seen = []
+    work_of, level = WORK[name]
+    monkeypatch.setattr(f"trainer.workflows.{work_of}", work)
+    with pytest.raises(BegunError):
+        run_command(MODULES[name].COMMAND, NEEDED.get(name, ["seed=1"]))
+    assert seen == [(level, 1)]
+
+
+@pytest.mark.parametrize("outcome", [None, ("a report", True), ("a report", False)])
+def test_a_run_is_reported_on_its_first_rank_alone(monkeypatch, outcome):
+    printed = []
+    monkeypatch.setattr("trainer.workflows.experiment.run_experiment", lambda config: outcome)
+    monkeypatch.setattr("trainer.commands.console.print_report", lambda *told: printed.append(told))
+    run_command(train.COMMAND, ["name=mine"])
+    assert printed == ([] if outcome is None else [(outcome[0], "runs/mine", outcome[1])])
+
+
+@pytest.mark.parametrize(("jobs", "compared"), [("seed=0", 0), ("seed=0,1", 1), ("seed=0,1,2", 1)])
+def test_runs_of_a_sweep_are_compared_where_there_are_several(monkeypatch, jobs, compared):
+    places = []
+    command = replace(train.COMMAND, execute=lambda named: None, together=places.append)
+    monkeypatch.setattr(train, "COMMAND", command)
+    run_command(command, ["--multirun", jobs, "name=a_${seed}"])
+    assert len(places) == compared
+
+
+@pytest.mark.parametrize(
+    ("outputs", "settings"),
+    [
+        (
+            {"a": ["model=nano", "seed=0", "name=a"], "b": ["model=nano", "seed=1", "name=b"]},
+            [{"seed": "0"}, {"seed": "1"}],
+        ),
+        (
+            {"a": ["+x=1", "run_dir=a"], "b": ["+x=1", "run_dir=b"]},
+            [{"run_dir": "a"}, {"run_dir": "b"}],
+        ),
+    ],
+)
+def test_a_run_of_a_sweep_is_known_by_the_words_that_differ(outputs, settings):
+    assert [(one.run_dir, one.settings) for one in hydra_main._swept(outputs)] == list(
+        zip("ab", settings, strict=True)
+    )

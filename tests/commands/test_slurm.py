@@ -161,6 +161,8 @@ def test_a_job_with_every_setting_is_this(place, monkeypatch, capsys):
         for path in (place / "jobs" / f"{n}.sbatch" for n in ("job", "prepare", "finish"))
     )
     assert job.startswith(JOB)
+    kept = yaml.safe_load((place / "jobs/config.yaml").read_text())
+    assert list(kept)[:2] == ["name", "label"]  # in the order of the configuration
     assert prepare == PREPARE
     assert finish == PREPARE.replace("other-prepare", "other-finish").replace(
         "%x-%A_%a.log", "%x-%j.log"

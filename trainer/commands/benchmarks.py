@@ -56,7 +56,7 @@ def table(shown: Sequence[Scored], scored: Sequence[Scored]) -> Table:
         task = score.task if score.task != previous else ""
         previous = score.task
         cells = map(_cell, row, changed)
-        made.add_row(task, score.metric, str(score.questions), *cells)
+        made.add_row(escape(task), escape(score.metric), str(score.questions), *cells)
     return made
 
 
