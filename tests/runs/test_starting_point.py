@@ -16,7 +16,7 @@ from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
 from trainer.runs.checkpoints import read_state, regular_checkpoints, step_of
 from trainer.runs.config import RunConfig
-from trainer.runs.metrics_file import read_metrics
+from trainer.runs.metrics_file import append_metrics, read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import (
@@ -53,6 +53,14 @@ def test_a_new_run_begins_from_nothing(tmp_path):
     start = starting_point(config, None)
     assert (start.checkpoint, start.state, start.step) == (None, {}, 0)
     assert (tmp_path / "new" / "checkpoints").is_dir()
+    assert read_metrics(tmp_path / "new" / "metrics.csv") == []
+
+
+def test_a_run_without_a_checkpoint_begins_its_metrics_anew(tmp_path):
+    config = RunConfig(run_dir=str(tmp_path / "new"))
+    starting_point(config, None)
+    append_metrics(tmp_path / "new" / "metrics.csv", {"step": 1, "loss": 2.0})
+    starting_point(config, None)
     assert read_metrics(tmp_path / "new" / "metrics.csv") == []
 
 

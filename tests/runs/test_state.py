@@ -61,6 +61,9 @@ def test_what_was_saved_comes_back_into_a_model_and_an_optimizer(trained, tiny_d
         assert torch.equal(after[name], value), name
         assert after[name].dtype == value.dtype
     assert all(p.requires_grad for p in model.parameters())
+    of_optimizer = [x for of in optimizer.state.values() for x in of.values()]
+    assert of_optimizer
+    assert not any(x.requires_grad for x in of_optimizer)
 
 
 def test_a_checkpoint_without_a_state_of_generators_leaves_them(trained, tiny_decoder, tmp_path):

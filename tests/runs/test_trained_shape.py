@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -39,6 +39,8 @@ def test_it_goes_on_from_its_own_checkpoint_where_the_other_run_has_gone(begun):
     shutil.rmtree(place / "other")
     again = parse(RunConfig, values)
     assert asdict(again) == asdict(config)
+    other = parse(RunConfig, merged(values, {"model": {"attention_backend": "sdpa"}}))
+    assert other.model == replace(config.model, attention_backend="sdpa")
     open_run_directory(again)
     train(again, open_corpus(again))
     assert_same_state(checkpoint_of(again), place / "end")
