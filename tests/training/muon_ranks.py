@@ -1,4 +1,4 @@
-"""Ranks that orthogonalise sharded matrices: ``torchrun --nproc-per-node=3 muon_ranks.py``."""
+"""Ranks that orthogonalise sharded matrices and copies: ``torchrun --nproc-per-node=3 muon_ranks.py``."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,4 +16,6 @@ for count in (3, 2, 1):  # as many as ranks, and fewer
     shards = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in whole[:count]]
     for matrix, update in zip(whole, orthogonal(shards, ranks_of(shards[0])), strict=False):
         print(torch.equal(update.full_tensor(), newton_schulz(matrix)))
+    for matrix, update in zip(whole, orthogonal(whole[:count], ranks_of(whole[0])), strict=False):
+        print(torch.equal(update, newton_schulz(matrix)))
 shutdown_distributed()
