@@ -1,4 +1,4 @@
-"""Ranks that orthogonalise sharded matrices and copies: ``torchrun --nproc-per-node=3 muon_ranks.py``."""
+"""Ranks that orthogonalise matrices: ``torchrun --nproc-per-node=3 muon_ranks.py``."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
