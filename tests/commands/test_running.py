@@ -236,6 +236,8 @@ def test_two_jobs_do_not_write_one_directory(done):
     assert problem.startswith("--multirun: several jobs would write 'runs/a'; let its name hold")
     run_command(train.COMMAND, ["--multirun", "seed=0,1", "name=a_${seed}"])
     assert [job.request.seed for job in done] == [0, 1]
+    # By which settings are told of that do nothing, as in a single run.
+    assert [job.words[0] for job in done] == ["seed=0", "seed=1"]
 
 
 def test_multirun_names_a_launcher_that_is_not_there(done, place):

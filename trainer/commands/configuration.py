@@ -70,7 +70,8 @@ class Composed:
     @staticmethod
     def from_hydra(config: DictConfig) -> Composed:
         """The configuration that Hydra hands to a job."""
-        return Composed(_plain(config), dict(HydraConfig.get().runtime.choices))
+        job = HydraConfig.get()
+        return Composed(_plain(config), dict(job.runtime.choices), (), tuple(job.overrides.task))
 
 
 def compose_words(
