@@ -139,6 +139,14 @@ def test_one_micro_batch_that_finds_gradients_needs_what_the_second_does():
     assert sum(memory_of(config, ranks).values()) == pytest.approx(expected, rel=1e-4)
 
 
+def test_one_micro_batch_finds_no_gradients_where_there_is_no_other():
+    """Whole ones of several micro-batches are kept until the last; of one they never are."""
+    of_one, of_two = (
+        memory_of(*described(f"fsdp2 x4 full, 2 of {batch} once")) for batch in (2, 4)
+    )
+    assert sum(of_one.values()) < 0.95 * sum(of_two.values())
+
+
 def test_what_was_pretended_is_forgotten(tiny_decoder):
     """Tables of rotations are kept from one forward pass to the next."""
     model, ids = tiny_decoder(), torch.arange(8)[None]
