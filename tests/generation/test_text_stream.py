@@ -103,6 +103,9 @@ def test_behind_bytes_that_are_no_text_characters_come_as_they_did():
     tokens = [215, 160, 251, 165, 135, 261, 199, 161, 177, 215]
     pieces = streamed(BYTE_FALLBACK, tokens)
     assert pieces == ["", "נ", "", "", "", "���t", "", "ǡ", "", "", "���"]
+    # And once more, at once.
+    again = streamed(BYTE_FALLBACK, [*tokens[:6], *tokens[2:6]])
+    assert again == ["", "נ", "", "", "", "���t", "", "", "", "���t", ""]
 
 
 def test_special_tokens_are_left_out_wherever_they_come():

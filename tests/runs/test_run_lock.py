@@ -150,6 +150,7 @@ def test_whoever_trains_gives_signs_of_life_and_ends_when_another_took_over(
     first.acquire(tmp_path)
     silent_for(tmp_path, 1000)
     wait_until(lambda: time.time() - (tmp_path / ".lock").stat().st_mtime < 500)
+    assert not codes
     other = {"process": 1, "host": "gpu08", "job": None}
     (tmp_path / ".lock").write_text(json.dumps(other))
     wait_until(lambda: codes)
