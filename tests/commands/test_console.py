@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from tests.report.described import check_text
-from tests.report.examples import report
+from tests.report.examples import cell, report
 from trainer.commands import console
 from trainer.report.results import Arm, Change, Drop, Observation
+from trainer.report.text import terminal_tables
 
 LONG = Change(1000, "phase 'long' [of all]", 4096, 4.25, 4.5, 3.125)
 DROPPED = Change(500, "dropped", 64, 3.0, 5.0, 3.5)
@@ -75,6 +76,16 @@ def test_changes_of_the_run_itself_are_told_where_it_has_no_drop(terminal):
     assert "Drop after" not in said
     assert "finished before" not in said
     assert "RoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before" in said
+
+
+def test_the_tables_of_what_was_measured_come_first(terminal):
+    shown = terminal(80)
+    measured = report(cell([0.25, 0.75]), cell([0.5, 1.0], model="NoPE"))
+    console.print_report(measured, "runs/x", existing=False)
+    expected = StringIO()
+    Console(file=expected, width=80, color_system=None).print(terminal_tables(measured, 80))
+    assert "NoPE" in expected.getvalue()
+    assert shown.getvalue().startswith(expected.getvalue())
 
 
 @pytest.mark.parametrize(
