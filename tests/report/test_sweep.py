@@ -490,45 +490,51 @@ def test_a_grid_with_numbers_is_a_line_for_each_value_of_the_other_key():
 
 
 def test_a_grid_of_words_is_a_map():
-    values = [(a, b) for a in ("never", "always") for b in ("x", "y")]
+    values = [(a, b) for a in ("never", "always") for b in ("x", "y", "z")]
     plan, drawn = figure(grid(*values))
     assert plan.title == "The runs of the sweep by one.a and one.b"
     check(
         drawn,
         """
-            6.75 x 1.70 inches
-            panel 1,1 of 1x3 'loss at 1×'
-              x linear -0.5..1.5 'one.b' ticks 0='x' 1='y' unmarked
-              y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
-              spines none
-              image cividis 3..5, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 3 4 / 5
-                  nan
-              text '3.000' #ffffff center center: 0 0
-              text '4.000' #ffffff center center: 1 0
-              text '5.000' #010101 center center: 0 1
-              text '·' #010101 center center: 1 1
-            panel 1,2 of 1x3 'retrieval at 1× (%)'
-              x linear -0.5..1.5 'one.b' ticks 0='x' 1='y' unmarked
-              y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
-              spines none
-              image cividis 0..50, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 0 8.333
-                  / 16.67 50
-              text '0.0' #ffffff center center: 0 0
-              text '8.3' #ffffff center center: 1 0
-              text '16.7' #ffffff center center: 0 1
-              text '50.0' #010101 center center: 1 1
-            panel 1,3 of 1x3 'retrieval at 4× (%)'
-              x linear -0.5..1.5 'one.b' ticks 0='x' 1='y' unmarked
-              y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
-              spines none
-              image cividis 83.33..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 1.5 1.5 -0.5: 100
-                  91.67 / 83.33 nan
-              text '100.0' #010101 center center: 0 0
-              text '91.7' #ffffff center center: 1 0
-              text '83.3' #ffffff center center: 0 1
-              text '·' #010101 center center: 1 1
-            left 'one.a'
-            """,
+        6.75 x 1.70 inches
+        panel 1,1 of 1x3 'loss at 1×'
+          x linear -0.5..2.5 'one.b' ticks 0='x' 1='y' 2='z' unmarked
+          y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
+          spines none
+          image cividis 3..7, auto, else 0.5 0.5 0.5 0.22, from -0.5 2.5 1.5 -0.5: 3 4 5 / 6
+              7 nan
+          text '3.000' #ffffff center center: 0 0
+          text '4.000' #ffffff center center: 1 0
+          text '5.000' #ffffff center center: 2 0
+          text '6.000' #010101 center center: 0 1
+          text '7.000' #010101 center center: 1 1
+          text '·' #010101 center center: 2 1
+        panel 1,2 of 1x3 'retrieval at 1× (%)'
+          x linear -0.5..2.5 'one.b' ticks 0='x' 1='y' 2='z' unmarked
+          y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
+          spines none
+          image cividis 0..50, auto, else 0.5 0.5 0.5 0.22, from -0.5 2.5 1.5 -0.5: 0 8.333
+              16.67 / 25 33.33 50
+          text '0.0' #ffffff center center: 0 0
+          text '8.3' #ffffff center center: 1 0
+          text '16.7' #ffffff center center: 2 0
+          text '25.0' #ffffff center center: 0 1
+          text '33.3' #010101 center center: 1 1
+          text '50.0' #010101 center center: 2 1
+        panel 1,3 of 1x3 'retrieval at 4× (%)'
+          x linear -0.5..2.5 'one.b' ticks 0='x' 1='y' 2='z' unmarked
+          y linear 1.5..-0.5 ticks 0='never' 1='always' unmarked
+          spines none
+          image cividis 66.67..100, auto, else 0.5 0.5 0.5 0.22, from -0.5 2.5 1.5 -0.5: 100
+              91.67 83.33 / 75 66.67 nan
+          text '100.0' #010101 center center: 0 0
+          text '91.7' #010101 center center: 1 0
+          text '83.3' #010101 center center: 2 0
+          text '75.0' #ffffff center center: 0 1
+          text '66.7' #ffffff center center: 1 1
+          text '·' #010101 center center: 2 1
+        left 'one.a'
+        """,
     )
 
 

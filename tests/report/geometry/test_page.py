@@ -54,7 +54,7 @@ def report(*keys, **more):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("page")
+    directory = tmp_path_factory.mktemp("page") / "below" / "that"
     assert write_geometry_report(report("one", "two"), directory) == directory / "report.html"
     return directory
 
