@@ -53,6 +53,11 @@ BOTH_WAYS = [
         {"rope_yarn": (BAD, (4, 4, 4, 4.1))},
         {"rope_yarn": (BAD, (4, 5, 6, 7))},
     ),
+    (
+        "YaRN keeps its text loss",
+        {"rope_yarn": (100, 90, 60, 39)},  # to less than a half, but not to a third
+        {"rope_yarn": (100, 90, 80, 60)},
+    ),
     ("NoPE from scratch ends behind", {"rope": GOOD, "nope": ASTRAY}, {"rope": GOOD, "nope": GOOD}),
     (
         "NoPE from scratch ends behind",
