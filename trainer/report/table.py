@@ -30,8 +30,7 @@ class Entry:
 class Table:
     """``key`` names it in links. ``note``: what is particular to it; ``legend``: what its cells
     mean, mostly the same for all. ``columns``: two lines each. ``rows``: model, method and an entry
-    for every column, None where nothing was measured. ``detail``: of less interest.
-    ``with_losses``: whether its entries have losses."""
+    for every column, None where nothing was measured. ``detail``: of less interest."""
 
     key: str
     title: str
@@ -40,7 +39,6 @@ class Table:
     columns: tuple[tuple[str, str], ...]
     rows: tuple[tuple[str, str, tuple[Entry | None, ...]], ...]
     detail: bool = False
-    with_losses: bool = False
 
 
 def tables(report: Report) -> list[Table]:
@@ -103,8 +101,7 @@ def _scores(
     if with_losses:
         legend = f"{legend} {_LOSSES.format(outcomes.report.last)}"
     columns = [column(length) for length in lengths]
-    made = _table(outcomes, key, title, what, legend, heads(lengths), columns)
-    return replace(made, with_losses=with_losses)
+    return _table(outcomes, key, title, what, legend, heads(lengths), columns)
 
 
 _LOSSES = "Then the held-out loss in nats per token, on the last {} tokens of each window."

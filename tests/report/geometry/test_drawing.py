@@ -43,6 +43,9 @@ def test_panels_of_a_row_of_clouds_share_one_scale():
            for i, scale in enumerate((1, 5))]  # fmt: skip
     first, second = clouds({"a head": row}).axes
     assert first.get_xlim() == second.get_xlim()
+    everything = np.concatenate([5 * points[0], points[0], points[1] + 3])
+    for limits, of in zip((first.get_xlim(), first.get_ylim()), everything.T, strict=True):
+        assert np.mean(limits) == pytest.approx((of.min() + of.max()) / 2)
     assert np.ptp(first.get_xlim()) == pytest.approx(np.ptp(first.get_ylim()))
     drawn = np.concatenate([c.get_offsets() for axes in (first, second) for c in axes.collections])
     given = np.concatenate([points[0], points[1] + 3, 5 * points[0], points[1] + 3])
