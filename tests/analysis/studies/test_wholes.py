@@ -100,7 +100,7 @@ def test_sections_of_two_models(target):
         layers=["slow"],
         encodings={"slow": {"type": "rope", "base": 500.0}},
     )
-    wider = target("wider", training_length=48)
+    wider = target("wider", training_length=64)
     check_whole(DropStudy(wider, other).run(), "drop_of_others")
     check_whole(OffsetChanges(before, other).run(), "offset_changes")
     check_whole(OffsetChanges(other, peaked(target)).run(), "offset_changes_of_others")
