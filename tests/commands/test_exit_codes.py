@@ -79,7 +79,6 @@ def test_a_standard_error_that_is_gone_changes_no_exit_code(monkeypatch):
 
 
 def test_what_was_said_before_a_mistake_is_still_said_where_it_can_be(monkeypatch):
-    """And where it cannot, a full disk is no second error at the end of the program."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr(sys, "stdout", stream)
     stream.write("a table\n")

@@ -55,7 +55,7 @@ TRAINED = ["evaluation.enabled=false"]
 """Runs of another name are evaluated only by commands that do so."""
 BENCHMARK = [
     "--precision=fp32", "--vocab=64", "--length=64", "--warmup=0", "--repeats=1", "--no-compiled",
-    "--no-memory", "--threads=1", "--variants", "ours", "hf",
+    "--no-memory", "--threads=1",
 ]  # fmt: skip
 SCRIPTS = {
     "scripts/benchmark_training.py": BENCHMARK,

@@ -240,3 +240,9 @@ def test_angles_shrink_before_every_step_and_a_resume_goes_on_with_them(crossing
     fastest = [max(one.layers[0].spectra[0].inv_freq, default=0.0) for one in layouts]
     assert fastest == pytest.approx([1 / 3, 0, 0])
     assert said == [{"drop/loss_end": 5.0}]  # nothing is changed twice
+
+
+def test_a_drop_that_takes_steps_in_a_longer_phase_keeps_the_length(crossing):
+    slow = phase(drop=ChangeConfig(anneal_steps=3), length=128)
+    _, _, layouts, _ = crossing(slow)
+    assert [one.training_length for one in layouts] == [64, 64, 128, 128, 128, 128]

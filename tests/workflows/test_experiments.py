@@ -8,12 +8,16 @@ import pytest
 
 from tests.program import ROOT
 from trainer.commands.configuration import compose_words
+from trainer.positional.layout import Layout
+from trainer.runs.checkpoints import find_checkpoint, read_state
 from trainer.runs.config import RunConfig
+from trainer.runs.directory import saved_run
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.workflows import experiment
 from trainer.workflows.experiment import run_experiment
+from trainer.workflows.training_text import final_layout
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 STEPS, C = 4, 64
@@ -104,3 +108,6 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkey
     lengths = {cell.length for cell in report.cells}
     assert lengths == {config.training_length, 2 * config.training_length}
     assert (run_dir / "report.json").is_file()
+    for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):
+        saved, state = saved_run(place), read_state(find_checkpoint(str(place)))
+        assert final_layout(saved) == Layout.from_dict(state["layout"])  # as was foreseen

@@ -13,6 +13,7 @@ from trainer.data.dataset import Batch
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
 from trainer.positional.config import build_layout
+from trainer.positional.layout import Layout
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import phase_at, phases_of
 from trainer.runs.ranks import Ranks
@@ -35,20 +36,23 @@ def make_decoder(
     ``pretrained``: the model whose weights it will have, and whose positions it has.
     """
     shape = replace(config.model, vocab_size=config.model.vocab_size or vocab_size)
-    layout = (
-        pretrained.layout
-        if pretrained
-        else build_layout(
-            config.positional,
-            num_layers=shape.num_hidden_layers,
-            num_key_value_heads=shape.num_key_value_heads,
-            head_dim=shape.head_size,
-            training_length=config.data.sequence_length,
-            qk_norm=shape.qk_norm.when == "always",
-        )
-    )
     with torch.device("meta"):
-        return Decoder(shape, layout)
+        return Decoder(shape, first_layout(config, pretrained))
+
+
+def first_layout(config: RunConfig, pretrained: Pretrained | None = None) -> Layout:
+    """The layout that a run begins with: its own, or that of the model whose weights it takes."""
+    if pretrained is not None:
+        return pretrained.layout
+    model = config.model
+    return build_layout(
+        config.positional,
+        num_layers=model.num_hidden_layers,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.head_size,
+        training_length=config.data.sequence_length,
+        qk_norm=model.qk_norm.when == "always",
+    )
 
 
 class LanguageModule(L.LightningModule):

@@ -73,19 +73,15 @@ def fit_text(
     searched = any("longrope" in one.key.split("+") for one in recipes)
     by_needles = searched and longrope.search == "needles" and longrope.factors is None
     straw = haystack() if by_needles else None
-    longest = max(fitted, default=0)
-    by_temperature = [round(s * C) for s in config.temperature.lengths or ()]
-    if longest in lengths:
-        key = "evaluation.lengths"
-    else:
-        key = "evaluation.temperature.lengths" if longest in by_temperature else f"{KEY}.length"
+    keys = dict.fromkeys(fitted, f"{KEY}.length")
+    keys |= {
+        round(s * C): "evaluation.temperature.lengths" for s in config.temperature.lengths or []
+    }
+    keys |= dict.fromkeys(lengths, "evaluation.lengths")
+    asks = keys.get(max(fitted, default=0), "evaluation.lengths")
     return FitText(
         windows_with_common_ends(
-            corpus.validation,
-            config.fit_windows,
-            sorted(fitted),
-            key=key,
-            what="validation",
+            corpus.validation, config.fit_windows, sorted(fitted), key=asks, what="validation"
         ),
         corpus.end_of_text,
         corpus.fingerprint,

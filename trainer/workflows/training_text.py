@@ -16,7 +16,7 @@ from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.recalibration.drop import dropped_layout
+from trainer.recalibration.drop import shrunk
 from trainer.report.results import STATEMENTS
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
@@ -24,8 +24,8 @@ from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import texts_read
 from trainer.runs.starting_weights import starting_weights
 from trainer.runs.trained_shape import own_checkpoint
-from trainer.training.callbacks.transitions import rescaled_layout
-from trainer.training.module import make_decoder
+from trainer.training.callbacks.transitions import layout_of_phase
+from trainer.training.module import first_layout
 from trainer.workflows.fit_text import Prompts, fit_text
 from trainer.workflows.subjects import applicable
 
@@ -76,9 +76,8 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
         longbench=replace(wanted.longbench, limit=1),
         many_shot=replace(wanted.many_shot, trials=1),
     )
-    vocabulary = vocabulary_size(corpus.tokenizer)
     subjects = [
-        Subject(name, "", arm.model, final_layout(arm, vocabulary), _not_trained_yet)
+        Subject(name, "", arm.model, final_layout(arm), _not_trained_yet)
         for name, arm in configs.items()
     ]
     C = subjects[0].layout.training_length
@@ -91,24 +90,19 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
     fit_text(corpus, bos, few, used, lengths, C, Prompts(few.needles, few.many_shot))
 
 
-def final_layout(config: RunConfig, vocabulary: int) -> Layout:
-    """The layout of the model that a run ends with; ``vocabulary``: tokens of its tokenizer.
+def final_layout(config: RunConfig) -> Layout:
+    """The layout of the model that a run ends with.
 
     Raises:
         UserError: the weights that it begins with are not there, or damaged.
     """
     gone = own_checkpoint(config) is not None
     start = None if gone else starting_weights(config.model)
-    layout = make_decoder(config, vocabulary, start).layout
+    layout = first_layout(config, start)
     for phase in phases_of(config):
-        if phase.drop is not None:
-            at_once = replace(phase.drop, anneal_steps=0)
-            size, norm = config.model.head_size, config.model.qk_norm.when == "after_drop"
-            layout = dropped_layout(layout, phase.config.positional, at_once, size, norm)
-        elif phase.rescale is not None:
-            layout = rescaled_layout(layout, phase)
-        longest = max(layout.training_length, phase.config.data.sequence_length)
-        layout = replace(layout, training_length=longest)
+        layout = layout_of_phase(layout, phase, config.model)
+        if phase.drop is not None and (steps := phase.drop.anneal_steps):
+            layout = shrunk(layout, phase.drop, steps)
     return layout
 
 

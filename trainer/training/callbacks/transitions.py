@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.data.dataset import Batch
 from trainer.model.attention import RMSNorm
+from trainer.model.config import ModelConfig
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.drop import dropped_layout, shrunk
@@ -112,13 +113,11 @@ class Transitions(L.Callback):
             self.before_drop(trainer)
         before = self.losses(module, phase)
         model = module.model
+        if phase.drop is not None and phase.drop.qk_norm_gain == "matched":
+            self._match_gains(module, phase)
+        model.layout = layout_of_phase(model.layout, phase, model.config)
         if phase.drop is not None:
-            self._drop(module, phase)
-        elif phase.rescale is not None:
-            model.layout = rescaled_layout(model.layout, phase)
-        length = phase.config.data.sequence_length
-        if length > model.layout.training_length:
-            model.layout = replace(model.layout, training_length=length)
+            self._before = model.layout if phase.drop.anneal_steps else None
         after = self.losses(module, phase)
         effect = self.effects[phase.name] = {
             "step": trainer.global_step,
@@ -137,20 +136,13 @@ class Transitions(L.Callback):
         losses = ("loss_before", "loss_after")
         self.add_metrics({f"{_key(phase)}/{key}": effect[key] for key in losses})
 
-    def _drop(self, module: LanguageModule, phase: Phase) -> None:
-        assert phase.drop is not None
-        model = module.model
-        norms_on = model.config.qk_norm.when == "after_drop"
-        if norms_on and phase.drop.qk_norm_gain == "matched":
-            with evaluating(module):
-                batches = [ids for ids, _ in self._micro_batches(module, phase)]
-                sizes = input_sizes(model, batches)
-            set_gains(sizes)
-        positional = phase.config.positional
-        model.layout = dropped_layout(
-            model.layout, positional, phase.drop, model.config.head_size, norms_on
-        )
-        self._before = model.layout if phase.drop.anneal_steps else None
+    def _match_gains(self, module: LanguageModule, phase: Phase) -> None:
+        if module.model.config.qk_norm.when != "after_drop":
+            return
+        with evaluating(module):
+            batches = [ids for ids, _ in self._micro_batches(module, phase)]
+            sizes = input_sizes(module.model, batches)
+        set_gains(sizes)
 
     def _shrink(self, module: LanguageModule, phase: Phase, done: int) -> None:
         assert self._before is not None
@@ -193,6 +185,19 @@ class Transitions(L.Callback):
         fit = [n for n in range(-(-len(ids) // largest), len(ids) + 1) if len(ids) % n == 0]
         parts = next((n for n in fit if n % shared == 0), fit[0])
         return list(zip(ids.chunk(parts), labels.chunk(parts), strict=True))
+
+
+def layout_of_phase(layout: Layout, phase: Phase, model: ModelConfig) -> Layout:
+    """The layout that a phase begins with, from that of the one before: dropped or rescaled, and
+    for longer sequences. A drop that takes steps has taken none."""
+    if phase.drop is not None:
+        norms_on = model.qk_norm.when == "after_drop"
+        positional = phase.config.positional
+        layout = dropped_layout(layout, positional, phase.drop, model.head_size, norms_on)
+    elif phase.rescale is not None:
+        layout = rescaled_layout(layout, phase)
+    longest = max(layout.training_length, phase.config.data.sequence_length)
+    return replace(layout, training_length=longest)
 
 
 def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
