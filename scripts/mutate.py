@@ -13,7 +13,6 @@ changed and what is left alone.
 from __future__ import annotations
 
 import argparse
-import builtins
 import compileall
 import hashlib
 import importlib
@@ -30,14 +29,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mutations import SEEN, Mutant, marked, mutants
+from mutations import SEEN, SEEN_TO, SOURCE_OF_SEEN, Mutant, marked, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 45.0, 15.0
@@ -55,47 +54,67 @@ Watched = tuple[dict[str, set[Place]], dict[str, float], set[str]]
 
 
 class Watch:
-    """A plugin of pytest that notes which marked functions each test calls, and how long it takes.
-    What a fixture calls that several tests share counts for all that use it."""
+    """A plugin of pytest that notes which marked functions each test calls, in its own process or
+    in those that it starts, and how long it takes. What a fixture calls that several tests share
+    counts for all that use it."""
 
-    def __init__(self) -> None:
-        self.called: dict[str, set[Place]] = defaultdict(set)
-        self.seconds: dict[str, float] = defaultdict(float)
+    def __init__(self, to: Path) -> None:
+        self.files: dict[str, Path] = {}
+        self.fixtures: dict[str, set[str]] = defaultdict(set)
+        self.seconds: dict[str, float] = {}
         self.failed: set[str] = set()
-        self.now: set[Place] = set()
-        self.of_fixtures: dict[str, set[Place]] = defaultdict(set)
-        setattr(builtins, SEEN, self._see)
+        self.to = to
+        shutil.rmtree(to, ignore_errors=True)
+        to.mkdir()
 
-    def _see(self, place: Place) -> None:
-        self.now.add(place)
+    @contextmanager
+    def _noted_for(self, name: str) -> Iterator[None]:
+        before = os.environ.get(SEEN_TO, "")
+        file = self.files.setdefault(name, self.to / str(len(self.files)))
+        os.environ[SEEN_TO] = str(file)
+        try:
+            yield
+        finally:
+            os.environ[SEEN_TO] = before
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
         """Watch a test with its fixtures."""
-        self.now, began = self.called[item.nodeid], time.perf_counter()
+        began = time.perf_counter()
+        definitions = itertools.chain(*item._fixtureinfo.name2fixturedefs.values())
+        self.fixtures[item.nodeid] = {_key(d) for d in definitions if d.scope != "function"}
         try:
-            return (yield)
+            with self._noted_for(item.nodeid):
+                return (yield)
         finally:
             self.seconds[item.nodeid] = time.perf_counter() - began
-            for definitions in item._fixtureinfo.name2fixturedefs.values():
-                for definition in definitions:
-                    self.called[item.nodeid] |= self.of_fixtures[_key(definition)]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Any:
         """Note what a shared fixture calls by itself, too."""
         if fixturedef.scope == "function":
             return (yield)
-        before, self.now = self.now, self.of_fixtures[_key(fixturedef)]
-        try:
+        with self._noted_for(_key(fixturedef)):
             return (yield)
-        finally:
-            self.now = before
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Tests that fail by themselves tell nothing of a change."""
         if report.failed:
             self.failed.add(report.nodeid)
+
+    def called(self) -> dict[str, set[Place]]:
+        """The functions that each test was found to call."""
+        seen = {name: _places(file) for name, file in self.files.items()}
+        return {
+            test: seen[test].union(*(seen.get(name, ()) for name in fixtures))
+            for test, fixtures in self.fixtures.items()
+        }
+
+
+def _places(file: Path) -> set[Place]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    split = (line.rpartition(":") for line in lines)
+    return {(name, int(number)) for name, _, number in split}
 
 
 def _key(fixturedef: Any) -> str:
@@ -188,11 +207,13 @@ class Checkout:
             return
 
         before = {path: (path.read_bytes(), path.stat()) for path in self.files()}
+        (self.root / f"{SEEN}.py").write_text(SOURCE_OF_SEEN)
         for path, (source, _) in before.items():
             path.write_text(marked(source, str(path.relative_to(self.root))))
         try:
             called, seconds, failed = self._watched([tests])
         finally:
+            (self.root / f"{SEEN}.py").unlink()
             for path, (source, times) in before.items():
                 path.write_bytes(source)
                 os.utime(path, (times.st_atime, times.st_mtime))  # what is compiled stays true
@@ -218,11 +239,11 @@ class Checkout:
         said, found = self.root.parent / "said.txt", self.root.parent / "found.pickle"
 
         def job() -> int:
-            watch = Watch()
+            watch = Watch(self.root.parent / "seen")
             sys.dont_write_bytecode = True
             if (code := self.pytest(tests, watch)) not in (0, *NO_ERROR):
                 return code
-            found.write_bytes(pickle.dumps((dict(watch.called), dict(watch.seconds), watch.failed)))
+            found.write_bytes(pickle.dumps((watch.called(), watch.seconds, watch.failed)))
             return 0
 
         if in_a_child(job, 3600, said) != 0:

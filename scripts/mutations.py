@@ -188,8 +188,24 @@ def _is_text(node: ast.BinOp) -> bool:
     )
 
 
-SEEN = "_unrope_seen"
-"""What is called at the beginning of marked functions, of Python's ``builtins``."""
+SEEN = "unrope_seen"
+"""The module of which marked functions call ``see`` when they begin."""
+SEEN_TO = "UNROPE_SEEN"
+"""The environment variable that names the file where it notes them."""
+SOURCE_OF_SEEN = f'''"""Notes once for each process and file which functions are called."""
+
+import os
+
+told = set()
+
+
+def see(place):
+    to = os.environ.get({SEEN_TO!r})
+    if to and (seen := (os.getpid(), to, place)) not in told:
+        told.add(seen)
+        with open(to, "a") as file:
+            file.write(place + "\\n")
+'''
 
 
 def marked(source: bytes, file: str) -> str:
@@ -197,7 +213,6 @@ def marked(source: bytes, file: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            place = file, node.lineno
-            told = ast.parse(f"getattr(__import__('builtins'), {SEEN!r}, id)({place})").body
+            told = ast.parse(f"__import__({SEEN!r}).see({f'{file}:{node.lineno}'!r})").body
             node.body[1 if ast.get_docstring(node) else 0 : 0] = told
     return ast.unparse(ast.fix_missing_locations(tree))

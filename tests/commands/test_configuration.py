@@ -241,6 +241,13 @@ def test_what_the_model_of_another_run_has_already_is_not_given_beside_it(finish
     )
     for key in ("positional", "model.hidden_size", "positional.layers"):
         assert any(p.startswith(f"{key}: the model that model.from_run names") for p in found)
+    controls = "{wide: {model: {hidden_size: 128}}, other: {positional: {layers: [nope]}}}"
+    found = problems(*begin, f"+controls={controls}")
+    for key in ("controls.wide.model.hidden_size", "controls.other.positional"):
+        assert any(p.startswith(f"{key}: the model that model.from_run names") for p in found)
+    assert len(found) == 2
+    scratch = "{from_run: null, hidden_size: 128, qk_norm: {when: never}}"
+    assert read_config([*begin, f"+controls={{wide: {{model: {scratch}}}}}"]).controls
     assert read_config(begin).model.hidden_size == config.model.hidden_size
 
 

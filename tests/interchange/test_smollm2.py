@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -61,10 +60,8 @@ def passage():
 @torch.no_grad()
 def test_smollm2_is_what_transformers_makes_of_it(smollm2):
     directory, file, theirs, tokenizer = smollm2
-    start = time.perf_counter()
     pretrained = read_pretrained(str(directory))
     model = pretrained.decoder()
-    assert time.perf_counter() - start < 5
     tokens = tokenizer(passage(), add_special_tokens=False).input_ids
     assert pretrained.tokenizer.encode(passage(), add_special_tokens=False).ids == tokens
     ids = torch.tensor(tokens[:513])[None]

@@ -112,6 +112,11 @@ BOTH_WAYS = [
         {"rope": HALF, "rope_id": GOOD},
     ),
     (
+        "RoPE-ID retrieves at least twice",
+        {"rope": (100, 90, 60, 10), "rope_id": GOOD},  # at the longest length alone
+        {"rope": (100, 10, 20, 60), "rope_id": GOOD},
+    ),
+    (
         "High-frequency RoPE retrieves less",
         {"rope": BAD, "high_frequency": ASTRAY},
         {"rope": BAD, "high_frequency": GOOD},

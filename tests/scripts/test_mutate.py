@@ -75,7 +75,9 @@ PACKAGE = {
     "tests/__init__.py": "",
     "tests/other/__init__.py": "",
     "tests/other/test_elsewhere.py": (
-        "from trainer.small.sums import unseen\n\n\ndef test_unseen():\n    assert unseen(0) != 1\n"
+        "import subprocess\nimport sys\n\n\ndef test_unseen():\n"
+        "    said = 'from trainer.small.sums import unseen; assert unseen(0) != 1'\n"
+        "    subprocess.run([sys.executable, '-c', said], check=True)\n"
     ),
     "tests/small/__init__.py": "",
     "tests/small/test_sums.py": (
@@ -114,10 +116,18 @@ def test_a_run_works_in_a_copy_and_says_what_no_test_noticed(tmp_path):
     assert "| small | 3 | 3 | 2 | 66.7% |" in done.stdout
     assert done.stdout.splitlines()[-1:] == ["- `trainer/small/sums.py:6`: `1  ->  2`"]
     # What the first run of the tests has found is kept: here most of it is taken away.
+    seen = {}
     for kept in (tmp_path / "kept").iterdir():
         called, seconds, failed = pickle.loads((kept / "watched.pickle").read_bytes())
+        seen |= called
         one = {name: seen for name, seen in called.items() if name.endswith("test_one")}
         (kept / "watched.pickle").write_bytes(pickle.dumps((one, seconds, failed)))
+    # A shared fixture's calls count for its tests, and those of a process that a test starts.
+    assert seen == {
+        "tests/other/test_elsewhere.py::test_unseen": {("trainer/small/sums.py", 5)},
+        "tests/small/test_sums.py::test_one": {("trainer/small/sums.py", 1)},
+        "tests/small/test_sums.py::test_two": {("trainer/small/sums.py", 1)},
+    }
     said = run().stderr
     assert "tests/other: 0 tests, " in said
     assert "tests/small: 1 tests, " in said

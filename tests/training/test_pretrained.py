@@ -135,6 +135,13 @@ def test_what_pretrained_weights_cannot_have_is_refused(begin):
         begin(model={"qk_norm": {"when": "always"}})
 
 
+def test_a_control_changes_no_more_of_the_weights_than_the_run(begin):
+    """It would be left out without a word."""
+    said = r"^controls\.sinks\.model\.softmax: the model that model\.from_pretrained names has its"
+    with pytest.raises(UserError, match=said):
+        begin(controls={"sinks": {"model": {"softmax": {"sinks": True}}}})
+
+
 def test_a_model_that_is_not_there_is_named_with_the_way_out(begin, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     expected = r"'nobody/nothing' are not on this machine .*; go online, or get them where there is"

@@ -99,23 +99,14 @@ def read_run(composed: Composed, found: Sequence[str] = (), *, weights: bool = T
 
 
 def _ignored(composed: Composed, source: str) -> list[str]:
-    """What the command line gives that the model which ``model.from_run`` or another ``source``
-    names has already. Published weights have encodings too, but a drop may be to others."""
+    """What the command line gives that the weights which ``source`` names have already."""
+    from trainer.runs.trained_shape import ignored_keys
+
     model = composed.values.get("model")
     if not isinstance(model, dict) or model.get(source) is None:
         return []
-    keeps = ", which a run keeps that begins with it" if source == "from_run" else ""
-    own = ("qk_norm", "attention_backend", "from_pretrained", "from_run")
-    found = []
-    for word in composed.words:
-        key = word.lstrip("+~").partition("=")[0].partition("@")[0]
-        group, _, rest = key.partition(".")
-        of_shape = group == "model" and rest and rest.partition(".")[0] not in own
-        if of_shape or (group == "positional" and source == "from_run"):
-            found.append(
-                f"{key}: the model that model.{source} names has its own{keeps}; leave it out."
-            )
-    return found
+    keys = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in composed.words]
+    return ignored_keys(keys, source)
 
 
 def execute(named: Named[RunConfig]) -> None:

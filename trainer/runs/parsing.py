@@ -13,7 +13,7 @@ from trainer.runs.config import NAME, RunConfig
 from trainer.runs.numbers import number_problems
 from trainer.runs.phase_problems import phase_problems
 from trainer.runs.phases import with_lengths
-from trainer.runs.trained_shape import with_trained_shape
+from trainer.runs.trained_shape import ignored_keys, with_trained_shape
 from trainer.runs.validation import validated, without
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
@@ -135,7 +135,16 @@ def _control_problems(
     except UserError as error:
         return [f"controls.{name}: {p}" for p in error.problems if p not in known]
     at = config.drop_step if branch == "drop" else branch
-    return [f"controls.{name}.{p}" for p in branch_problems(config, control, at or 0)]
+    ignored = _ignored_changes(control, changes)
+    return [f"controls.{name}.{p}" for p in ignored or branch_problems(config, control, at or 0)]
+
+
+def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[str]:
+    """What a control changes of a model whose weights it begins with."""
+    sources = [key for key in ("from_run", "from_pretrained") if getattr(control.model, key)]
+    keys = [f"model.{key}" for key in changes.get("model") or ()]
+    keys += ["positional"] * ("positional" in changes)
+    return [p for source in sources for p in ignored_keys(keys, source)]
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

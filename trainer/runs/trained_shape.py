@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import saved_run
+
+CHOSEN = "qk_norm", "attention_backend", "from_pretrained", "from_run"
+"""Of a model that begins with weights: what its run chooses; all else is theirs."""
+
+
+def ignored_keys(keys: Iterable[str], source: str) -> list[str]:
+    """What is wrong with those of the dotted ``keys`` that the model which ``model.from_run`` or
+    another ``source`` names has already. Published weights have encodings too, but a drop may be
+    to others."""
+    keeps = ", which a run keeps that begins with it" if source == "from_run" else ""
+    found = []
+    for key in keys:
+        group, _, rest = key.partition(".")
+        of_shape = group == "model" and rest and rest.partition(".")[0] not in CHOSEN
+        if of_shape or (group == "positional" and source == "from_run"):
+            found.append(
+                f"{key}: the model that model.{source} names has its own{keeps}; leave it out."
+            )
+    return found
 
 
 def with_trained_shape(config: RunConfig) -> RunConfig:
