@@ -110,9 +110,13 @@ def test_the_end_of_a_slurm_job_is_a_time_limit(monkeypatch):
 
 
 def test_a_run_of_long_steps_and_checkpoints_stops_earlier(monkeypatch):
-    """Two steps until all ranks know, a checkpoint, and half as much again."""
+    """Two steps until all ranks know, a checkpoint, and half as much again; of 20 steps at most."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", "5000")
-    for seconds, steps, margin in ((10.0, [0, 5, 11], MARGIN), (100.0, [0, 30, 80], 300.0)):
+    cases = [(10.0, [0, 5, 11], MARGIN), (100.0, [0, 30, 80], 300.0)]
+    cases += [
+        (0.0, [0, 500, *range(501, end)], margin) for end, margin in ((519, 1500), (520, 120))
+    ]
+    for seconds, steps, margin in cases:
         preemption = Preemption(RunConfig(), SimpleNamespace(seconds=seconds), began=0.0)
         preemption._step_ends.extend(steps)
         assert preemption._margin() == margin

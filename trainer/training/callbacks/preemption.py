@@ -92,7 +92,6 @@ class Preemption(L.Callback):
         self._notice = _standing or Notice()
         self._limit: str | None = None  # that has been reached
         self._vote = Vote()
-        self._handlers: dict[int, Any] = {}
 
     @property
     def asked(self) -> str | None:
@@ -100,16 +99,10 @@ class Preemption(L.Callback):
         return self._notice.asked or self._limit
 
     def on_train_start(self, *_: Any) -> None:
-        """Install the signal handlers; Lightning's own would act in the middle of a step."""
-        heed = self._notice.on_signal
-        self._handlers = {number: signal.signal(number, heed) for number in SIGNALS}
-
-    def on_train_end(self, *_: Any) -> None:
-        """Restore the signal handlers from before."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    on_exception = on_train_end
+        """Install the signal handlers; Lightning's own would act in the middle of a step. When it
+        has trained, or could not, it restores those from before."""
+        for number in SIGNALS:
+            signal.signal(number, self._notice.on_signal)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
