@@ -170,6 +170,7 @@ def test_every_third_step_the_kept_ones_and_the_last_are_saved(saving, asynchron
     assert saved == [(f"step-{step:06}", step) for step in (2, 3, 6, 7)]
     assert callback.last_saved == 7
     assert saving(6)[0] == [("step-000003", 3), ("step-000006", 6)]
+    assert saving(1)[0] == [("step-000001", 1)]
 
 
 def test_only_the_last_checkpoint_must_be_written(saving, caplog):
@@ -195,6 +196,19 @@ def test_the_reason_of_a_failure_is_its_first_line():
     assert checkpointing.reason(UserError("said.")) == "said."
     assert checkpointing.reason(RuntimeError()) == "RuntimeError"
     assert checkpointing.reason(RuntimeError("a\nb")) == "a"
+
+
+def test_what_could_not_be_written_leaves_nothing_on_a_full_disk(monkeypatch, tmp_path):
+    def save(tensors, place, group):
+        place.mkdir()
+        (place / "__0_0.distcp").write_bytes(b"half")
+        raise OSError("No space left")
+
+    monkeypatch.setattr(checkpointing, "save", save)
+    callback = checkpointing.Checkpointing(RunConfig(), tmp_path, None)
+    with pytest.raises(OSError, match="No space left"):
+        callback._write({}, {}, "step-000003")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_changed_by_the_drop_is_saved_before_it(monkeypatch, tmp_path):
