@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -14,6 +15,8 @@ from tests.program import run_ranks
 from trainer.errors import TransientError, UserError
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
+from trainer.runs.timeouts import TimeoutConfig
+from trainer.runs.training_config import StrategyConfig
 from trainer.training.callbacks import checkpointing, timed_checkpoints
 
 ALONE = Ranks()
@@ -209,6 +212,18 @@ def test_what_could_not_be_written_leaves_nothing_on_a_full_disk(monkeypatch, tm
     with pytest.raises(OSError, match="No space left"):
         callback._write({}, {}, "step-000003")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_threads_ranks_meet_on_the_cpu_and_wait_as_long_as_one_may_write(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(checkpointing.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(checkpointing.dist, "new_group", lambda **options: asked.append(options))
+    config = RunConfig(strategy=StrategyConfig(timeouts=TimeoutConfig(one_rank=77.0)))
+    checkpointing.group_of_threads.cache_clear()
+    for _ in range(2):  # the stretches of a run share it
+        checkpointing.Checkpointing(config, tmp_path, None)
+    checkpointing.group_of_threads.cache_clear()
+    assert asked == [{"backend": "gloo", "timeout": timedelta(seconds=77)}]
 
 
 def test_what_is_changed_by_the_drop_is_saved_before_it(monkeypatch, tmp_path):
