@@ -15,3 +15,10 @@ def core_numbers() -> frozenset[int]:
 def cores() -> int:
     """How many these are."""
     return len(core_numbers())
+
+
+def usual_threads() -> int:
+    """CPU threads of a command that is given none: as many as ``OMP_NUM_THREADS`` says, or one for
+    each core."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdecimal() and int(asked) else cores()

@@ -237,15 +237,19 @@ def test_what_the_model_of_another_run_has_already_is_not_given_beside_it(finish
     config, _ = finished
     begin = [f"model.from_run={config.run_dir}", "model.qk_norm.when=after_drop"]
     found = problems(
-        *begin, "positional=alibi", "model.hidden_size=128", "positional.layers=[nope]"
+        *(*begin, "positional=alibi", "model.hidden_size=128", "positional.layers=[nope]"),
+        "tokenizer.vocab_size=300",
     )
-    for key in ("positional", "model.hidden_size", "positional.layers"):
+    for key in ("positional", "model.hidden_size", "positional.layers", "tokenizer.vocab_size"):
         assert any(p.startswith(f"{key}: the model that model.from_run names") for p in found)
-    controls = "{wide: {model: {hidden_size: 128}}, other: {positional: {layers: [nope]}}}"
+    controls = "{wide: {model: {hidden_size: 128}}, other: {positional: {layers: [nope]}}, "
+    controls += "words: {tokenizer: {path: null, vocab_size: 300}}}"
     found = problems(*begin, f"+controls={controls}")
-    for key in ("controls.wide.model.hidden_size", "controls.other.positional"):
+    keys = ["controls.wide.model.hidden_size", "controls.other.positional"]
+    keys.append("controls.words.tokenizer.vocab_size")
+    for key in keys:
         assert any(p.startswith(f"{key}: the model that model.from_run names") for p in found)
-    assert len(found) == 2
+    assert len(found) == 3
     scratch = "{from_run: null, hidden_size: 128, qk_norm: {when: never}}"
     assert read_config([*begin, f"+controls={{wide: {{model: {scratch}}}}}"]).controls
     assert read_config(begin).model.hidden_size == config.model.hidden_size

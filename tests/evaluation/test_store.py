@@ -46,12 +46,15 @@ def test_a_number_that_json_lacks_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b"\xff"])
-def test_a_damaged_file_is_named(tmp_path, content):
-    store = Store(tmp_path)
+def test_what_a_damaged_file_held_is_made_again(tmp_path, content, caplog):
+    store, path = Store(tmp_path), Store(tmp_path).path("cell", {"a": 1})
     store.get("cell", {"a": 1}, lambda: 2)
-    store.path("cell", {"a": 1}).write_bytes(content)
-    with pytest.raises(UserError, match=r"cell-.*\.json' is damaged; remove it"):
-        store.get("cell", {"a": 1}, lambda: 2)
+    path.write_bytes(content)
+    assert not store.has("cell", {"a": 1})
+    assert store.get("cell", {"a": 1}, lambda: 3) == 3
+    assert store.get("cell", {"a": 1}, lambda: 4) == 3
+    said = f"{path} is damaged; what it held is measured again"
+    assert [record.getMessage() for record in caplog.records] == [said]
 
 
 def test_pieces_have_a_format_and_those_of_before_have_the_first(tmp_path):

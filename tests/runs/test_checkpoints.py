@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from trainer.runs import checkpoint_files, saved_state
 from trainer.runs import state as saved
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish, visible_damage
 from trainer.runs.checkpoints import (
+    BEFORE_DROP,
     check_same_model,
     description,
     find_checkpoint,
@@ -171,8 +173,35 @@ def test_when_all_are_damaged_the_run_does_not_start_again_in_silence(run):
     config, _ = run()
     for path in regular_checkpoints(Path(config.run_dir) / "checkpoints"):
         flip(path / ".metadata")
-    with pytest.raises(UserError, match=r"every checkpoint .* is damaged .*overwrite=true"):
+    names = "step-000003, step-000006, step-000009, step-000012"
+    said = f"every checkpoint in '{config.run_dir}/checkpoints' is damaged ({names}). Restore one"
+    with pytest.raises(UserError) as error:
         run()
+    assert error.value.problems == (
+        f"checkpoint: {said}, or copy 'before-drop', which is whole, to 'step-000006' to go on "
+        "from there, or set overwrite=true to start again from nothing.",
+    )
+    flip(Path(config.run_dir) / "checkpoints" / BEFORE_DROP / ".metadata")
+    with pytest.raises(UserError) as error:
+        run()
+    assert error.value.problems == (
+        f"checkpoint: {said}, or set overwrite=true to start again from nothing.",
+    )
+
+
+def test_a_run_goes_on_from_a_copy_of_what_it_was_before_its_drop(run):
+    whole, _ = run("whole")
+    config, _ = run()
+    directory = Path(config.run_dir) / "checkpoints"
+    for path in regular_checkpoints(directory):
+        shutil.rmtree(path)
+    said = f"there is no checkpoint in {config.run_dir!r} but '{directory / BEFORE_DROP}'."
+    with pytest.raises(UserError, match=re.escape(said)):
+        find_checkpoint(config.run_dir)
+    shutil.copytree(directory / BEFORE_DROP, directory / step_name(6))
+    again, _ = run()
+    assert_same_state(checkpoint_of(again), checkpoint_of(whole))
+    assert rows_of(again) == rows_of(whole)
 
 
 def test_evaluation_refuses_a_damaged_checkpoint_and_names_others(run):

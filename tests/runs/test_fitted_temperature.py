@@ -27,6 +27,12 @@ def test_one_that_was_fitted_on_more_text_stays_and_another_is_read_as_it_was_ke
     assert words == ", logits times 1 + 0.123 ln(n / 32) beyond"
 
 
+def test_one_that_cannot_be_read_makes_place_for_what_was_fitted(tmp_path):
+    (tmp_path / FILE).write_text('{"a')
+    assert keep_temperature(tmp_path, FITTED) is None
+    assert json.loads((tmp_path / FILE).read_text()) == FITTED
+
+
 def test_a_coefficient_of_nothing_changes_nothing(tmp_path):
     keep_temperature(tmp_path, FITTED | {"coefficient": 0.0})
     assert with_fitted_temperature(LAYOUT, tmp_path) == (LAYOUT, "")

@@ -109,7 +109,7 @@ def test_a_run_whose_last_rows_cannot_be_written_says_so(tmp_path, full):
 
 
 @pytest.mark.parametrize(
-    "damage", ["step,loss\nx,1\n", "loss\n1\n", "step\n1\n1,2\n", "step\n\xff\n"]
+    "damage", ["", "step,lo", "step,loss\nx,1\n", "loss\n1\n", "step\n1\n1,2\n", "step\n\xff\n"]
 )
 def test_a_file_that_is_damaged_is_named(tmp_path, damage):
     path = tmp_path / "metrics.csv"

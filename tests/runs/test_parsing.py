@@ -12,7 +12,7 @@ import pytest
 from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import RunConfig
-from trainer.runs.parsing import control_config, merged, parse
+from trainer.runs.parsing import control_config, merged, parse, parse_without_weights
 from trainer.runs.validation import validated
 from trainer.workflows.evaluation_request import EvaluationRequest
 
@@ -326,3 +326,14 @@ def test_weights_that_are_missing_hide_no_other_mistake():
     weights, rate = error.value.problems
     assert "there is no directory '/none/such'" in weights
     assert rate == "optimizer.lr: expected a positive number, got 0.0."
+
+
+def test_without_weights_mistakes_are_found_all_the_same():
+    values = {"model": {"from_pretrained": "/none/such", "num_hidden_layers": 7}}
+    assert parse_without_weights(values).model.num_hidden_layers == 7
+    with pytest.raises(UserError) as error:
+        parse_without_weights(values | {"optimizer": {"lr": 0}}, ["seed: known."])
+    assert error.value.problems == (
+        "seed: known.",
+        "optimizer.lr: expected a positive number, got 0.0.",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from trainer.runs.ranks import (
     shutdown_distributed,
     waiting_group,
 )
+from trainer.runs.timeouts import TimeoutConfig
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -213,6 +215,28 @@ def test_a_run_of_one_device_is_no_run_of_several_processes(environment):
         "strategy: 2 processes were started, but strategy=single uses one; choose strategy=ddp, "
         "fsdp2 or hsdp.",
     )
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+def test_ranks_meet_on_their_devices_and_wait_for_each_other_on_the_cpu(environment, device):
+    for name, value in zip(TORCHRUN, ["1", "2", "1", "2", "0"], strict=True):
+        environment.setenv(name, value)
+    asked = []
+    environment.setattr(dist, "init_process_group", lambda *a, **more: asked.append((a, more)))
+    environment.setattr(dist, "new_group", lambda **options: asked.append(options))
+    environment.setattr(torch.cuda, "set_device", asked.append)
+    environment.setattr(ranks_module, "device_of", lambda *_: torch.device(device))
+    environment.setattr(ranks_module, "_waiting", [])
+    timeouts = TimeoutConfig(start=7, one_rank=9)
+    config = RunConfig(strategy=StrategyConfig("ddp", timeouts=timeouts))
+    ranks = init_distributed(config)
+    assert (ranks.rank, ranks.world_size) == (1, 2)
+    on_gpu = device == "cuda:1"
+    assert asked == [
+        *[torch.device(device)] * on_gpu,
+        (("cpu:gloo,cuda:nccl" if on_gpu else "gloo",), {"timeout": timedelta(seconds=7)}),
+        {"backend": "gloo", "timeout": timedelta(seconds=9)},
+    ]
 
 
 @pytest.fixture

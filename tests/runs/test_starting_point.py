@@ -56,12 +56,17 @@ def test_a_new_run_begins_from_nothing(tmp_path):
     assert read_metrics(tmp_path / "new" / "metrics.csv") == []
 
 
-def test_a_run_without_a_checkpoint_begins_its_metrics_anew(tmp_path):
+def test_a_run_without_a_checkpoint_begins_its_metrics_anew(tmp_path, caplog):
     config = RunConfig(run_dir=str(tmp_path / "new"))
     starting_point(config, None)
     append_metrics(tmp_path / "new" / "metrics.csv", {"step": 1, "loss": 2.0})
+    append_metrics(tmp_path / "new" / "metrics.csv", {"step": 7, "loss": 1.0})
     starting_point(config, None)
     assert read_metrics(tmp_path / "new" / "metrics.csv") == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "There is no checkpoint: begins again from nothing, without the rows of metrics.csv until "
+        "step 7"
+    ]
 
 
 def test_a_run_goes_on_from_its_newest_sound_checkpoint_and_sets_later_ones_aside(copied):
@@ -74,6 +79,22 @@ def test_a_run_goes_on_from_its_newest_sound_checkpoint_and_sets_later_ones_asid
     assert (checkpoint_of(copied).with_name("unused-step-000012")).is_dir()
     rows = read_metrics(Path(copied.run_dir) / "metrics.csv")
     assert [row["step"] for row in rows] == [2, 4, 6, 8]
+
+
+def test_a_state_that_training_cannot_go_on_from_is_refused_but_not_one_of_before(
+    copied, monkeypatch
+):
+    """Which its own sentence refuses, once its text is known."""
+    asked = []
+    monkeypatch.setattr(
+        "trainer.runs.starting_point.check_resumable", lambda *given: asked.append(given)
+    )
+    state = starting_point(copied, None).state
+    assert asked == [(checkpoint_of(copied), state)]
+    older = {key: value for key, value in state.items() if key != "certificate"}
+    monkeypatch.setattr("trainer.runs.starting_point.read_state", lambda path: older)
+    assert starting_point(copied, None).state == older
+    assert len(asked) == 1
 
 
 def test_a_branch_begins_with_the_state_and_the_rows_of_its_run(copied, tmp_path):

@@ -17,7 +17,7 @@ config = RunConfig(
     strategy=StrategyConfig("ddp"), logger=LoggerConfig(wandb=True, offline=True), run_dir="."
 )
 ranks = init_distributed(config)
-set_threads(config)
+set_threads(config, ranks)
 print("threads:", torch.get_num_threads())
 limit_collectives(0.2)
 print("alone:", on_rank_zero(lambda: time.sleep(1) or "done"))

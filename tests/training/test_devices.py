@@ -119,8 +119,22 @@ def test_blocks_are_compiled_by_a_ranks_share_of_the_cores(monkeypatch, given, e
     else:
         monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", given)
     with inductor.patch(compile_threads=3):
-        set_threads(with_trainer(threads=7, compile=True))
+        set_threads(with_trainer(threads=7, compile=True), Ranks())
         assert get_compile_threads() == expected
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [(None, Ranks(), 6), (2, Ranks(), 2), (None, Ranks(1, 2), 3), (2, Ranks(1, 2), 2)],
+)
+def test_a_run_has_the_usual_threads_and_ranks_their_share(monkeypatch, given, ranks, expected):
+    """What torchrun puts into the environment of a rank is not what its user has asked for."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    monkeypatch.setattr(devices, "share_of_cores", lambda: 3)
+    threads = torch.get_num_threads()
+    set_threads(with_trainer(threads=given), ranks)
+    assert torch.get_num_threads() == expected
     torch.set_num_threads(threads)
 
 
@@ -171,7 +185,7 @@ def test_durations_in_words(seconds, said):
 
 def test_a_run_for_gpus_is_not_begun_on_a_cpu_by_itself(monkeypatch):
     """SmolLM-360M on 31.5 billion tokens, at the peak of a core: 6 N D operations."""
-    monkeypatch.setattr(devices, "cores", lambda: 2)
+    monkeypatch.setattr(devices, "usual_threads", lambda: 2)
     large = ModelConfig(
         hidden_size=960, intermediate_size=2560, num_hidden_layers=32,
         num_attention_heads=15, num_key_value_heads=5, head_dim=64, vocab_size=49152,

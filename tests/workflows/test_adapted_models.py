@@ -127,7 +127,7 @@ def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
     config = EvaluationConfig(
         lengths=[1, 2],
         methods=["none", "yarn", "weighted_rope", "temperature", "window"],
-        tasks=["perplexity", "standard"],
+        tasks=["perplexity", "standard", "statements"],
         windows=2,
         fit_windows=1,
         needles=NeedleTaskSettings(trials=1, depths=(0.4, 0.9)),
@@ -154,6 +154,10 @@ def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
     assert any(
         "the decoder of this program is needed for sliding window" in n for n in report.notes
     )
+    assert (
+        "The task 'statements' was left out: the training text of the first model is not known to "
+        "have carried any (data.needles.share)."
+    ) in report.notes
 
 
 def test_answers_to_prompts_that_begin_alike_are_those_of_our_decoder(llama):

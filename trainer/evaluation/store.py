@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
 from trainer.formats import FIRST, check_format, read_plain
 from trainer.report.atomic import write_atomically
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Of a piece's file."""
@@ -21,6 +23,7 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._said: set[Path] = set()
 
     def path(self, kind: str, key: dict[str, Any]) -> Path:
         """The file of a result."""
@@ -29,26 +32,32 @@ class Store:
 
     def has(self, kind: str, key: dict[str, Any]) -> bool:
         """Whether the result is stored."""
-        return self.path(kind, key).is_file()
+        return self._kept(self.path(kind, key)) is not None
 
     def get(self, kind: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """The stored value, made and stored where it is missing; plain JSON values.
+        """The stored value, made and stored where it is missing or damaged; plain JSON values.
 
         Raises:
-            UserError: the file is damaged, or of a newer format.
+            UserError: the file is of a newer format.
         """
         path = self.path(kind, key)
-        if path.is_file():
-            try:
-                piece = read_plain(path)
-                value, found = piece["value"], piece.get("format", FIRST)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise UserError(
-                    f"output: {str(path)!r} is damaged; remove it to have it measured again."
-                ) from None
-            check_format(found, FORMAT, f"output: {str(path)!r}", "choose another output")
-            return value
+        if (kept := self._kept(path)) is not None:
+            check_format(kept[0], FORMAT, f"output: {str(path)!r}", "choose another output")
+            return kept[1]
         value = json.loads(json.dumps(make(), allow_nan=False))
         piece = {"format": FORMAT, "key": key, "value": value}
         write_atomically(path, json.dumps(piece, default=str) + "\n")
         return value
+
+    def _kept(self, path: Path) -> tuple[Any, Any] | None:
+        """Format and value in a file, if they can be read."""
+        if not path.is_file():
+            return None
+        try:
+            piece = read_plain(path)
+            return piece.get("format", FIRST), piece["value"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if path not in self._said:
+                log.warning("%s is damaged; what it held is measured again", path)
+                self._said.add(path)
+            return None

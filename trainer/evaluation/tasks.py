@@ -26,12 +26,13 @@ HAYSTACK = 1 << 22
 @dataclass(frozen=True)
 class HeldOut:
     """A held-out split of a corpus, ``stream``. ``bos_token``: what prompts begin with, if
-    anything. ``training_share``: which share of the training sequences carried statements."""
+    anything. ``training_share``: which share of the training sequences carried statements
+    (None: nobody knows)."""
 
     corpus: Corpus
     stream: TokenStream
     bos_token: int | None
-    training_share: float
+    training_share: float | None
 
     @cached_property
     def documents(self) -> list[str]:
@@ -56,9 +57,11 @@ def make_tasks(
             windows = windows_with_common_ends(text.stream, config.windows, lengths)
             found.append(Perplexity(windows, end, training_length, config.last))
         elif name == STATEMENTS and not text.training_share:
+            known = text.training_share is not None
+            why = "carried none" if known else "is not known to have carried any"
             notes.append(
-                "The task statements was left out: the training text of the first model "
-                "carried none (data.needles.share)."
+                "The task 'statements' was left out: the training text of the first model "
+                f"{why} (data.needles.share)."
             )
         elif name == STATEMENTS:
             vocabulary, needles = NeedleVocabulary.of(tokenizer), config.needles

@@ -103,10 +103,19 @@ def newest_sound_checkpoint(run_dir: Path) -> Path | None:
     if found:
         raise UserError(
             f"checkpoint: every checkpoint in {str(run_dir / 'checkpoints')!r} is damaged "
-            f"({', '.join(p.name for p in found)}). Restore one, or set overwrite=true to start "
-            "again from nothing."
+            f"({', '.join(p.name for p in found)}). Restore one{_way_by_the_drop(run_dir)}, or set "
+            "overwrite=true to start again from nothing."
         )
     return None
+
+
+def _way_by_the_drop(run_dir: Path) -> str:
+    """What a run can go on from that no sound checkpoint is left of but that before its drop."""
+    path = run_dir / "checkpoints" / BEFORE_DROP
+    if not on_rank_zero(path.is_dir) or damage_together(path) is not None:
+        return ""
+    name = step_name(on_rank_zero(lambda: read_state(path, hashed=False)["step"]))
+    return f", or copy {BEFORE_DROP!r}, which is whole, to {name!r} to go on from there"
 
 
 def set_aside(paths: list[Path]) -> None:
@@ -168,7 +177,9 @@ def find_checkpoint(given: str) -> Path:
         directory = path if path.name == "checkpoints" else path / "checkpoints"
         if found := regular_checkpoints(directory):
             return found[-1]
-        raise UserError(f"checkpoint: there is no checkpoint in {given!r}.")
+        before = directory / BEFORE_DROP
+        hint = f" but {str(before)!r}" if before.is_dir() else ""
+        raise UserError(f"checkpoint: there is no checkpoint in {given!r}{hint}.")
     if path.is_file():
         raise UserError(f"checkpoint: {given!r} is a file; a checkpoint is a directory.")
     beside = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []

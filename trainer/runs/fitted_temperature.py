@@ -7,6 +7,7 @@ its manifest. Generation uses it, evaluation has it as a method of its own.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,11 +40,12 @@ class FittedTemperature:
 
 
 def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
-    """Write what was fitted into the directory of a checkpoint, unless what is there was fitted on
-    more text: then return its coefficient."""
+    """Write what was fitted into the directory of a checkpoint, unless what is there, and can be
+    read, was fitted on more text: then return its coefficient."""
     path = checkpoint / FILE
-    if path.is_file() and (older := _read(path)).tokens > fitted["tokens"]:
-        return older.coefficient
+    with suppress(UserError):
+        if path.is_file() and (older := _read(path)).tokens > fitted["tokens"]:
+            return older.coefficient
     write_atomically(path, json.dumps(fitted, indent=1) + "\n")
     return None
 

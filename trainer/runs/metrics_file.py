@@ -66,6 +66,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     try:
         text = read_content(path).decode("utf-8")
+        if "\n" not in text:
+            raise ValueError("it has no line of columns")
         # A row that a killed process left without its line end is incomplete.
         for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
             values = {k: _number(v) for k, v in row.items() if v not in ("", None)}
@@ -106,11 +108,14 @@ def append_metrics(path: Path, row: dict[str, Any]) -> None:
         raise
 
 
-def continue_metrics(path: Path, step: int, source: Path | None = None) -> None:
-    """Keep the rows up to ``step``, of this file or of ``source`` where this is missing."""
+def continue_metrics(path: Path, step: int, source: Path | None = None) -> list[dict[str, Any]]:
+    """Keep the rows up to ``step``, of this file or of ``source`` where this is missing; returns
+    the others."""
     if source is not None and not path.exists():
         shutil.copyfile(source, path)
-    write_metrics(path, [row for row in read_metrics(path) if row["step"] <= step])
+    rows = read_metrics(path)
+    write_metrics(path, [row for row in rows if row["step"] <= step])
+    return [row for row in rows if row["step"] > step]
 
 
 def _number(text: str) -> int | float:

@@ -142,7 +142,8 @@ def _control_problems(
 def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[str]:
     """What a control changes of a model whose weights it begins with."""
     sources = [key for key in ("from_run", "from_pretrained") if getattr(control.model, key)]
-    keys = [f"model.{key}" for key in changes.get("model") or ()]
+    groups = "model", "tokenizer"
+    keys = [f"{group}.{key}" for group in groups for key in changes.get(group) or ()]
     keys += ["positional"] * ("positional" in changes)
     return [p for source in sources for p in ignored_keys(keys, source)]
 

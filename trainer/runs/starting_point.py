@@ -78,11 +78,14 @@ def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
         if "certificate" in state:  # else of an earlier version, which is refused with its reason
             check_resumable(start, state)
         log.info("Resuming from %s (step %d)", start.name, state["step"])
-    continue_metrics(
-        run_dir / "metrics.csv",
-        state.get("step", 0),
-        branch.parent.parent / "metrics.csv" if branch is not None else None,
-    )
+    source = branch.parent.parent / "metrics.csv" if branch is not None else None
+    left_out = continue_metrics(run_dir / "metrics.csv", state.get("step", 0), source)
+    if start is None and left_out:
+        log.warning(
+            "There is no checkpoint: begins again from nothing, without the rows of metrics.csv "
+            "until step %d",
+            left_out[-1]["step"],
+        )
     return Start(start, state)
 
 

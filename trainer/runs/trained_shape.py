@@ -23,7 +23,8 @@ def ignored_keys(keys: Iterable[str], source: str) -> list[str]:
     for key in keys:
         group, _, rest = key.partition(".")
         of_shape = group == "model" and rest and rest.partition(".")[0] not in CHOSEN
-        if of_shape or (group == "positional" and source == "from_run"):
+        of_tokens = group == "tokenizer" and rest != "path"  # which may lie elsewhere
+        if of_shape or of_tokens or (group == "positional" and source == "from_run"):
             found.append(
                 f"{key}: the model that model.{source} names has its own{keeps}; leave it out."
             )

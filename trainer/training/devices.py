@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.cores import cores
+from trainer.cores import usual_threads
 from trainer.model.backend_choice import backend_problem
 from trainer.report.words import counted
 from trainer.runs.config import RunConfig
@@ -61,7 +61,7 @@ def cpu_seconds(config: RunConfig) -> float:
     vocabulary = model.vocab_size or config.tokenizer.vocab_size
     parameters = model.block_weights + vocabulary * model.hidden_size
     tokens = tokens_at(config, config.trainer.max_steps)
-    return 6 * parameters * tokens / (OPERATIONS * (config.trainer.threads or cores()))
+    return 6 * parameters * tokens / (OPERATIONS * (config.trainer.threads or usual_threads()))
 
 
 def in_words(seconds: float) -> str:
@@ -71,10 +71,12 @@ def in_words(seconds: float) -> str:
     return counted(round(seconds / size), unit)
 
 
-def set_threads(config: RunConfig) -> None:
-    """Use ``trainer.threads`` CPU threads, or one for every core of this process's share of the
-    machine, also to compile; all ranks call it together."""
-    threads = config.trainer.threads or share_of_cores()
+def set_threads(config: RunConfig, ranks: Ranks) -> None:
+    """Use ``trainer.threads`` CPU threads, also to compile, or as many as are usual; of several
+    ranks one for every core of this rank's share of the machine. All ranks call it together."""
+    # torchrun gives all ranks OMP_NUM_THREADS=1, unless it is set.
+    usual = share_of_cores if ranks.world_size > 1 else usual_threads
+    threads = config.trainer.threads or usual()
     torch.set_num_threads(threads)
     if config.trainer.compile and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config as inductor  # has read the environment by now

@@ -17,7 +17,7 @@ from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.drop import DropStudy
 from trainer.analysis.studies.offset_changes import OffsetChanges
 from trainer.analysis.studies.study import Study, Target, run
-from trainer.cores import cores
+from trainer.cores import usual_threads
 from trainer.errors import UserError, said_of
 from trainer.model.config import ModelConfig
 from trainer.report.geometry.page import GeometryReport, write_geometry_report
@@ -52,7 +52,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
         UserError: a checkpoint or text cannot be read, the text is too short, memory does not
             suffice, or the analysis cannot be made of this model.
     """
-    torch.set_num_threads(request.threads or cores())
+    torch.set_num_threads(request.threads or usual_threads())
     config, kind = request.analysis, request.analysis.kind
     candidate = find_candidate(str(request.checkpoint))
     output = Path(request.output or candidate.home / "analysis" / (name or kind))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.cores import cores
+from trainer.cores import usual_threads
 from trainer.data.config import DataConfig
 from trainer.errors import UserError
 from trainer.evaluation.benchmarks import (
@@ -74,7 +74,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     config = request.evaluation
     if isinstance(config, MultipleChoiceConfig) and (problems := missing_tasks(config)):
         raise UserError(*problems)
-    torch.set_num_threads(request.threads or cores())
+    torch.set_num_threads(request.threads or usual_threads())
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(given, "compare") for given in request.compare]
     candidates = distinct([first, *others])

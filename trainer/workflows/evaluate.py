@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.cores import cores
+from trainer.cores import usual_threads
 from trainer.errors import UserError
 from trainer.report.results import Report
 from trainer.report.writing import write_renderings
@@ -38,7 +38,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
             not fit a task or the text, or no method applies to any model.
     """
-    torch.set_num_threads(request.threads or cores())
+    torch.set_num_threads(request.threads or usual_threads())
     # Before checkpoints are read, which takes long where they are large.
     if request.output and (problem := writable_problem(request.output, "output")):
         raise UserError(problem)

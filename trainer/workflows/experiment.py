@@ -86,7 +86,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
     }
     set_environment(config)
     with process_group(config) as ranks:
-        set_threads(config)
+        set_threads(config, ranks)
         callbacks = make_all_callbacks(configs)
         opened: list[Corpus] = []
         found = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened))

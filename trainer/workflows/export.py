@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from trainer.cores import cores
+from trainer.cores import usual_threads
 from trainer.data.tokenizer import end_of_text
 from trainer.errors import UserError
 from trainer.interchange.export.directory import Exported, destination_problem, export_model
@@ -29,7 +29,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     """
     assert request.checkpoint is not None
     assert request.to is not None
-    torch.set_num_threads(request.threads or cores())
+    torch.set_num_threads(request.threads or usual_threads())
     to = Path(request.to)
     if problem := destination_problem(to) or writable_problem(str(to), "to"):
         raise UserError(problem)

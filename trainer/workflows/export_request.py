@@ -13,7 +13,7 @@ class ExportRequest:
     """``checkpoint``: a run directory or a checkpoint. ``to``: a directory that is new or empty.
 
     ``tolerance``: how far logits may differ in float32, as a share of the largest. ``dtype``: of
-    the weights. ``threads``: of the CPU (null: all cores).
+    the weights. ``threads``: of the CPU (null: ``OMP_NUM_THREADS``, or all cores).
     """
 
     checkpoint: str | None = None

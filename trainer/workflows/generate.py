@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from trainer.cores import cores
+from trainer.cores import usual_threads
 from trainer.data.tokenizer import end_of_text
 from trainer.errors import UserError
 from trainer.generation.generate import generate
@@ -55,7 +55,7 @@ def continue_prompts(
     Raises:
         UserError: the checkpoint cannot be read.
     """
-    torch.set_num_threads(request.threads or cores())
+    torch.set_num_threads(request.threads or usual_threads())
     found = find_candidate(str(request.checkpoint))
     _check_memory(found, request)
     model = found.load()

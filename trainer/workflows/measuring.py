@@ -42,9 +42,10 @@ class Text:
     first: Candidate
 
     @property
-    def training_share(self) -> float:
-        """Which share of the first model's training sequences carried statements."""
-        return 0.0 if self.first.run is None else self.first.run.data.needles.share
+    def training_share(self) -> float | None:
+        """Which share of the first model's training sequences carried statements; None where it was
+        trained elsewhere."""
+        return None if self.first.run is None else self.first.run.data.needles.share
 
     @property
     def held_out(self) -> HeldOut:
@@ -109,7 +110,7 @@ def measure_models(
         notes=(*notes, *not_run, *measured.notes),
         config={"evaluation": without_home(json.loads(json.dumps(asdict(config))))},
         environment=environment(text.corpus),
-        task=describe_task(text.training_share, config.needles.needles)
+        task=describe_task(text.training_share or 0.0, config.needles.needles)
         if STATEMENTS in keys
         else {},
     )
