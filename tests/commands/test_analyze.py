@@ -205,7 +205,7 @@ def test_a_file_is_read_whole_in_place_of_held_out_text(rope, tmp_path, capsys):
     (said,) = refused(words, capsys)
     assert said == f"error: analysis.file: {file} is empty; expected a text."
     (said,) = refused([*words[:2], "analysis.file=nowhere.txt"], capsys)
-    assert "analysis.file: nowhere.txt is no text that can be read" in said
+    assert "analysis.file: there is no file 'nowhere.txt'." in said
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_configurations_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-GRID = "evaluation.temperature.grid: expected coefficients from 0 to 100."
+GRID = "evaluation.temperature.grid: expected one or more coefficients from 0 to 100, got"
 BEYOND = (
     "evaluation.temperature.lengths: expected multiples of the training length above 1, or null "
     "for those evaluated, got"
@@ -105,7 +105,7 @@ SIGMA = (
     "got"
 )
 WRONG = [
-    *((TemperatureSettings(grid=grid), GRID) for grid in ([], [-0.1], [0.0, 100.1])),
+    *((TemperatureSettings(grid=g), f"{GRID} {g}.") for g in ([], [-0.1], [0.0, 100.1])),
     *((TemperatureSettings(lengths=given), f"{BEYOND} {given}.") for given in ([], [2.0, 1.0])),
     *(
         (

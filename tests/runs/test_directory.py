@@ -204,7 +204,7 @@ def test_a_directory_with_other_files_is_no_place_for_a_run(place):
     place.mkdir()
     assert opened(place) == place  # an empty one is
     (place / "config.yaml").rename(place / "mine.yaml")
-    with pytest.raises(UserError, match=r"^run_dir: .* holds other files and no run; choose"):
+    with pytest.raises(UserError, match=r"^run_dir: .* holds other files and no run \(no config"):
         opened(place)
 
 

@@ -42,6 +42,16 @@ def test_keys_of_groups_that_may_be_missing_or_are_listed_are_checked():
     ]
 
 
+def test_keys_with_dots_are_shown_as_groups_of_keys():
+    dotted = {"positional.layers": ["nope"], "model.softmax.sinks": True, "mode.x": 1}
+    _, problems = validated(RunConfig, {"label": "a", **dotted})
+    assert problems[:2] == [
+        "positional.layers: a key with dots; write positional: {layers: ...}.",
+        "model.softmax.sinks: a key with dots; write model: {softmax.sinks: ...}.",
+    ]
+    assert problems[2].startswith("mode.x: unknown key.")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -98,7 +98,7 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
         ],
         "Disk": [
             ("a checkpoint", "2,487.6 GB"),
-            ("checkpoints kept", "8, and one that is written: 22,388 GB"),
+            ("checkpoints kept", "8, and one that is written: 22,388.0 GB"),
             ("text, read once", "4,096.0 GB of 2 bytes a token"),
         ],
     }
@@ -131,3 +131,15 @@ def test_phases_and_offloading_in_a_plan(planned):
             "takes 120.0 GiB",
         ),
     ]
+    times = dict(found["Time at 40% of the peak"])
+    assert times["4 x H200"] == "0.0 minutes, 0 GPU-hours"
+
+
+def test_what_is_small_in_a_plan_has_smaller_units():
+    assert [plans._gib(n * plans.GIB) for n in (0.1, 0.09, 1e-4)] == [
+        "0.1 GiB", "92.2 MiB", "0.1 MiB",
+    ]  # fmt: skip
+    assert [plans._gb(n * plans.GB) for n in (1234.5, 0.1, 0.09)] == [
+        "1,234.5 GB", "0.1 GB", "90.0 MB",
+    ]  # fmt: skip
+    assert [plans._hours(n) for n in (0.1, 0.09)] == ["0.1 hours", "5.4 minutes"]

@@ -40,7 +40,10 @@ class TemperatureSettings:
         """What is impossible, one sentence each."""
         found = []
         if not self.grid or not all(0 <= c <= 100 for c in self.grid):
-            found.append("evaluation.temperature.grid: expected coefficients from 0 to 100.")
+            found.append(
+                "evaluation.temperature.grid: expected one or more coefficients from 0 to 100, got "
+                f"{self.grid}."
+            )
         if self.lengths is not None and not (self.lengths and all(s > 1 for s in self.lengths)):
             found.append(
                 "evaluation.temperature.lengths: expected multiples of the training length above "

@@ -207,7 +207,7 @@ def _column(
             held = comparison(row)
             mark = "" if held is None else held.mark
             interval = f"{percent(own.low)}–{percent(own.high)}"
-            column[row] = Entry(percent(own.mean), interval, mark, own.mean == best)
+            column[row] = Entry(percent(own.mean), interval, mark, own.mean == best > 0)
     return column
 
 

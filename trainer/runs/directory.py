@@ -80,7 +80,8 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
         return
     if is_used and not record.exists():
         raise UserError(
-            f"run_dir: {config.run_dir!r} holds other files and no run; choose another run_dir."
+            f"run_dir: {config.run_dir!r} holds other files and no run (no config.yaml); choose "
+            "another run_dir."
         )
     if record.exists():
         check_mark(directory)

@@ -24,7 +24,10 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
     found = []
     for key, value in values.items():
         where = f"{path}.{key}" if path else str(key)
-        if key not in hints:
+        first, _, rest = str(key).partition(".")
+        if key not in hints and first in hints and rest:
+            found.append(f"{where}: a key with dots; write {first}: {{{rest}: ...}}.")
+        elif key not in hints:
             found.append(f"{where}: unknown key.{did_you_mean(str(key), hints)}")
         elif value == "None" and type(None) in get_args(hints[key]) and key != "prompt":
             found.append(where + OF_PYTHON)

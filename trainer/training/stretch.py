@@ -127,7 +127,7 @@ def train_stretch(
     module = LanguageModule(config, model, ranks, weights, start.checkpoint is not None)
     title = f"Training {label(config)}"
     if config.phases:
-        title += f", {phase.name}"
+        title += ", " + " and ".join(p.name for p in phases if phase.start <= p.start < end)
     with Progress(title, end, here.tokens_per_step, silent=not ranks.is_rank_zero) as progress:
         metrics = Metrics(here, ranks, progress, epochs_read(corpus, phases, skips))
         loggers = [MetricsFile(run_dir / "metrics.csv"), *other_loggers(config)]

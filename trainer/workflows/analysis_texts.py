@@ -76,6 +76,8 @@ def choice_texts(
 def _of_file(path: str, candidate: Candidate) -> Integers:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"analysis.file: there is no file {path!r}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"analysis.file: {path} is no text that can be read: {error}.") from error
     tokens = np.array(candidate.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)

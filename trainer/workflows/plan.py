@@ -167,9 +167,9 @@ def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]
     parts = _parts(config, ranks, local, gpu, model, request.exact)
     away = OFFLOADED if config.strategy.cpu_offload else ()
     for name, size in parts.items():
-        yield name, f"{size / GIB:.1f} GiB{' of the CPU' if name in away else ''}"
+        yield name, f"{_gib(size)}{' of the CPU' if name in away else ''}"
     total, room = _on_gpu(config, parts), USABLE * gpu.memory
-    yield "in all", f"{total / GIB:.1f} GiB of {gpu.memory / GIB:.0f}, uncompiled"
+    yield "in all", f"{_gib(total)} of {gpu.memory / GIB:.0f}, uncompiled"
     if total > room:
         yield "does not fit", _way_out(config, ranks, local, gpu, model)
 
@@ -220,7 +220,7 @@ def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Modu
                 if size <= USABLE * gpu.memory:
                     return (
                         f"strategy={name} strategy.activation_checkpointing={recomputed} "
-                        f"trainer.micro_batch_size={fewer} takes {size / GIB:.1f} GiB"
+                        f"trainer.micro_batch_size={fewer} takes {_gib(size)}"
                     )
     return "nor does anything with shards, recomputation and one sequence at a time; more GPUs"
 
@@ -232,7 +232,7 @@ def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[
             hours = total / (peak * request.mfu * 3600)
             yield (
                 f"{request.ranks} x {gpu.name}",
-                f"{hours / request.ranks:,.1f} hours, {hours:,.0f} GPU-hours",
+                f"{_hours(hours / request.ranks)}, {hours:,.0f} GPU-hours",
             )
 
 
@@ -241,10 +241,22 @@ def _disk(config: RunConfig, count: int, vocab: int) -> Iterator[tuple[str, str]
     kept = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
     kept += len(kept_steps(config))
     kept += run.max_steps // run.keep_every if run.keep_every else 0
-    yield "a checkpoint", f"{one / GB:,.1f} GB"
-    yield "checkpoints kept", f"{kept}, and one that is written: {(kept + 1) * one / GB:,.0f} GB"
+    yield "a checkpoint", _gb(one)
+    yield "checkpoints kept", f"{kept}, and one that is written: {_gb((kept + 1) * one)}"
     tokens, width = tokens_at(config, run.max_steps), 2 if vocab <= 1 << 16 else 4
-    yield "text, read once", f"{tokens * width / GB:,.1f} GB of {width} bytes a token"
+    yield "text, read once", f"{_gb(tokens * width)} of {width} bytes a token"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size * 1024 / GIB:,.1f} MiB"
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:,.1f} GB" if size >= GB / 10 else f"{size * 1000 / GB:,.1f} MB"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f} hours" if hours >= 0.1 else f"{60 * hours:,.1f} minutes"
 
 
 def _corpus(request: PlanRequest) -> Corpus | UserError:
