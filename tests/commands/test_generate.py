@@ -172,7 +172,7 @@ def test_a_text_is_seen_while_it_grows(say, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("terminal", "shown"), [(True, "a\u241b[2J\tb\u2421\ufffd\n"), (False, RAW + "\n")]
+    ("terminal", "shown"), [(True, "a\u241b[2J\tb\u2421\ufffd"), (False, RAW)]
 )
 def test_what_a_terminal_would_obey_is_shown_and_passed_on_to_files(
     monkeypatch, capsys, terminal, shown

@@ -84,7 +84,7 @@ def test_the_table_as_markdown():
         | optimizer.lr=1e-2 | **100.0** (75.8–100.0) / 2.625 | **83.3** (55.2–95.3) ↑ / 3.250 | 999 | 2.500 | 1,200 | step 7 of 9 |
         | optimizer.lr=1 | 9.000 | 75.0 (46.8–91.1) / · | · | · | · | finished |
 
-        Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Bold: the highest of a column. Runs that were measured on other text or trials than the first are not tested. · not measured.
+        Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number of tests). Bold: the highest of a column. Runs that were measured on other text, tokens or trials than the first are not tested, and their losses do not compare with its. · not measured.
 
         - optimizer.lr=1e-4: not started; It did not start.
         - optimizer.lr=1e-2: step 7 of 9
@@ -125,7 +125,8 @@ def test_the_table_in_a_terminal_continues_below():
             token). ↑ ↓ better or worse than optimizer.lr=1e-3 on the same
             trials (exact sign test, p < 0.05, not corrected for the number of
             tests). Bold: the highest of a column. Runs that were measured on
-            other text or trials than the first are not tested. · not measured.
+            other text, tokens or trials than the first are not tested, and
+            their losses do not compare with its. · not measured.
 
             optimizer.lr=1e-4: not started; It did not start.
             optimizer.lr=1e-2: step 7 of 9
@@ -149,8 +150,8 @@ def test_the_table_in_a_terminal_continues_below():
                                                                    46.8–91.1
         Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse
         than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number
-        of tests). Bold: the highest of a column. Runs that were measured on other text or trials than the
-        first are not tested. · not measured.
+        of tests). Bold: the highest of a column. Runs that were measured on other text, tokens or trials
+        than the first are not tested, and their losses do not compare with its. · not measured.
 
         optimizer.lr=1e-4: not started; It did not start.
         optimizer.lr=1e-2: step 7 of 9
@@ -225,8 +226,8 @@ def test_styles_of_a_terminal():
                                                                        <dim>46.8–91.1</>
             <dim>Success in % with its 95% interval, then the held-out loss (nats per token). ↑ ↓ better or worse </>
             <dim>than optimizer.lr=1e-3 on the same trials (exact sign test, p < 0.05, not corrected for the number </>
-            <dim>of tests). Bold: the highest of a column. Runs that were measured on other text or trials than the </>
-            <dim>first are not tested. · not measured.</>
+            <dim>of tests). Bold: the highest of a column. Runs that were measured on other text, tokens or trials </>
+            <dim>than the first are not tested, and their losses do not compare with its. · not measured.</>
 
             <bold red>optimizer.lr=1e-4: not started; It did not start.</>
             <bold red>optimizer.lr=1e-2: step 7 of 9</>

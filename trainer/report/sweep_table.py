@@ -94,7 +94,10 @@ def legend(sweep: Sweep) -> str:
     )
     apart = [run for run in sweep.runs if run.reached]
     if any(run.measured_on != apart[0].measured_on for run in apart):
-        said += " Runs that were measured on other text or trials than the first are not tested."
+        said += (
+            " Runs that were measured on other text, tokens or trials than the first are not "
+            "tested, and their losses do not compare with its."
+        )
     return f"{said} {MISSING} not measured."
 
 
