@@ -171,9 +171,7 @@ def test_a_text_is_seen_while_it_grows(say, monkeypatch):
     assert len(pieces) > 5
 
 
-@pytest.mark.parametrize(
-    ("terminal", "shown"), [(True, "a\u241b[2J\tb\u2421\ufffd"), (False, RAW)]
-)
+@pytest.mark.parametrize(("terminal", "shown"), [(True, "a\u241b[2J\tb\u2421\ufffd"), (False, RAW)])
 def test_what_a_terminal_would_obey_is_shown_and_passed_on_to_files(
     monkeypatch, capsys, terminal, shown
 ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.errors import UserError
 from trainer.runs.branches import branch_problems
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
@@ -59,3 +60,12 @@ def test_a_control_goes_on_from_where_both_were_alike(run, control, step, said):
     found = branch_problems(configured(**run), configured(**control), step)
     assert len(found) == (said is not None)
     assert not said or found[0].startswith(said)
+
+
+def test_a_control_that_does_not_branch_off_may_read_other_samples():
+    other = {"trainer": {"batch_size": 4}}
+    assert configured(controls={"c": other}).controls == {"c": other}
+    with pytest.raises(
+        UserError, match=r"^controls\.c\.branch: from step 0 on the run reads other"
+    ):
+        configured(controls={"c": {**other, "branch": 5}})

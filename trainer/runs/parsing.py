@@ -135,8 +135,8 @@ def _control_problems(
     except UserError as error:
         return [f"controls.{name}: {p}" for p in error.problems if p not in known]
     at = config.drop_step if branch == "drop" else branch
-    ignored = _ignored_changes(control, changes)
-    return [f"controls.{name}.{p}" for p in ignored or branch_problems(config, control, at or 0)]
+    apart = [] if at is None else branch_problems(config, control, at)
+    return [f"controls.{name}.{p}" for p in _ignored_changes(control, changes) or apart]
 
 
 def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[str]:
