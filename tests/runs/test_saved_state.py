@@ -87,6 +87,7 @@ def test_a_sound_description_is_given_back_as_it_is(state, tmp_path):
 def test_what_training_needs_is_checked_where_it_goes_on(state, tmp_path):
     check_resumable(tmp_path / "step-000012", state)
     check_resumable(tmp_path / "before-drop", state)
+    check_resumable(tmp_path / "step-1200000", changed(state, ["step"], 1_200_000))
     for place, found, said in (
         ("step-000013", state, "step: 12."),
         ("step-000012", changed(state, ["data"], None), "data: "),

@@ -13,6 +13,7 @@ import torch
 from tests.training.test_run import checkpoint_of
 from trainer.errors import UserError
 from trainer.model.config import ModelConfig
+from trainer.runs import starting_weights as module
 from trainer.runs.checkpoint_files import MANIFEST, digests
 from trainer.runs.checkpoints import load_decoder, read_state
 from trainer.runs.config import RunConfig
@@ -83,6 +84,18 @@ def described(finished, tmp_path):
         return str(place)
 
     return as_if
+
+
+def test_a_rank_reads_weights_without_the_others(finished, monkeypatch):
+    """Which may not read the same ones at the same time."""
+    asked, load = [], module.load
+    monkeypatch.setattr(
+        module,
+        "load",
+        lambda *given, alone=False: (asked.append(alone), load(*given, alone=alone)),
+    )
+    weights = dict(starting_weights(ModelConfig(from_run=finished[0].run_dir)).weights())
+    assert asked == [True] * len(weights) != []
 
 
 TWO = {"layers": ["rope", "alibi"]}
