@@ -23,7 +23,8 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._said: set[Path] = set()
+        self._sound: set[Path] = set()
+        self._damaged: set[Path] = set()
 
     def path(self, kind: str, key: dict[str, Any]) -> Path:
         """The file of a result."""
@@ -31,8 +32,9 @@ class Store:
         return self.directory / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
 
     def has(self, kind: str, key: dict[str, Any]) -> bool:
-        """Whether the result is stored."""
-        return self._kept(self.path(kind, key)) is not None
+        """Whether the result is stored; asked often, by ranks that wait for those of others."""
+        path = self.path(kind, key)
+        return path in self._sound or self._kept(path) is not None
 
     def get(self, kind: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
         """The stored value, made and stored where it is missing or damaged; plain JSON values.
@@ -55,9 +57,11 @@ class Store:
             return None
         try:
             piece = read_plain(path)
-            return piece.get("format", FIRST), piece["value"]
+            found = piece.get("format", FIRST), piece["value"]
         except (ValueError, KeyError, TypeError, AttributeError):
-            if path not in self._said:
+            if path not in self._damaged:
                 log.warning("%s is damaged; what it held is measured again", path)
-                self._said.add(path)
+                self._damaged.add(path)
             return None
+        self._sound.add(path)
+        return found
