@@ -132,8 +132,13 @@ def test_a_run_has_the_usual_threads_and_ranks_their_share(monkeypatch, given, r
     """What torchrun puts into the environment of a rank is not what its user has asked for."""
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     monkeypatch.setattr(devices, "share_of_cores", lambda: 3)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    from torch._inductor import config as inductor
+
     threads = torch.get_num_threads()
-    set_threads(with_trainer(threads=given), ranks)
+    with inductor.patch(compile_threads=9):
+        set_threads(with_trainer(threads=given, compile=True), ranks)
+        assert inductor.compile_threads == (given or 3)
     assert torch.get_num_threads() == expected
     torch.set_num_threads(threads)
 

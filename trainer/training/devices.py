@@ -72,17 +72,17 @@ def in_words(seconds: float) -> str:
 
 
 def set_threads(config: RunConfig, ranks: Ranks) -> None:
-    """Use ``trainer.threads`` CPU threads, also to compile, or as many as are usual; of several
-    ranks one for every core of this rank's share of the machine. All ranks call it together."""
+    """Use ``trainer.threads`` CPU threads, or as many as are usual; of several ranks, and to
+    compile, one for every core of this process's share of the machine. All ranks call it together.
+    """
+    given, share = config.trainer.threads, share_of_cores()
     # torchrun gives all ranks OMP_NUM_THREADS=1, unless it is set.
-    usual = share_of_cores if ranks.world_size > 1 else usual_threads
-    threads = config.trainer.threads or usual()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(given or (share if ranks.world_size > 1 else usual_threads()))
     if config.trainer.compile and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config as inductor  # has read the environment by now
 
         # By itself every rank starts as many workers as the node has cores, up to 32.
-        inductor.compile_threads = min(threads, 32)
+        inductor.compile_threads = min(given or share, 32)
 
 
 def set_environment(config: RunConfig) -> None:
