@@ -4,6 +4,7 @@ import pytest
 
 from tests.report.examples import report, statements
 from trainer.report.comparison import Measured, certainly_exceeds, in_words, loss_change
+from trainer.report.judging import losses_in_words
 from trainer.report.observations import ROLES, observe
 from trainer.report.outcomes import Outcomes, Result
 from trainer.report.results import PERPLEXITY, Arm, Cell, Drop
@@ -358,3 +359,12 @@ def test_what_was_not_measured_is_not_compared():
     # Windows that are not the same are not paired: the means are compared.
     some, more = (Result("m", 64, 1.0, None, 4.0, (4.0,) * n) for n in (1, 2))
     assert loss_change(some, more).low == loss_change(some, more).high == 0
+
+
+def test_losses_at_two_lengths_are_those_of_one_or_of_two():
+    near, far = (Result("a", n, n / 64, None, loss, (loss,) * 2) for n, loss in ((64, 4), (128, 5)))
+    other = Result("b", 64, 1.0, None, 4.5, (4.5,) * 2)
+    said = "Text loss of a at 128 tokens 5.000, at 64"
+    assert losses_in_words(far, near).startswith(f"{said} 4.000 nats/token, +25.0%")
+    assert losses_in_words(far, other).startswith(f"{said} 4.500 (b) nats/token, +11.1%")
+    assert losses_in_words(near, other).startswith("Text loss at 64 tokens: a 4.000, b 4.500 nats")

@@ -59,19 +59,25 @@ def test_a_legend_above_panels_is_no_wider_than_the_figure():
 
 
 @pytest.mark.parametrize(
-    ("values", "scale", "limits"),
+    ("values", "scale", "limits", "ticks"),
     [
-        ((10.0, 12.0), "linear", (9.88, 12.12)),  # a margin of 6% of what they span
-        ((10.0, 10.0), "linear", (9.0, 11.0)),
-        ((10.0, math.nan, 1200.0), "log", (10 / 1.2, 1440)),
-        ((), "linear", (0.9, 1.1)),
+        # A margin of 6% of what they span.
+        ((10.0, 12.0), "linear", (9.88, 12.12), None),
+        ((10.0, 10.0), "linear", (9.0, 11.0), None),
+        ((10.0, math.nan, 400.0), "log", (10 / 1.2, 480), [10, 20, 50, 100, 200]),
+        ((10.0, 20_000.0), "log", (10 / 1.2, 24_000), [10, 100, 1000, 10_000]),
+        ((), "linear", (0.9, 1.1), None),
     ],
 )
-def test_the_axis_of_perplexities_holds_them_all(values, scale, limits):
+def test_the_axis_of_perplexities_holds_them_all(values, scale, limits, ticks):
     axes = Figure().subplots()
     perplexity_axis(values)(axes)
     assert axes.get_yscale() == scale
     assert axes.get_ylim() == pytest.approx(limits)
+    if ticks is None:  # matplotlib's own
+        return
+    low, high = axes.get_ylim()
+    assert [y for y in axes.get_yticks() if low <= y <= high] == pytest.approx(ticks)
 
 
 def plain(axes):

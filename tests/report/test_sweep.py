@@ -277,6 +277,10 @@ def test_losses_alone_are_a_table_too():
     )
     assert sweep.loss_change(sweep.runs[1], 1) is None  # not of the same text
     assert unfinished(sweep) == []
+    alone = Sweep("losses", sweep.runs[:1])
+    assert legend(alone) == (
+        "Held-out loss in nats per token. Bold: the lowest of a column. · not measured."
+    )
 
 
 def test_nothing_was_evaluated_yet():
