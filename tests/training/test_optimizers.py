@@ -82,10 +82,10 @@ def test_cleared_state_is_a_fresh_optimizer(tiny_decoder):
 
 
 def test_shards_of_any_size_and_copies_give_what_one_process_does(tmp_path):
-    """Also where ranks have fewer rows than others, or none."""
+    """Also where ranks have fewer rows than others, or none, and where nodes have copies."""
     script = Path(__file__).with_name("muon_ranks.py")
-    for rank in run_ranks(3, script, cwd=tmp_path):
-        assert rank.stdout.split() == ["True"] * 12, rank.stderr[-2000:]
+    for rank in run_ranks(4, script, cwd=tmp_path):
+        assert rank.stdout.split() == ["True"] * (2 * (4 + 2 + 1) + 2 + 1), rank.stderr[-2000:]
 
 
 def decayed(model, config):
