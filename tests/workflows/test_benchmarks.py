@@ -19,7 +19,7 @@ from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.requests import Encoder
 from trainer.evaluation.settings import ChoiceSettings, DopeSettings, WeightedRopeSettings
 from trainer.runs.models import find_candidate
-from trainer.workflows.benchmarks import run_benchmarks
+from trainer.workflows.benchmarks import _is_same, run_benchmarks
 from trainer.workflows.evaluation_request import MultipleChoiceRequest
 from trainer.workflows.held_out import held_out_corpus
 
@@ -177,3 +177,27 @@ def test_cropping_reads_the_last_tokens_alone_where_more_may_be_read(publish, ru
 def test_validation_text_has_to_be_as_long_as_the_factor_asks(publish, run):
     with pytest.raises(UserError, match=r"evaluation\.factor: the validation text has"):
         run(publish("plain"), methods=["dope"], factor=1000)
+
+
+@pytest.mark.parametrize(
+    ("older", "same"),
+    [
+        (None, True),
+        ({}, True),
+        ({"scores": [1]}, True),
+        ({"config": {"limit": 4}}, False),
+        ({"text": "b"}, False),
+        ({"models": [{"path": "b"}]}, False),
+        ({"models": [{"path": "a"}, {"path": "b"}]}, False),
+        ({"models": 3}, False),
+        ([], False),
+        ("{", False),
+    ],
+)
+def test_a_table_is_replaced_by_one_of_the_same_settings_and_models(tmp_path, older, same):
+    record = {"config": {"limit": 3}, "text": "a", "models": [{"path": "a"}]}
+    path = tmp_path / "piqa.json"
+    if older is not None:
+        changed = record | older if isinstance(older, dict) else older
+        path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    assert _is_same(record, path) is same

@@ -362,17 +362,23 @@ def test_the_page_needs_nothing_else_and_links_to_the_runs(sweeps, monkeypatch):
     assert Page(written.read_text()).links == ["../runs/rate_0.001_never/report.html"]
 
 
+NO_RUN = "runs: 'runs/alon' is no run (it has no config.yaml), nor a sweep (sweep.json)."
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "runs: give run directories"),
         (["runs/x"], "runs: 'runs/x' is no run"),
+        (["runs/alon"], NO_RUN + " Did you mean 'alone'?"),
         (["multirun/broken"], "runs: 'multirun/broken/sweep.json' is damaged"),
         (["run=x", "runs=[a]"], "run: unknown key. Did you mean 'runs'?"),
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(words, said, place, capsys):
     (place / "multirun/broken").mkdir(parents=True)
+    (place / "runs/alone").mkdir(parents=True)
+    (place / "runs/alons").touch()  # is as near, and no directory
     (place / "multirun/broken/sweep.json").write_text("{}")
     with pytest.raises(SystemExit) as stop:
         main(["compare", *words])
