@@ -1,6 +1,7 @@
 """The export command: a run before and after its drop, its card, and what can be wrong."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.commands import export as command
 from trainer.commands.running import run_command
 from trainer.data.corpus import prepare_corpus
+from trainer.data.tokenizer import END_OF_TEXT
 from trainer.errors import UserError
 from trainer.interchange.export import directory as export_directory
+from trainer.interchange.export.plan import make_plan
 from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.config import RunConfig
@@ -97,6 +100,23 @@ def test_a_run_before_its_drop(trained, tmp_path, monkeypatch):
     assert "rotation of 16 channels, wavelengths 6.3 to" in card
     assert "were not compared" in card
     assert "| DroPE |" not in card
+
+
+def test_what_is_asked_of_an_export_is_done(trained, tmp_path, monkeypatch):
+    asked = {}
+
+    def exported(model, tokenizer, end, to, **options):
+        card = options.pop("card")(make_plan(model.config, model.layout), 0.5)
+        asked.update(to=to, end=tokenizer.id_to_token(end), card=card, **options)
+        return SimpleNamespace(plan=make_plan(model.config, model.layout))
+
+    monkeypatch.setattr("trainer.workflows.export.export_model", exported)
+    words = [f"checkpoint={trained}", f"to={tmp_path / 'out'}", "threads=1"]
+    run_command(command.COMMAND, [*words, "dtype=bfloat16", "tolerance=0.25"])
+    assert "they differ by 5.0e-01" in asked.pop("card")
+    assert asked == {
+        "to": tmp_path / "out", "end": END_OF_TEXT, "tolerance": 0.25, "dtype": "bfloat16",
+    }  # fmt: skip
 
 
 MISTAKES = {

@@ -18,6 +18,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.preparing import prepare_command
 from trainer.errors import UserError
+from trainer.report.progress import Progress
 from trainer.runs.models import find_candidate
 from trainer.training.run import train
 from trainer.workflows.held_out import held_out_corpus
@@ -65,6 +66,28 @@ def test_parts_are_prepared_apart(capsys, monkeypatch):
     monkeypatch.setattr("trainer.data.plan.UNIT", 1)
     assert "the last part that is finishes" in said(capsys, "prepare", *WORDS, "prepare.part=2/2")
     assert said(capsys, "prepare", *WORDS, "prepare.part=1/2").startswith("Prepared")
+
+
+def test_each_part_has_a_bar_of_its_own_text(capsys, monkeypatch):
+    bars = []
+
+    class Bar(Progress):
+        def __init__(self, title, total):
+            super().__init__(title, total)
+            self.reached = []
+            bars.append(self)
+
+        def advance_to(self, step, *values, **named):
+            self.reached.append(step)
+            super().advance_to(step, *values, **named)
+
+    monkeypatch.setattr("trainer.workflows.prepare.Progress", Bar)
+    monkeypatch.setattr("trainer.data.plan.UNIT", 1)
+    for part in ("1/2", "2/2"):
+        said(capsys, "prepare", *WORDS, f"prepare.part={part}")
+    sizes = [Path(f"{part}.jsonl").stat().st_size for part in range(3)]
+    assert [bar.total for bar in bars] == [sizes[0] + sizes[2], sizes[1]]
+    assert [(bar.reached[0], bar.reached[-1]) for bar in bars] == [(0, bar.total) for bar in bars]
 
 
 def test_parts_of_two_states_of_a_source_are_not_mixed(capsys, monkeypatch):

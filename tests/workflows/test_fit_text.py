@@ -17,8 +17,9 @@ from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.methods import recipe
+from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.settings import ChoiceSettings, LongRopeSettings
-from trainer.workflows.fit_text import Prompts, choice_texts, fit_text
+from trainer.workflows.fit_text import Prompts, _of_task, choice_texts, fit_text
 
 BOS = 0
 PROMPTS = Prompts()
@@ -59,9 +60,18 @@ def test_prompts_with_needles_end_with_their_question(haystack):
     assert places == sorted(places)
 
 
-def test_they_are_others_than_those_that_are_evaluated(haystack):
-    from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+def test_prompts_are_spread_over_all_that_a_task_has(haystack):
+    """From the first to the last; where it has fewer, each is there once."""
+    task = NEEDLE_TASKS["standard"](haystack, replace(PROMPTS.needles, trials=3, depths=(0, 1)))
+    prompts = [list(prompt.tokens) for prompt in task.prompts(600)]
+    assert len(prompts) == 6
+    for texts, chosen in ((1, [0]), (2, [0, 5]), (3, [0, 2, 5]), (9, [0, 1, 2, 3, 4, 5])):
+        shortest = min(len(prompts[i]) for i in chosen)
+        found = _of_task(task, 600, texts, bos=1).tolist()
+        assert found == [[BOS, *prompts[i][len(prompts[i]) - shortest + 1 :]] for i in chosen]
 
+
+def test_they_are_others_than_those_that_are_evaluated(haystack):
     asked = NEEDLE_TASKS["standard"](haystack, replace(PROMPTS.needles, trials=4)).prompts(600)
     mine = texts(haystack, 600, text="standard").tolist()
     assert not any(list(prompt.tokens) in mine for prompt in asked)
