@@ -156,8 +156,12 @@ def measured(monkeypatch):
     return found
 
 
-def test_the_first_process_opens_the_text_once(base, tmp_path, monkeypatch):
-    opened = []
+def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_trains(
+    base, tmp_path, monkeypatch
+):
+    opened, told = [], []
+    for name in ("open_gpus", "say_epochs", "say_long_warmups", "say_unreached_encodings"):
+        monkeypatch.setattr(experiment, name, lambda *_, name=name: told.append(name))
 
     def opening(*given):
         opened.append(open_corpus(*given))
@@ -171,6 +175,7 @@ def test_the_first_process_opens_the_text_once(base, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "train", reached)
     with pytest.raises(KeyboardInterrupt):
         run_experiment(parse(RunConfig, {**base, "run_dir": str(tmp_path)}))
+    assert told == ["open_gpus", "say_epochs", "say_long_warmups", "say_unreached_encodings"]
 
 
 def test_a_diverged_run_is_reported_as_one(base, tmp_path, caplog):
