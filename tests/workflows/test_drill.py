@@ -50,13 +50,14 @@ stretch.make_decoder = remember
 @pytest.mark.parametrize("plant", PLANTS)
 def test_the_drill_notices_what_is_planted(tmp_path, plant):
     sound = plant == "nothing"
-    faults = "drill.FAULTS = KILL, STOP\n" if sound else "drill.FAULTS = STOP,\n"
+    some = "KILL, STOP, drill.FAULTS[-1]" if sound else "STOP,"  # the last: two ranks become one
     script = tmp_path / "script.py"
     script.write_text(
-        SETUP + faults + PLANTS[plant] + "from trainer.__main__ import main\n"
+        f"{SETUP}drill.FAULTS = {some}\n{PLANTS[plant]}from trainer.__main__ import main\n"
         "main(['drill', '+experiment=drope_demo', 'optimizer=adamw'])\n"
     )
     done = run(script, cwd=tmp_path)
     assert done.returncode == (0 if sound else 1), done.stdout + done.stderr
-    assert ("2 of 2 survived" in done.stdout) == sound
+    assert ("3 of 3 survived" in done.stdout) == sound
+    assert "Training" not in done.stdout + done.stderr  # is in the logs of the runs
     assert ("instead of" in done.stdout) == (not sound)
