@@ -1,0 +1,43 @@
+"""Which of the measured models the papers' observations are held against."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tests.report.examples import report
+from trainer.report.outcomes import Outcomes
+from trainer.report.results import STATEMENTS, Cell
+from trainer.workflows import measuring
+from trainer.workflows.measuring import with_observations
+
+
+def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(monkeypatch):
+    asked = {}
+
+    def observe(results, rows, **more):
+        asked.update(rows=rows, names={result.name for result in results}, **more)
+        return ("seen",)
+
+    monkeypatch.setattr(measuring, "observe", observe)
+    measured = [
+        ("first", "none"), ("first", "yarn"), ("first", "crop"), ("second", "none"),
+        ("third", "none"), ("again", "none"), ("again", "yarn"),
+    ]  # fmt: skip
+    cells = (
+        Cell(model, method, STATEMENTS, 64, 1.0, scores=(1.0, 0.0)) for model, method in measured
+    )
+    told = report(*cells, training_length=64, temperature={"x": 0.5})
+    roles = {"first": "rope", "second": "drope", "third": None, "again": "rope"}
+    candidates = [SimpleNamespace(name=name, role=role) for name, role in roles.items()]
+    arms = {name: f"arm of {name}" for name in roles}
+    found = with_observations(told, candidates, drop="a drop", arms=arms)
+    assert found.observations == ("seen",)
+    assert asked == {
+        "rows": {"rope": "first", "rope_yarn": "first + YaRN", "drope": "second"},
+        "names": {result.name for result in Outcomes(told).results()},
+        "drop": "a drop",
+        "arms": {"rope": "arm of first", "drope": "arm of second"},
+        "temperature": {"x": 0.5},
+    }
+    with_observations(told, candidates)
+    assert (asked["drop"], asked["arms"]) == (None, {})
