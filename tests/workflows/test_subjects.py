@@ -1,0 +1,105 @@
+"""Which methods do something to which models, and what is wrong is said for all at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.plan import Subject
+from trainer.evaluation.settings import (
+    ChoiceSettings,
+    DopeSettings,
+    TemperatureSettings,
+    WeightedRopeSettings,
+)
+from trainer.workflows.subjects import applicable
+
+
+@pytest.fixture
+def models(tiny_decoder):
+    """Two that rotate, one of which transformers computes, and one without positions, of 32."""
+
+    def subject(name, own=True, **encoding):
+        model = tiny_decoder(**encoding)
+        return Subject(name, "", model.config, model.layout, lambda: model, own)
+
+    return [
+        subject("rope"),
+        subject("hf", own=False),
+        subject("nope", layers=["nope"]),
+    ]
+
+
+def test_each_model_has_the_methods_that_do_something_to_it(models):
+    config = EvaluationConfig(methods=["none", "pi", "yarn", "window", "temperature"])
+    found, notes = applicable(models, config)
+    assert {name: [made.key for made in of] for name, of in found.items()} == {
+        "rope": ["none", "pi", "yarn", "window"],
+        "hf": ["none", "pi", "yarn"],
+        "nope": ["none", "window", "temperature"],
+    }
+    assert notes == [
+        "nope has no rotation, so there is nothing to do for PI, YaRN.",
+        "hf is computed by transformers, and the decoder of this program is needed for sliding "
+        "window.",
+        *(
+            f"{name} has positions, and a temperature is for models without "
+            "(evaluation.temperature.models)."
+            for name in ("rope", "hf")
+        ),
+    ]
+
+
+def test_what_cannot_be_chosen_is_said_together(models):
+    config = EvaluationConfig(
+        methods=["none", "yarn+dope", "weighted_rope", "temperature"],
+        lengths=[0.1, 2],
+        dope=DopeSettings(heads=9),
+        temperature=TemperatureSettings(lengths=[1.01, 2]),
+        weighted_rope=[WeightedRopeSettings("sequence", "above", 0.6, 0.1)],
+    )
+    with pytest.raises(UserError) as error:
+        applicable(models, config)
+    assert error.value.problems == (
+        "evaluation.dope.heads: expected at most 8, the query heads that rotate, got 9.",
+        "evaluation.temperature.lengths: 1.01 times the training length of 32 tokens is no more "
+        "than that; nothing is fitted there.",
+        "evaluation.choice.length: a text to choose on has 6 tokens or more, and 0.1 times the "
+        "training length of 32 is 3; here that is 0.188 or more.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),  # nobody chooses
+        ({"methods": ["dope"]}, None),  # of a text of two tokens
+        ({"methods": ["weighted_rope"]}, "6 tokens or more, and 0.16 times the training length"),
+        ({"methods": ["weighted_rope"], "choice": ChoiceSettings(length=0.2)}, None),
+        (
+            {"methods": ["dope"], "choice": ChoiceSettings(length=0.04)},
+            "2 tokens or more, and 0.04 times the training length of 32 is 1; here that is 0.0625",
+        ),
+    ],
+)
+def test_texts_to_choose_on_are_as_long_as_what_is_chosen_needs(models, changes, said):
+    rules = [WeightedRopeSettings("sequence", "above", 0.6, 0.1)]
+    config = EvaluationConfig(**{"lengths": [0.16, 2], "weighted_rope": rules} | changes)
+    if said is None:
+        assert applicable(models[:1], config)[0]["rope"]
+    else:
+        with pytest.raises(UserError) as error:
+            applicable(models[:1], config)
+        (problem,) = error.value.problems
+        assert said in problem
+
+
+def test_where_nothing_is_done_to_any_model_it_is_said_why(models):
+    with pytest.raises(UserError) as error:
+        applicable(models[1:], EvaluationConfig(methods=["dynamic_pi"]))
+    assert error.value.problems == (
+        "evaluation.methods: hf is computed by transformers, and the decoder of this program is "
+        "needed for dynamic PI.",
+        "evaluation.methods: nope has no rotation, so there is nothing to do for dynamic PI.",
+    )
