@@ -178,6 +178,38 @@ def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_
     assert told == ["open_gpus", "say_epochs", "say_long_warmups", "say_unreached_encodings"]
 
 
+def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_off(
+    base, tmp_path, monkeypatch
+):
+    trained = []
+
+    def train(config, corpus, branch, *, user_callbacks):
+        place = branch and str(branch.relative_to(tmp_path))
+        trained.append((config.run_dir, config.seed, place, user_callbacks))
+        if len(trained) == 4:
+            raise KeyboardInterrupt
+        return "done"
+
+    monkeypatch.setattr(experiment, "train", train)
+    monkeypatch.setattr(experiment, "make_all_callbacks", lambda arms: {n: [n] for n in arms})
+    controls = {
+        "rope": {"branch": "drop", "drop": {"at": None}},
+        "early": {"branch": 3, "label": "early"},
+        "other": {"seed": 9, "label": "other"},
+    }
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(
+            parse(RunConfig, {**base, "run_dir": str(tmp_path / "run"), "controls": controls})
+        )
+    run, seed = str(tmp_path / "run"), base.get("seed", 0)
+    assert trained == [
+        (run, seed, None, ["main"]),
+        (f"{run}/controls/rope", seed, "run/checkpoints/before-drop", ["rope"]),
+        (f"{run}/controls/early", seed, "run/checkpoints/step-000003", ["early"]),
+        (f"{run}/controls/other", 9, None, ["other"]),
+    ]
+
+
 def test_a_diverged_run_is_reported_as_one(base, tmp_path, caplog):
     rates = {"optimizer": {"lr": 1e3, "weight_decay": 1e3}, "schedule": {"peak": 1e3}}
     changes = {"run_dir": str(tmp_path), "evaluation": EVALUATION, **rates}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from trainer.data.corpus import prepare_corpus
+from trainer.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.workflows import plan as plans
@@ -23,6 +27,7 @@ def planned(monkeypatch, tmp_path):
     def memory_of(config, ranks, exact):
         run, kept = config.trainer, {"none": 30, "selective": 10, "full": 3.75}
         rows = run.micro_batch_size or run.batch_size // ranks.world_size
+        assert config.strategy.name in ("single", "fsdp2", "hsdp")
         share = 1 if config.strategy.name == "single" else ranks.world_size
         sizes = {"parameters": 2 / share, "optimizer": 6 / share}
         sizes["activations"] = rows * kept[config.strategy.activation_checkpointing]
@@ -133,6 +138,29 @@ def test_phases_and_offloading_in_a_plan(planned):
     ]
     times = dict(found["Time at 40% of the peak"])
     assert times["4 x H200"] == "0.0 minutes, 0 GPU-hours"
+
+
+def test_entries_of_the_vocabulary_are_given_or_those_of_the_tokenizer(planned, tmp_path):
+    gpu = {"gpu": "a100", "mfu": 0.5}
+    model = {"model": MODEL | {"vocab_size": None}, "tokenizer": {"vocab_size": 512}}
+    assert planned(model, **gpu)["Parameters"][0] == ("embeddings", f"{512 * 64:,}")
+    lines = [json.dumps({"text": f"Sentence {i} of a text. " * 9}) + "\n" for i in range(99)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    data = {"source": "files", "files": [str(tmp_path / "a.jsonl")]}
+    config = parse(RunConfig, {"data": data | {"cache_dir": str(tmp_path)}, **model})
+    size = prepare_corpus(config.data, config.tokenizer).tokenizer.get_vocab_size()
+    assert size != 512  # it was trained on too little for as many
+    assert planned({**model, "data": data}, **gpu)["Parameters"][0] == (
+        "embeddings",
+        f"{size * 64:,}",
+    )
+    model["tokenizer"] = {"path": "no/such/tokenizer.json"}
+    with pytest.raises(UserError) as error:
+        planned(model, **gpu)
+    assert error.value.problems == (
+        "model.vocab_size: not known before the text is prepared; give it, such as "
+        "model.vocab_size=49152.",
+    )
 
 
 def test_what_is_small_in_a_plan_has_smaller_units():
