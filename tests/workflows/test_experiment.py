@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -181,28 +182,35 @@ def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_
 def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_off(
     base, tmp_path, monkeypatch
 ):
-    trained = []
+    trained, looked = [], []
+    monkeypatch.setattr(
+        experiment, "check_run_directory", lambda arm: looked.append(Path(arm.run_dir).name)
+    )
 
     def train(config, corpus, branch, *, user_callbacks):
         place = branch and str(branch.relative_to(tmp_path))
         trained.append((config.run_dir, config.seed, place, user_callbacks))
-        if len(trained) == 4:
+        if len(trained) >= 4:
             raise KeyboardInterrupt
         return "done"
 
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(experiment, "make_all_callbacks", lambda arms: {n: [n] for n in arms})
     controls = {
-        "rope": {"branch": "drop", "drop": {"at": None}},
+        "rope": {"branch": "drop", "drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}},
         "early": {"branch": 3, "label": "early"},
         "other": {"seed": 9, "label": "other"},
     }
+    values = {**base, "run_dir": str(tmp_path / "run"), "controls": controls}
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(
-            parse(RunConfig, {**base, "run_dir": str(tmp_path / "run"), "controls": controls})
-        )
+        run_experiment(parse(RunConfig, values))
+    # A run that is made anew takes its controls' directories with it.
+    assert looked == ["run", "rope", "early", "other"]
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(parse(RunConfig, {**values, "overwrite": True}))
+    assert looked[4:] == ["run"]
     run, seed = str(tmp_path / "run"), base.get("seed", 0)
-    assert trained == [
+    assert trained[:4] == [
         (run, seed, None, ["main"]),
         (f"{run}/controls/rope", seed, "run/checkpoints/before-drop", ["rope"]),
         (f"{run}/controls/early", seed, "run/checkpoints/step-000003", ["early"]),
