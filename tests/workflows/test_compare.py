@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -90,6 +91,7 @@ def fabricate(config, steps=None, finished=True):
     return rows
 
 
+DIVERGED = "its weights are no numbers any more: it diverged, and its figures say nothing"
 BASE = {"trainer": {"max_steps": 8, "batch_size": 4}}
 WORDS = (
     "trainer.max_steps=8", "trainer.batch_size=4", "optimizer.lr=1e-3,3e-3",
@@ -227,6 +229,16 @@ def test_rows_of_a_sweep_in_progress_say_how_far_they_are(place):
     ]  # fmt: skip
     assert found.runs[2].loss == 5 - 4 / 100
     assert found.reference is found.runs[1]
+
+
+@pytest.mark.parametrize(("norm", "problem"), [(10.0, ""), (math.nan, DIVERGED), (None, "")])
+def test_a_run_whose_weights_are_no_numbers_is_told_from_others(place, norm, problem):
+    config = configured("lone")
+    fabricate(config)
+    row = {"step": 8, "loss": 4.0} | ({} if norm is None else {"parameter_norm": norm})
+    write_metrics(Path(config.run_dir) / "metrics.csv", [row])
+    (found,) = compared(open_sweep(place / "multirun", [Swept(config.run_dir)])).runs
+    assert (found.state, found.problem) == ("finished", problem)
 
 
 def compared_by(*changes):
