@@ -163,6 +163,13 @@ def test_entries_of_the_vocabulary_are_given_or_those_of_the_tokenizer(planned, 
     )
 
 
+@pytest.mark.parametrize(("vocab", "width"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
+def test_tokens_take_as_many_bytes_as_the_vocabulary_needs(planned, vocab, width):
+    found = planned({"model": MODEL | {"vocab_size": vocab}}, gpu="a100", mfu=0.5)
+    (_, text) = found["Disk"][-1]
+    assert text.endswith(f" of {width} bytes a token")
+
+
 def test_what_is_small_in_a_plan_has_smaller_units():
     assert [plans._gib(n * plans.GIB) for n in (0.1, 0.09, 1e-4)] == [
         "0.1 GiB", "92.2 MiB", "0.1 MiB",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import plain
 from trainer.runs.parsing import parse
@@ -131,3 +133,18 @@ def test_phases_share_the_steps_and_keep_how_they_differ(tmp_path):
 def test_a_single_phase_has_all_the_steps(tmp_path):
     found = changes({"phases": {"only": {"steps": 100}}}, tmp_path)
     assert found["phases.only.steps"] == found["trainer.max_steps"] == 24
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"phases": {"a": {"steps": 5}, "b": {"steps": 5, "drop": {"layers": [0]}}}},
+    ],
+    ids=["without a drop", "with one that a phase has"],
+)
+def test_a_copy_drops_only_where_its_run_does(tmp_path, values):
+    config = parse(RunConfig, {"run_dir": "runs/big", **values})
+    copy = shrink(config, tmp_path / "copy")
+    assert (copy.drop.at, copy.drop.at_tokens) == (None, None)
+    assert copy.drop_step == (12 if values else None)
