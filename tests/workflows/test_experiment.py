@@ -23,6 +23,7 @@ from trainer.workflows import experiment
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.experiment import label_problems, run_experiment
+from trainer.workflows.experiment_report import _median_rate
 from trainer.workflows.remarks import (
     say_idle_settings,
     say_long_warmups,
@@ -292,3 +293,10 @@ def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
     assert (measured, report.cells) == ([], ())
     assert report.arms[0].final_loss is None
     assert (tmp_path / "run" / "report.html").is_file()
+    # What is known without one.
+    assert (report.config["name"], report.drop.step) == (base["name"], 6)
+    assert report.made["Of"].startswith("DroPE: ")
+    assert (report.reach, report.milestones) == ({"DroPE": ()}, {"DroPE": ()})
+    rate, seconds = report.timing["tokens_per_second"], report.timing["training_seconds"]
+    assert rate["DroPE"] == _median_rate(tmp_path / "run") > 0
+    assert seconds["DroPE"] > 0 <= report.timing["evaluation_seconds"]
