@@ -50,7 +50,8 @@ stretch.make_decoder = remember
 @pytest.mark.parametrize("plant", PLANTS)
 def test_the_drill_notices_what_is_planted(tmp_path, plant):
     sound = plant == "nothing"
-    some = "KILL, STOP, drill.FAULTS[-1]" if sound else "STOP,"  # the last: two ranks become one
+    # Killed while it saves what it is before the drop; two ranks become one.
+    some = "KILL, STOP, drill.FAULTS[6], drill.FAULTS[-1]" if sound else "STOP,"
     script = tmp_path / "script.py"
     script.write_text(
         f"{SETUP}drill.FAULTS = {some}\n{PLANTS[plant]}from trainer.__main__ import main\n"
@@ -58,7 +59,7 @@ def test_the_drill_notices_what_is_planted(tmp_path, plant):
     )
     done = run(script, cwd=tmp_path)
     assert done.returncode == (0 if sound else 1), done.stdout + done.stderr
-    assert ("3 of 3 survived" in done.stdout) == sound
+    assert ("4 of 4 survived" in done.stdout) == sound
     assert ("equal to rounding" in done.stdout) == sound  # what is added up in another order
     assert "Training" not in done.stdout + done.stderr  # is in the logs of the runs
     assert ("instead of" in done.stdout) == (not sound)
