@@ -26,9 +26,6 @@ def model(tiny_decoder):
     return tiny_decoder(model={"vocab_size": 280, "tie_word_embeddings": False})
 
 
-RAW = "a\x1b[2J\tb\x7f\x9b"
-
-
 def candidate(model, tokenizer, given="runs/x"):
     from trainer.runs.config import RunConfig
     from trainer.runs.models import Candidate
@@ -169,12 +166,3 @@ def test_a_text_is_seen_while_it_grows(say, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     say("prompt=the text")
     assert len(pieces) > 5
-
-
-@pytest.mark.parametrize(("terminal", "shown"), [(True, "a\u241b[2J\tb\u2421\ufffd"), (False, RAW)])
-def test_what_a_terminal_would_obey_is_shown_and_passed_on_to_files(
-    monkeypatch, capsys, terminal, shown
-):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    command._print(RAW)
-    assert capsys.readouterr().out == f"{shown}\n"

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
+from trainer.commands.shown import show
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
@@ -28,15 +29,6 @@ def read(composed: Composed) -> GenerationRequest:
     return parse(GenerationRequest, values, composed.problems)
 
 
-CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
-"""Pictures of characters that a terminal would obey."""
-
-
-def _print(text: str, end: str = "\n") -> None:
-    print(text.translate(CONTROLS) if sys.stdout.isatty() else text, end=end, flush=True)
-
-
 def execute(request: GenerationRequest) -> None:
     """Print one continuation as it grows, several with their prompts at the end."""
     from trainer.workflows.generate import continue_prompts
@@ -45,7 +37,7 @@ def execute(request: GenerationRequest) -> None:
     try:
         done = continue_prompts(
             request,
-            show=lambda text: _print(text, end=""),
+            show=lambda text: show(text, end=""),
             say=lambda text: print(text, file=sys.stderr),
         )
     except KeyboardInterrupt:
@@ -54,10 +46,10 @@ def execute(request: GenerationRequest) -> None:
     if streamed:
         print()
     elif len(done.texts) == 1:
-        _print(done.texts[0])
+        show(done.texts[0])
     else:
         for prompt, text in zip(request.prompts, done.texts, strict=True):
-            _print(f"{prompt}{text}\n")
+            show(f"{prompt}{text}\n")
     print(done.speed(), file=sys.stderr)
 
 

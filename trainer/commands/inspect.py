@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
+from trainer.commands.shown import show
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
@@ -27,7 +28,7 @@ def execute(request: InspectionRequest) -> None:
     from trainer.workflows.inspect_step import inspect_step
 
     for line in inspect_step(request):
-        print(line)
+        show(line)
 
 
 HELP = """
