@@ -241,6 +241,25 @@ def test_a_run_whose_weights_are_no_numbers_is_told_from_others(place, norm, pro
     assert (found.state, found.problem) == ("finished", problem)
 
 
+def test_words_name_runs_only_where_all_were_jobs(place):
+    """A run from elsewhere has none: then configurations say what differs."""
+    configs = [configured(f"of_{seed}", seed=seed) for seed in (1, 2)]
+    for config in configs:
+        fabricate(config)
+    runs = [Swept(configs[0].run_dir, {"optimizer.lr": "1"}), Swept(configs[1].run_dir)]
+    assert compared(open_sweep(place / "multirun", runs)).names == ("seed=1", "seed=2")
+    runs = [Swept(c.run_dir, {"optimizer.lr": str(n)}) for n, c in enumerate(configs)]
+    made = open_sweep(place / "multirun", runs)
+    assert compared(made).names == ("optimizer.lr=0", "optimizer.lr=1")
+    # A sweep alone is written where it is; beside another run its runs are put.
+    again, page = compare_runs(CompareRequest([str(made)]))
+    assert (page.parent, len(again.runs)) == (made, 2)
+    fabricate(configured("third", seed=3))
+    more, page = compare_runs(CompareRequest([str(made), "runs/third"]))
+    assert len(more.runs) == 3
+    assert page.parent != made
+
+
 def compared_by(*changes):
     """The comparison of runs with these changes to the configuration each."""
     for number, own in enumerate(changes):
