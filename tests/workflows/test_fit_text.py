@@ -125,9 +125,7 @@ def test_of_running_text_windows_are_read(haystack, tmp_path):
         texts(haystack, 200, text="file", file=str(file))
     assert texts(haystack, 101, text="file", file=str(file), texts=3).shape[1] == 101  # all of it
     file.write_bytes(b"a\xff")
-    with pytest.raises(
-        UserError, match=r"^evaluation.choice.file: .* is not UTF-8 text\.$"
-    ):
+    with pytest.raises(UserError, match=r"^evaluation.choice.file: .* is not UTF-8 text\.$"):
         texts(haystack, 2, text="file", file=str(file))
     with pytest.raises(UserError, match=r"none.txt' cannot be read \(No such file"):
         texts(haystack, 2, text="file", file=str(tmp_path / "none.txt"))
