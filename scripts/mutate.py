@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -60,7 +59,7 @@ class Watch:
 
     def __init__(self, to: Path) -> None:
         self.files: dict[str, Path] = {}
-        self.fixtures: dict[str, set[str]] = defaultdict(set)
+        self.fixtures: dict[str, set[str]] = {}
         self.seconds: dict[str, float] = {}
         self.failed: set[str] = set()
         self.to = to
@@ -277,11 +276,17 @@ class Checkout:
     def tests_of(self, mutant: Mutant) -> list[list[str]]:
         """The tests that call the function of a change, the quickest first, those of its own room
         and then the others: for a change of none, or of one that is called nowhere here, those
-        that call any of its file, or all."""
+        that call any of its file or are named after it, or all."""
         place = mutant.file, mutant.function
         names = [name for name, called in self.called.items() if place in called]
-        if not names:
-            names = [n for n, seen in self.called.items() if any(f == place[0] for f, _ in seen)]
+        if not names:  # of what a module names, also those that only read it
+            path = Path(mutant.file)
+            mirror = f"tests/{path.parts[1]}/test_{path.stem}.py::"
+            names = [
+                name
+                for name, seen in self.called.items()
+                if any(file == place[0] for file, _ in seen) or name.startswith(mirror)
+            ]
         names = sorted(names or self.called, key=lambda name: self.seconds[name])
         room = f"tests/{Path(mutant.file).parts[1]}/"
         own = [name for name in names if name.startswith(room)]

@@ -238,10 +238,10 @@ def test_all_leaves_out_what_does_not_apply_and_compares_with_before_the_drop(
     (start,) = [i for i, line in enumerate(said) if line.startswith("DroPE, from 32 (trained)")]
     assert len(said) - start < 12
     assert any(re.match(r"\d+ findings about: .*Before and after the drop", line) for line in said)
-    assert any(line.startswith("Note: Rotary offset features was left out") for line in said)
+    assert any(line.startswith("Note: Left out: Rotary offset features") for line in said)
     assert said[-1] == f"Report: {tmp_path}/report.html"
     text = (tmp_path / "report.html").read_text()
-    assert "Rotary offset features was left out" in text
+    assert "Left out: Rotary offset features" in text
     assert "No positional encoding." in text
 
 

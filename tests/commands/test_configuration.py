@@ -121,6 +121,11 @@ def compare(schema, given, path):
         (["drop.at=1.5"], "drop.at: 1.5 is step 1500"),
         (["drop.at=10", "drop.at_tokens=10"], "either drop.at or drop.at_tokens"),
         (["drop.at=10", "drop.to=nop"], "drop.to: unknown encoding 'nop'. Did you mean 'nope'?"),
+        (
+            ["+experiment=drope_demo", "drop=never"],
+            "drop=never: the experiment sets drop.at=0.8, which stands above it; write drop."
+            "enabled=false, and leave out the controls that begin at the drop (controls=null).",
+        ),
         (["drop=late", "positional=nope"], "drop.to: 'nope' is what the layers to drop have"),
         (["drop=late", "drop.to=rope"], "drop.to: 'rope' is what the layers to drop have"),
         (
@@ -160,6 +165,22 @@ def compare(schema, given, path):
         (["seed=[1"], "expected key=value"),
         (["label=two", "words"], "a value with blanks needs quotes"),
         (["evaluation.trials=4"], "Did you mean evaluation.needles.trials or"),
+        (
+            ["trainer.gradient_checkpointing=true"],
+            "Did you mean strategy.activation_checkpointing?",
+        ),
+        (["trainer.run_dir=x"], "trainer.run_dir: unknown key. Did you mean run_dir?"),
+        (["trainer.lr=1"], "trainer.lr: unknown key. Did you mean optimizer.lr?"),
+        (
+            ["strategy.activation_checkpointing=true"],
+            "checkpointing: got true or false; expected full, none, selective.",
+        ),
+        (["optimizer.betas=0.9"], "optimizer.betas: got 0.9; expected a list in brackets."),
+        (["name=${hydra:job.name}"], "name: ${hydra:...} has no value here; name a key, such as"),
+        (["+controls.x.run_dir=y"], "controls.x.run_dir: a control has none of its own."),
+        (["controls.rope.seed=1"], "controls.rope.seed: not set yet; write +controls.rope.seed=1"),
+        (["phases.schedule.steps=3"], "not set yet; write +phases.schedule.steps=3"),
+        (["positional.heads.rope=1"], "not set yet; write +positional.heads.rope=1"),
         (["drope_demo"], "an experiment is named by +experiment=drope_demo."),
         (["data.files=a.txt"], "Of this one alone it is data.files=[a.txt]."),
         (["name=~/x"], """in quotes: 'name="~/x"'"""),

@@ -111,11 +111,11 @@ def refused(monkeypatch, capsys):
 
 
 def files_of(place):
-    """What lies there, but for the cache and what a run says of itself."""
+    """What lies there, but for caches and what a run says of itself."""
     return {
         str(path.relative_to(place)): path.read_bytes() if path.is_file() else path.lstat().st_mode
         for path in sorted(place.rglob("*"))
-        if "cache" not in path.parts and path.name not in SAID
+        if {"cache", "__pycache__"}.isdisjoint(path.parts) and path.name not in SAID
     }
 
 
@@ -290,7 +290,10 @@ def test_a_run_directory_that_is_damaged(damaged, kind):
     [
         *[("checkpoint", line) for line in READERS.values()],
         ("compare", "evaluate checkpoint=run compare=[hurt] threads=1"),
-        ("model.from_run", "--config-dir own +experiment=tiny drop=never model.from_run=hurt"),
+        (
+            "model.from_run",
+            "--config-dir own +experiment=tiny drop.enabled=false model.from_run=hurt",
+        ),
     ],
     ids=[*READERS, "compare", "from_run"],
 )

@@ -204,6 +204,17 @@ def test_inspect_shows_the_samples_of_a_step(capsys, run):
     state = json.loads((trained.checkpoint / "state.json").read_text())
     whole = samples.hashes(range(16))
     assert state["certificate"]["samples"] == as_text(int(whole.sum()))
+    words = "inspect", f"checkpoint={checkpoint}", "step=4", "characters=999"
+    header, *rest = said(capsys, *words, "samples=4").split("\nSample ")
+    assert "samples 12 to 15 of 32 tokens" in header
+    assert said(capsys, *words, "samples=9").split("\nSample ") == [header, *rest]  # the whole step
+    for shown, (row,) in zip(rest, samples.targets(np.arange(12, 16))[0][:, None], strict=True):
+        documents = [[]]
+        for token in row.tolist():
+            documents[-1].append(token)
+            documents += [[]] * (token == samples.corpus.end_of_text)
+        text = " ¶ ".join(map(samples.corpus.tokenizer.decode, documents))
+        assert shown.partition("\n")[2].strip() == text.strip()
     assert "step: the run has 4 steps" in error_of(
         capsys, "inspect", f"checkpoint={checkpoint}", "step=5"
     )
@@ -238,7 +249,7 @@ def test_a_run_does_not_go_on_with_text_that_changed_unnoticed(run):
     config, _ = run(trainer={"max_steps": 4}, drop={"at": 2}, data={"revision": "mine"})
     corpus = prepare_corpus(config.data, config.tokenizer)
     for shard in corpus.parts[0].text.directory.glob("train-*.bin"):
-        shard.write_bytes(bytes(reversed(shard.read_bytes())))
+        shard.write_bytes(np.fromfile(shard, "<u2")[::-1].tobytes())
     longer = type(config)(**{**vars(config), "trainer": _longer(config.trainer)})
     with pytest.raises(UserError, match=r"the last step .* read samples 12 to 15 .* verify=true"):
         train(longer, prepare_corpus(config.data, config.tokenizer))

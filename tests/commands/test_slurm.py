@@ -403,7 +403,7 @@ def test_what_the_job_will_need_is_printed_with_it(capsys):
     run_command(COMMAND, ["slurm.nodes=2", "strategy=fsdp2", "slurm.gpu=a100", "model=nano"])
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "GPUs 16, strategy fsdp2" in out
-    assert "in all 1.0 GiB of 80, uncompiled" in out
+    assert "in all 1.0 GiB of 80 GiB, uncompiled" in out
     assert out.index("GPU-hours") < out.index("Submit it with: sbatch")
     run_command(COMMAND, ["slurm.gpus_per_node=0"])
     assert "GPU-hours" not in capsys.readouterr().out

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -288,6 +289,24 @@ def test_a_flipped_bit_is_found_on_demand(directory):
         "train-00000-0000.bin is not what was written",
         "test-00000-0000.ends is not what was written",
     ]
+
+
+def test_ids_that_are_no_tokens_are_named_where_they_are_read(directory):
+    """They would end a training in the middle of a kernel."""
+    text = open_prepared(directory)
+    path, size = directory / "train-00000-0000.bin", text.tokenizer.get_vocab_size()
+    ids = np.fromfile(path, "<u2")
+    ids[[3, 40]] = size - 1, size
+    path.write_bytes(ids.tobytes())
+    stream = open_prepared(directory).train
+    assert stream.windows(np.array([0]), 40)[0, 3] == size - 1
+    said = f"'{path}' is damaged: it holds the id {size}, and those of the tokenizer end at "
+    said += f"{size - 1}; remove the directory and prepare it again."
+    for train in (stream, pickle.loads(pickle.dumps(stream))):
+        with pytest.raises(UserError, match=re.escape(said)):
+            train.windows(np.array([0]), 41)
+        with pytest.raises(UserError, match=re.escape(said)):
+            train.documents(len(ids))
 
 
 def test_a_hundred_billion_tokens_open_at_once_and_read_anywhere(tmp_path):

@@ -46,6 +46,11 @@ def test_what_was_changed_in_training_stands_there_too(tmp_path, monkeypatch):
     [
         ({}, []),
         ({"skipped": 9}, ["RoPE: 9 of 1,000 updates were left out"]),
+        ({"curve": ((990, 2.0), (1000, 2.0))}, []),
+        (
+            {"curve": ((980, 2.0), (990, 2.0))},
+            ["RoPE: its metrics.csv ends at step 990 of 1,000, and with it its curve of the loss"],
+        ),
         ({"rewinds": 2}, ["RoPE: it diverged and went back to a checkpoint 2 times"]),
         (
             {"rewinds": 1, "finite": False},

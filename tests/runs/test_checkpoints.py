@@ -178,8 +178,8 @@ def test_when_all_are_damaged_the_run_does_not_start_again_in_silence(run):
     with pytest.raises(UserError) as error:
         run()
     assert error.value.problems == (
-        f"checkpoint: {said}, or copy 'before-drop', which is whole, to 'step-000006' to go on "
-        "from there, or set overwrite=true to start again from nothing.",
+        f"checkpoint: {said}, or put a copy of 'before-drop', which is whole, in the place of "
+        "'step-000006' to go on, or set overwrite=true to start again from nothing.",
     )
     flip(Path(config.run_dir) / "checkpoints" / BEFORE_DROP / ".metadata")
     with pytest.raises(UserError) as error:
@@ -194,14 +194,17 @@ def test_a_run_goes_on_from_a_copy_of_what_it_was_before_its_drop(run):
     config, _ = run()
     directory = Path(config.run_dir) / "checkpoints"
     for path in regular_checkpoints(directory):
-        shutil.rmtree(path)
-    said = f"there is no checkpoint in {config.run_dir!r} but '{directory / BEFORE_DROP}'."
-    with pytest.raises(UserError, match=re.escape(said)):
-        find_checkpoint(config.run_dir)
+        flip(path / ".metadata")
+    shutil.rmtree(directory / step_name(6))
     shutil.copytree(directory / BEFORE_DROP, directory / step_name(6))
     again, _ = run()
     assert_same_state(checkpoint_of(again), checkpoint_of(whole))
     assert rows_of(again) == rows_of(whole)
+    for path in regular_checkpoints(directory):
+        shutil.rmtree(path)
+    said = f"there is no checkpoint in {config.run_dir!r} but '{directory / BEFORE_DROP}'."
+    with pytest.raises(UserError, match=re.escape(said)):
+        find_checkpoint(config.run_dir)
 
 
 def test_evaluation_refuses_a_damaged_checkpoint_and_names_others(run):

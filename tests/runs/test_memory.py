@@ -118,6 +118,12 @@ def test_a_run_needs_weights_gradients_moments_and_activations(changes, ranks, l
     assert needs(config, ranks)[0] == least
 
 
+def test_sizes_are_said_in_the_unit_that_fits():
+    assert [memory.gib(n * GIB) for n in (1234.5, 0.1, 0.09, 1e-4)] == [
+        "1,234.5 GiB", "0.1 GiB", "92.2 MiB", "0.1 MiB",
+    ]  # fmt: skip
+
+
 def test_what_does_not_fit_is_said_with_what_there_is(monkeypatch):
     config = replace(PLAIN, data=LONG)
     monkeypatch.setattr(memory, "free_memory", lambda device: STATE)
@@ -165,7 +171,7 @@ def test_held_out_text_that_is_held_at_once_has_to_fit(changes, key, tokens):
     small = {"model": TINY, "trainer": TrainerConfig(batch_size=1)}
     config = replace(PLAIN, **small, data=LONG, **changes)
     least, problems = needs(config)
-    size = f"{least / GIB:,.1f} GiB"
+    size = f"{least / 2**20:,.1f} MiB"
     assert least == 8 * tokens
     assert problems == [
         f"{key}: held-out text of {size} at once, and {size} are free; choose less."

@@ -47,7 +47,7 @@ def test_keys_with_dots_are_shown_as_groups_of_keys():
     _, problems = validated(RunConfig, {"label": "a", **dotted})
     assert problems[:2] == [
         "positional.layers: a key with dots; write positional: {layers: ...}.",
-        "model.softmax.sinks: a key with dots; write model: {softmax.sinks: ...}.",
+        "model.softmax.sinks: a key with dots; write model: {softmax: {sinks: ...}}.",
     ]
     assert problems[2].startswith("mode.x: unknown key.")
 
@@ -194,7 +194,7 @@ STEPS = "until which the run is as every branch begins, got"
         (controlled(a={"branch": True}), f"controls.a.branch: {BRANCH} True."),
         (
             controlled(a={"branch": "drop"}),
-            "controls.a.branch: the run has no drop to branch from; set drop.at.",
+            "controls.a.branch: the run has no drop to branch from; set drop.at, or leave it out.",
         ),
         (
             controlled(a={"branch": 0}),

@@ -64,8 +64,8 @@ def test_a_run_without_a_checkpoint_begins_its_metrics_anew(tmp_path, caplog):
     starting_point(config, None)
     assert read_metrics(tmp_path / "new" / "metrics.csv") == []
     assert [record.getMessage() for record in caplog.records] == [
-        "There is no checkpoint: begins again from nothing, without the rows of metrics.csv until "
-        "step 7"
+        f"{tmp_path / 'new'} has no checkpoint: begins again from nothing, without the rows of "
+        "metrics.csv until step 7"
     ]
 
 

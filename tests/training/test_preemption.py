@@ -89,6 +89,17 @@ def test_a_signal_before_the_first_step_stops_after_it(run, monkeypatch, number)
         signal.signal(number, before)
 
 
+def test_a_training_that_fails_leaves_no_handler_behind(run, monkeypatch):
+    def fail(*_):
+        raise InterruptedError
+
+    before = [signal.getsignal(number) for number in preemption.SIGNALS]
+    monkeypatch.setattr(LanguageModule, "training_step", fail)
+    with pytest.raises(InterruptedError):
+        run()
+    assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
+
+
 def test_a_signal_during_the_last_step_changes_nothing(run, monkeypatch):
     signal_during(monkeypatch, signal.SIGTERM, 11)
     config, _ = run()

@@ -148,6 +148,7 @@ def test_what_the_drop_did_is_computed_again_from_the_checkpoints(finished):
     mean = {f"loss_{when}": sum(values) / len(values) for when, values in each.items()}
     assert mean["loss_end"] < min(mean["loss_before"], mean["loss_after"])
     found = dict(trained.effect_of_drop)
+    assert found.pop("what") == "dropped the encoding (nope)"
     sequences = found.pop("sequences")
     assert sequences == {when: pytest.approx(values) for when, values in each.items()}
     assert found == {"step": 6} | {name: pytest.approx(value) for name, value in mean.items()}

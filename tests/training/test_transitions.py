@@ -56,10 +56,15 @@ def test_frequencies_are_rescaled_as_far_as_a_phase_reaches(tiny_decoder, factor
         ),
         ({"rescale": RescaleConfig("yarn")}, "frequencies rescaled for longer sequences (yarn)"),
         ({"name": "long", "length": 4096}, "phase 'long' with sequences of 4,096 tokens"),
+        (
+            {"name": "long", "length": 4096, "rescale": RescaleConfig("yarn"), "rotates": False},
+            "phase 'long' with sequences of 4,096 tokens",
+        ),
     ],
 )
 def test_a_change_is_told_in_words(changes, said):
-    assert describe(phase(**changes)) == said
+    rotates = changes.pop("rotates", True)
+    assert describe(phase(**changes), rotates) == said
 
 
 @pytest.mark.parametrize(
@@ -199,6 +204,7 @@ def test_a_drop_is_saved_before_measured_around_and_at_its_end(crossing):
     assert callback.effects == {
         "second": {
             **{"step": 2, "loss_before": 5.0, "loss_after": 8.0, "loss_end": 1.5},
+            "what": "dropped the encoding (nope)",
             "sequences": {"before": [4.0, 6.0], "after": [7.0, 9.0], "end": [1.0, 2.0]},
         }
     }

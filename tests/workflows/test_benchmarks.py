@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from trainer.data.config import DataConfig
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
 from trainer.evaluation import multiple_choice, weighted_rope
-from trainer.evaluation.benchmarks import MultipleChoiceConfig
+from trainer.evaluation.benchmarks import BenchmarkConfig, MultipleChoiceConfig
 from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.methods import CHOICE
 from trainer.evaluation.requests import Encoder
 from trainer.evaluation.settings import ChoiceSettings, DopeSettings, WeightedRopeSettings
 from trainer.runs.models import find_candidate
-from trainer.workflows.benchmarks import _is_same, run_benchmarks
+from trainer.workflows import benchmarks
+from trainer.workflows.benchmarks import _is_same, _notes, run_benchmarks
 from trainer.workflows.evaluation_request import MultipleChoiceRequest
 from trainer.workflows.held_out import held_out_corpus
 
@@ -201,3 +204,51 @@ def test_a_table_is_replaced_by_one_of_the_same_settings_and_models(tmp_path, ol
         changed = record | older if isinstance(older, dict) else older
         path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
     assert _is_same(record, path) is same
+
+
+@pytest.mark.parametrize(
+    ("key", "chosen_on", "fits", "length", "reads"),
+    [
+        ("none", None, True, 128, None),
+        ("yarn", None, False, 128, False),
+        ("temperature", None, True, 128, True),
+        ("temperature", None, True, 64, False),  # for which there is no text to fit
+        ("dope", None, True, 128, True),
+        ("dope", "a text of its own", True, 128, False),
+    ],
+)
+def test_what_a_method_was_set_for_and_read_is_noted(key, chosen_on, fits, length, reads):
+    settings = {CHOICE: {}} if key == "dope" else {}
+    layout = SimpleNamespace(training_length=64)
+    recipe = SimpleNamespace(key=key, title="YaRN", settings=settings, fits=lambda factor: fits)
+    text = SimpleNamespace(windows={length: [0] * 3}, choice=chosen_on)
+    fitting = SimpleNamespace(text=text, notes=["it chose c = 0.1"])
+    candidate = SimpleNamespace(name="RoPE", layout=layout)
+    found = [*_notes(candidate, recipe, fitting, BenchmarkConfig(factor=2.0))]
+    if key == "none":
+        assert not found
+        return
+    said = "RoPE, YaRN: set for 128 tokens, 2 times the training length"
+    more = "; it chooses on validation text, 3 windows of that length at most"
+    assert found == [said + (more if reads else ""), "RoPE, YaRN: it chose c = 0.1"]
+
+
+@pytest.mark.parametrize(
+    ("add_bos", "own", "bos"),
+    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
+)
+@pytest.mark.parametrize(
+    ("longest", "reads", "length"), [(None, None, 64), (None, 32, 32), (48, None, 48), (48, 96, 48)]
+)
+def test_questions_begin_as_texts_of_the_model_do(
+    monkeypatch, add_bos, own, bos, longest, reads, length
+):
+    """With its first token where it was trained here, and no longer than it or its method reads."""
+    asked = []
+    monkeypatch.setattr(benchmarks, "Encoder", lambda *given: given)
+    monkeypatch.setattr(multiple_choice, "score_tasks", lambda *given: asked.append(given))
+    layout = SimpleNamespace(training_length=64)
+    candidate = SimpleNamespace(layout=layout, tokenizer="words", run="run" if own else None)
+    config = MultipleChoiceConfig(max_length=longest, add_bos=add_bos)
+    benchmarks._scores("model", candidate, SimpleNamespace(reads=reads), config)
+    assert asked == [("model", ("words", length, bos), config)]

@@ -17,7 +17,7 @@ from rich.console import Console
 from trainer.__main__ import main
 from trainer.commands import train
 from trainer.errors import UserError
-from trainer.report.results import PERPLEXITY, STATEMENTS, Cell, Report
+from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report
 from trainer.report.statistics import change, sign_test, wilson_interval
 from trainer.report.sweep_figures import axes, sweep_figure
 from trainer.report.sweep_page import write_sweep_report
@@ -87,6 +87,9 @@ def fabricate(config, steps=None, finished=True):
             notes=(),
             config=plain(config),
             environment={"corpus": "the same"},
+            arms=tuple(
+                Arm(label(arm), "rope", 1, done, done * arm.tokens_per_step) for arm in arms
+            ),
         ).write(Path(config.run_dir) / "report.json")
     return rows
 
@@ -270,6 +273,27 @@ def compared_by(*changes):
 
 def test_runs_are_named_by_what_differs_in_their_configurations():
     assert compared_by({"seed": 1}, {"seed": 2}).names == ("seed=1", "seed=2")
+
+
+def test_of_metrics_that_end_before_their_run_nothing_is_shown():
+    found = compared_by({"seed": 1}, {"seed": 2})
+    assert [run.problem for run in found.runs] == ["", ""]
+    metrics = Path("runs/by_1/metrics.csv")
+    content = metrics.read_bytes()
+    metrics.write_bytes(content[:-9])  # in the last row
+    whole, cut = compared(Path("multirun") / found.name).runs
+    assert (whole.problem, whole.loss) == ("", 4.92)
+    assert cut.problem == "its metrics.csv ends at step 6 of 8"
+    assert (cut.tokens, cut.loss, cut.skipped) == (None, None, None)
+    assert cut.reached == whole.reached
+
+
+def test_a_run_of_a_newer_version_is_refused(capsys):
+    fabricate(configured("by_0"))
+    Path("runs/by_0/run.json").write_text('{"program": "unrope", "format": 99}')
+    with pytest.raises(SystemExit):
+        main(["compare", "runs/by_0"])
+    assert "runs: 'runs/by_0' has format 99" in capsys.readouterr().err
 
 
 def test_runs_that_do_not_differ_are_named_by_their_directories():

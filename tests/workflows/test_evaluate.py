@@ -7,10 +7,12 @@ import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.report.examples import report as reported
 from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Perplexity
@@ -27,8 +29,52 @@ from trainer.model.backends import BACKENDS
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.models import distinct, find_candidate
-from trainer.workflows.evaluate import evaluate_lengths
+from trainer.workflows import evaluate
+from trainer.workflows.evaluate import _is_same, evaluate_lengths
 from trainer.workflows.evaluation_request import EvaluationRequest
+
+
+@pytest.mark.parametrize(
+    ("older", "same"),
+    [
+        (None, True),
+        ({}, True),
+        ({"name": "another"}, True),
+        ({"config": {"evaluation": {"seed": 1}}}, False),
+        ({"made": {"Of": "y"}}, False),
+        ({"made": {}}, False),
+        ("damaged", False),
+    ],
+)
+def test_a_report_of_the_same_takes_the_place_of_an_older_one(tmp_path, older, same):
+    report = reported(made={"Of": "x", "Made": "today"})
+    if older is not None:
+        made = {"Of": "x", "Made": "before"}
+        path = tmp_path / "report.json"
+        if older == "damaged":
+            path.write_text("{}")
+        else:
+            reported(**{"made": made, **older}).write(path)
+    assert _is_same(report, tmp_path) is same
+
+
+@pytest.mark.parametrize(
+    ("output", "name", "place"),
+    [
+        ("there", "default", "there"),
+        (None, "default", "home/evaluation"),
+        (None, "ruler", "home/lengths/ruler"),
+    ],
+)
+def test_where_it_cannot_write_nothing_is_measured(monkeypatch, output, name, place):
+    found = SimpleNamespace(home=Path("home"))
+    monkeypatch.setattr(evaluate, "find_candidate", lambda *_: found)
+    monkeypatch.setattr(evaluate, "writable_problem", lambda *given: f"{given}")
+    request = EvaluationRequest("x", output=output, threads=1)
+    with pytest.raises(UserError) as error:
+        evaluate_lengths(request, name)
+    assert error.value.problems == (f"{(place, 'output')}",)
+
 
 CONFIG = EvaluationConfig(
     lengths=[1, 2],
@@ -78,6 +124,7 @@ def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
         ("DroPE", "none"),
         ("DroPE", "temperature"),
     }
+    assert report.task["training_share"] == 0.5
     assert report.methods == {"none": "as is", "yarn": "YaRN", "temperature": "temperature"}
     assert any(re.match("DroPE has no rotation, .* for YaRN", note) for note in report.notes)
     assert {p.name for p in output.iterdir()} >= {

@@ -5,37 +5,48 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from tests.report.examples import report as reported
 from trainer.commands.train import read_config
 from trainer.errors import UserError
 from trainer.evaluation.measurements import Perplexity, Statements
+from trainer.evaluation.sharing import Share
 from trainer.report.health import troubles
+from trainer.runs.checkpoint_files import MANIFEST
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, label, role
 from trainer.runs.directory import plain
 from trainer.runs.fitted_temperature import FILE
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import control_config, parse
-from trainer.workflows import experiment
+from trainer.runs.ranks import Ranks
+from trainer.workflows import experiment, remarks
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.experiment import label_problems, run_experiment
 from trainer.workflows.experiment_report import _median_rate
 from trainer.workflows.remarks import (
+    say_epochs,
+    say_idle_rescalings,
     say_idle_settings,
     say_long_warmups,
+    say_other_budgets,
     say_unreached_encodings,
 )
 from trainer.workflows.training_text import open_corpus
 
+SWA = "positional=rnope_swa", "data.sequence_length=256"
 EXPECTED = {
     (): ("rope", "RoPE"),
     ("positional=rope_id", "data.sequence_length=256"): ("rope_id", "RoPE-ID"),
     ("positional.layers=[rope,nope]",): ("rope_nope", "rope + nope"),
-    ("positional=rnope_swa", "data.sequence_length=256"): ("rope_nope_window", "rope + nope"),
+    (*SWA, "model.num_hidden_layers=4"): ("rope_nope_window", "rope + nope"),
+    (*SWA, "model.num_hidden_layers=3"): ("rope_window", "rope"),  # of a pattern of four
+    ("positional=irope",): ("rope", "RoPE"),
     ("+positional.heads.nope=0.5",): ("rope_nope_heads", "rope"),
     ("drop.at=10",): ("drope", "DroPE"),
     ("drop.at=10", "drop.enabled=false"): ("rope", "RoPE"),
@@ -85,7 +96,31 @@ def test_an_encoding_that_stands_beyond_the_last_layer_is_named(caplog):
     config = read_config(["positional=irope"])
     say_unreached_encodings({"main": config})
     assert caplog.messages == [
-        "positional.layers: of a pattern of 4 layers rope + nope has 3, none with nope"
+        "positional.layers: of a pattern of 4 layers RoPE has 3, none with nope"
+    ]
+
+
+def test_a_phase_that_rescales_what_does_not_rotate_is_named(caplog):
+    """A comparison of encodings has one list of phases for all."""
+    phases = ["+phases.a.steps=1", "+phases.b={steps: 1, rescale: {factor: 2.0}}"]
+    phases += ["+phases.c={steps: 1, drop: {}}", "+phases.d={steps: 1, rescale: {factor: 2.0}}"]
+    said = "phases.{}.rescale: nothing of {} rotates by then, so that nothing is rescaled"
+    for encoding, idle in (("rope", "d"), ("alibi", "bd"), ("half_rope", "d")):
+        caplog.clear()
+        config = read_config([f"positional={encoding}", *phases])
+        say_idle_rescalings({"main": config})
+        assert caplog.messages == [said.format(name, "DroPE") for name in idle]
+    say_idle_rescalings({"main": read_config([])})
+    assert len(caplog.messages) == 1
+
+
+def test_a_control_of_another_budget_is_named(caplog):
+    words = ["+experiment=drope_demo", "+controls.nope.trainer.max_steps=300"]
+    config = read_config(words)
+    controls = {name: control_config(plain(config), name) for name in config.controls}
+    say_other_budgets({"main": config} | controls)
+    assert caplog.messages == [
+        "controls.nope: NoPE from scratch trains on 614,400 tokens, and DroPE on 3,276,800"
     ]
 
 
@@ -158,11 +193,116 @@ def measured(monkeypatch):
     return found
 
 
+def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monkeypatch):
+    checks = ("device", "label", "spread", "memory", "logger", "vocabulary", "length", "benchmark")
+    for check in checks:
+
+        def problems(config, *_, check=check):
+            names = [config.name] if isinstance(config, RunConfig) else [*config]
+            return [f"{check} of {', '.join(names)}"]
+
+        monkeypatch.setattr(experiment, f"{check}_problems", problems)
+    monkeypatch.setattr(experiment, "writable_problem", lambda place: f"writing to {place}")
+    controls = {"other": {"seed": 9, "label": "other", "trainer": {"max_steps": 13}}}
+    values = {**base, "name": "x", "run_dir": str(tmp_path), "controls": controls}
+    with pytest.raises(UserError) as error:
+        run_experiment(parse(RunConfig, values))
+    both = {"label", "length"}
+    said = [f"{check} of {'main, other' if check in both else 'x'}" for check in checks]
+    assert error.value.problems == (*said, f"writing to {tmp_path}")
+
+
+def test_what_another_process_may_train_is_locked_before_it_is_opened(base, tmp_path, monkeypatch):
+    done = []
+
+    class Lock:
+        def acquire(self, place):
+            done.append(f"lock {place.name}")
+
+        def release(self):
+            pass
+
+    open_run_directory = experiment.open_run_directory
+
+    def opening(arm):
+        done.append("open")
+        open_run_directory(arm)
+
+    def train(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "RunLock", Lock)
+    monkeypatch.setattr(experiment, "open_run_directory", opening)
+    monkeypatch.setattr(experiment, "train", train)
+    config = parse(RunConfig, {**base, "run_dir": str(tmp_path / "x")})
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run_experiment(config)
+    assert done == ["open", "lock x", "lock x", "open", "lock x"]
+
+
+@pytest.mark.parametrize(
+    ("sees", "rank", "share"),
+    [
+        ([True], 0, Share(0, 1)),
+        ([True, True, True], 2, Share(2, 3)),
+        ([False, True, True], 0, None),
+        ([False, True, True], 2, Share(1, 2)),
+    ],
+)
+def test_ranks_that_see_all_checkpoints_share_the_evaluation(
+    tmp_path, monkeypatch, sees, rank, share
+):
+    places = [tmp_path / "a", tmp_path / "b"]
+    for path in places:
+        path.mkdir()
+    (places[0] / MANIFEST).touch()
+    if sees[rank]:
+        (places[1] / MANIFEST).touch()
+
+    def gathered(own):
+        assert own is sees[rank]
+        return sees
+
+    monkeypatch.setattr(experiment, "damage_together", lambda path: None)
+    monkeypatch.setattr(experiment, "all_gather", gathered)
+    ranks = Ranks(rank, len(sees), rank, len(sees))
+    assert experiment.evaluation_share(places, ranks) == share
+
+
+def test_a_finished_run_is_opened_as_one(tmp_path, monkeypatch):
+    """Another evaluation is then none of this run's."""
+    opened = []
+    monkeypatch.setattr(
+        experiment, "open_run_directory", lambda config, **how: opened.append((config, how))
+    )
+    report = reported()
+    report.write(tmp_path / "report.json")
+    config = RunConfig(run_dir=str(tmp_path))
+    assert run_experiment(config) == (report, True)
+    assert opened == [(config, {"finished": True})]
+
+
+@pytest.mark.parametrize("names", [["only"], ["first", "second"]])
+def test_texts_are_named_where_there_are_several(monkeypatch, caplog, names):
+    monkeypatch.setattr(remarks, "epochs_read", lambda *_: lambda step: dict.fromkeys(names, 1.5))
+    parts = [SimpleNamespace(name=name, text=SimpleNamespace(train=range(1234))) for name in names]
+    with caplog.at_level("INFO"):
+        say_epochs(RunConfig(), SimpleNamespace(parts=parts))
+    called = ["The text"] if len(names) == 1 else [f"The text {name!r}" for name in names]
+    assert caplog.messages == [
+        f"{name} holds 1,234 tokens: this run reads it 1.5 times" for name in called
+    ]
+
+
 def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_trains(
     base, tmp_path, monkeypatch
 ):
     opened, told = [], []
-    for name in ("open_gpus", "say_epochs", "say_long_warmups", "say_unreached_encodings"):
+    names = ["set_environment", "set_threads", "open_gpus", "say_epochs"]
+    names += ["say_other_budgets", "say_long_warmups", "say_idle_rescalings"]
+    names += ["say_unreached_encodings"]
+    for name in names:
         monkeypatch.setattr(experiment, name, lambda *_, name=name: told.append(name))
 
     def opening(*given):
@@ -177,7 +317,7 @@ def test_the_first_process_opens_the_text_once_and_says_what_is_known_before_it_
     monkeypatch.setattr(experiment, "train", reached)
     with pytest.raises(KeyboardInterrupt):
         run_experiment(parse(RunConfig, {**base, "run_dir": str(tmp_path)}))
-    assert told == ["open_gpus", "say_epochs", "say_long_warmups", "say_unreached_encodings"]
+    assert told == names
 
 
 def test_each_control_is_trained_with_its_own_callbacks_from_where_it_branches_off(

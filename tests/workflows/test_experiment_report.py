@@ -8,12 +8,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.report.results import Arm, Change
+from tests.report.examples import TRAINED, cell, report
+from trainer.evaluation.sharing import Share
+from trainer.report.results import PERPLEXITY, Arm, Change, Drop
 from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import role
 from trainer.runs.metrics_file import write_metrics
+from trainer.runs.models import Candidate
 from trainer.runs.parsing import parse
+from trainer.runs.phases import phases_of
 from trainer.training.run import TrainedRun
-from trainer.workflows.experiment_report import _arm, _median_rate, _milestones, _reach
+from trainer.workflows import experiment_report
+from trainer.workflows.experiment_report import (
+    _arm,
+    _median_rate,
+    _milestones,
+    _reach,
+    make_report,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +59,18 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
     arm = made(
         tmp_path,
         rows,
-        {"dropped": {"loss_before": 2.0, "loss_after": 5.0}},
+        {
+            "long": {"what": "as it was kept", "loss_before": 2.5, "loss_after": 2.75},
+            "dropped": {"loss_before": 2.0, "loss_after": 5.0},
+        },
         {"skips": [[3, 8], [5, 8]]},
         phases=phases,
         data={"sequence_length": 128},
         positional={"layers": ["rope", "nope", "rope"]},
         trainer={"batch_size": 8},
     )
-    (change,) = arm.changes
+    longer, change = arm.changes
+    assert longer == Change(10, "as it was kept", 256, 2.5, 2.75, None)
     assert change == Change(16, change.what, 256, 2.0, 5.0, None)
     assert "drop" in change.what
     assert arm == Arm(
@@ -67,7 +83,7 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
         skipped=7,
         rewinds=2,
         finite=True,
-        changes=(change,),
+        changes=(longer, change),
     )
 
 
@@ -91,3 +107,98 @@ def test_what_was_measured_while_training_is_in_its_state():
     candidate = SimpleNamespace(state={"callbacks": state})
     assert [one.step for one in _reach(candidate)] == [3]
     assert [one.step for one in _milestones(candidate)] == [4]
+
+
+NOPE = {"positional": {"layers": ["nope"]}}
+EFFECT = {"step": 10, "loss_before": 2.0, "loss_after": 5.0, "loss_end": 2.1}
+MILESTONE = {"step": 4, "dropped": False, "tokens": 9, "scores": {"a": 1.0}}
+SHARE = Share(0, 2)
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch, tiny_decoder):
+    """What a report of a run with two controls tells, and what was asked to measure them."""
+
+    def of(**evaluation):
+        asked, found, configs, runs = [], {}, {}, {}
+        common = {"name": "demo", "trainer": {"max_steps": 20}, "evaluation": evaluation}
+        drop = {"drop": {"at": 10}}
+        for i, (name, own) in enumerate({"main": drop, "nope": NOPE, "rope": {}}.items()):
+            config = parse(RunConfig, common | own | {"run_dir": str(tmp_path / name)})
+            path = tmp_path / name / "checkpoints" / "step-000020"
+            path.mkdir(parents=True)
+            row = {"step": 20, "tokens_per_second": 10.0 * i, "skipped_steps": i // 2 * 2}
+            write_metrics(tmp_path / name / "metrics.csv", [row])
+            state = {"step": 20, "callbacks": {"Benchmarks": {"history": [MILESTONE] * i}}}
+            shape = tiny_decoder()
+            found[str(path)] = Candidate(
+                *(str(path), "x", path, None, shape.config, shape.layout, "0", config, None),
+                *(role(config), state),
+            )
+            effects = {} if i else {phases_of(config)[1].name: EFFECT}
+            configs[name], runs[name] = config, TrainedRun(config, path, effects, i + 0.26)
+
+        def measured(name, candidates, config, text, *more):
+            asked.append((name, [one.name for one in candidates], config, text.first.name, *more))
+            losses = [
+                cell(
+                    [1.0], one.name, task=PERPLEXITY, length=factor * TRAINED, last_loss=i / factor
+                )
+                for i, one in enumerate(candidates)
+                for factor in (1, 2)
+            ]
+            return report(*losses, name=name, notes=("measured",), tasks={PERPLEXITY: "loss"})
+
+        def observed(report, candidates, drop, arms):
+            assert {name: arm.name for name, arm in arms.items()} == {a: a for a in arms}
+            assert report.arms == tuple(arms.values())
+            assert drop == report.drop
+            return report, [one.name for one in candidates]
+
+        monkeypatch.setattr(experiment_report, "find_candidate", found.get)
+        monkeypatch.setattr(experiment_report, "measure_models", measured)
+        monkeypatch.setattr(experiment_report, "with_observations", observed)
+        monkeypatch.setattr(experiment_report, "recoveries", lambda arms: [f"of {[*arms]}"])
+        corpus = SimpleNamespace(fingerprint="0", train=[], validation=[], test=[])
+        return asked, make_report(configs["main"], configs, runs, corpus, SHARE)
+
+    return of
+
+
+def test_what_arms_showed_stands_beside_what_was_measured(told, tmp_path, caplog):
+    asked, (made, candidates) = told(lengths=[1, 2])
+    names = ["RoPE", "DroPE", "NoPE"]
+    (name, measured, config, first, *more) = asked[0]
+    assert (name, measured, first) == ("demo", names, "DroPE")
+    assert config.lengths == [1, 2]
+    assert more == [tmp_path / "main" / "evaluation" / "cells", "auto", SHARE]
+    assert candidates == names
+    assert [(arm.name, arm.final_loss, arm.skipped) for arm in made.arms] == [
+        ("DroPE", 1.0, 0), ("NoPE", 2.0, 0), ("RoPE", 0.0, 2),
+    ]  # fmt: skip
+    assert caplog.messages == [
+        "RoPE: 2 of 20 updates were left out, because their loss or gradient was not finite."
+    ]
+    assert made.drop == Drop(10, 2.0, 5.0, 2.1)
+    assert {name: len(history) for name, history in made.milestones.items()} == {
+        "DroPE": 0, "NoPE": 1, "RoPE": 2,
+    }  # fmt: skip
+    assert made.reach == dict.fromkeys(made.milestones, ())
+    assert made.notes == ("measured", "of ['DroPE', 'NoPE', 'RoPE']")
+    assert made.config["name"] == "demo"
+    assert made.made["Of"].startswith(f"RoPE: {tmp_path}")
+    assert made.timing["tokens_per_second"] == {
+        "DroPE": 0, "NoPE": 10, "RoPE": 20,
+    }  # fmt: skip
+    assert made.timing["training_seconds"] == {
+        "DroPE": 0.3, "NoPE": 1.3, "RoPE": 2.3,
+    }  # fmt: skip
+    assert 0 <= made.timing["evaluation_seconds"] < 60
+
+
+def test_without_an_evaluation_nothing_is_measured(told):
+    asked, (made, _) = told(enabled=False)
+    assert not asked
+    assert made.name == "demo"
+    assert not made.cells
+    assert [arm.final_loss for arm in made.arms] == [None] * 3

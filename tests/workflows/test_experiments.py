@@ -17,7 +17,7 @@ from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.workflows import experiment
 from trainer.workflows.experiment import run_experiment
-from trainer.workflows.training_text import final_layout
+from trainer.workflows.training_text import layouts
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 STEPS, C = 4, 64
@@ -110,4 +110,4 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkey
     assert (run_dir / "report.json").is_file()
     for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):
         saved, state = saved_run(place), read_state(find_checkpoint(str(place)))
-        assert final_layout(saved) == Layout.from_dict(state["layout"])  # as was foreseen
+        assert layouts(saved)[-1] == Layout.from_dict(state["layout"])  # as was foreseen

@@ -16,6 +16,7 @@ from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.settings import ChoiceSettings, LongRopeSettings
@@ -75,6 +76,17 @@ def test_they_are_others_than_those_that_are_evaluated(haystack):
     asked = NEEDLE_TASKS["standard"](haystack, replace(PROMPTS.needles, trials=4)).prompts(600)
     mine = texts(haystack, 600, text="standard").tolist()
     assert not any(list(prompt.tokens) in mine for prompt in asked)
+
+
+def test_many_shots_are_others_than_those_that_are_evaluated(haystack):
+    name = "many_shot_skip"
+    shots = replace(PROMPTS.many_shot, tasks=[name], trials=3, new_tokens=16)
+    (task,), _ = many_shot_tasks(shots, haystack.tokenizer, BOS)
+    mine = texts(haystack, 700, prompts=Prompts(many_shot=shots), text=name, texts=3)
+    said = [haystack.tokenizer.decode(row[-200:]) for row in mine.tolist()]
+    asked = [haystack.tokenizer.decode(prompt.tokens[-200:]) for prompt in task.prompts(700)]
+    assert len(said) == len(asked) == 3
+    assert not {*said} & {*asked}
 
 
 @pytest.mark.parametrize("name", ["many_shot_needle", "many_shot_skip"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,11 +16,12 @@ from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.report.results import PERPLEXITY, STATEMENTS, Cell
 from trainer.runs.config import RunConfig, TrainerConfig
-from trainer.workflows.model_card import describe, model_card
+from trainer.workflows.model_card import _padding, describe, model_card
 
 NOPE, ALIBI = Spectrum(), Spectrum(alibi=True)
 ROPE = Spectrum((1.0, 0.001))
 GROWING = Temperature(0.1)
+GROWING_ROPE = Spectrum((1.0, 0.001), GROWING)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +50,18 @@ def test_encodings_in_words(layers, said):
     assert describe(Layout(32, tuple(layers))) == said
 
 
+@pytest.mark.parametrize(
+    ("spectra", "told"),
+    [((ROPE,), False), ((GROWING_ROPE, ROPE), True), ((ROPE, GROWING_ROPE), True)],
+)
+def test_padding_is_told_of_where_anything_follows_the_length(spectra, told):
+    layout = Layout(32, tuple(LayerEncoding.of((spectrum,)) for spectrum in spectra))
+    assert bool(_padding(SimpleNamespace(is_native=False), layout)) is told
+    assert not _padding(SimpleNamespace(is_native=True), layout)
+
+
 @pytest.fixture
-def card(tiny_decoder, tmp_path):
+def card(tmp_path):
     """The card of the last step of a run of four, of which a report may tell."""
 
     def write(config, model, *cells, step=4, difference=None, tokens=True, **state):

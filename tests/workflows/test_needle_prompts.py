@@ -30,6 +30,22 @@ def test_a_statement_stands_at_a_tenth_and_its_question_at_the_end(byte_tokenize
         assert abs(made.needle.start - 0.1 * text) <= 2
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_asked_for_is_what_was_stated(byte_tokenizer, seed):
+    ids = torch.tensor([byte_tokenizer.encode("So it goes. " * 200).ids[:2000]])
+    made = needle_prompt(byte_tokenizer, ids, 1500, seed)
+    (row,) = made.ids.tolist()
+    stated = byte_tokenizer.decode(row[made.needle])
+    asked = byte_tokenizer.decode(row[-made.question :])
+    pattern = r" One of the special magic numbers for (.+) is: \d{7}\."
+    key = re.fullmatch(pattern, stated)[1]
+    assert asked == f"\n\nThe special magic number for {key} mentioned in the provided text is:"
+    # As long as it has to be at least, and not a token shorter.
+    least = 5 * (made.needle.stop - made.needle.start + made.question)
+    assert needle_prompt(byte_tokenizer, ids, least, seed) is not None
+    assert needle_prompt(byte_tokenizer, ids, least - 1, seed) is None
+
+
 def test_where_there_is_no_room_there_is_none(byte_tokenizer):
     ids = torch.zeros(1, 1000, dtype=torch.long)
     assert needle_prompt(byte_tokenizer, ids, 300) is None

@@ -89,7 +89,7 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
             ("parameters", "2.0 GiB"),
             ("optimizer", "6.0 GiB"),
             ("activations", "120.0 GiB"),
-            ("in all", "128.0 GiB of 40, uncompiled"),
+            ("in all", "128.0 GiB of 40 GiB, uncompiled"),
             (
                 "does not fit",
                 "strategy=ddp strategy.activation_checkpointing=selective "
@@ -104,6 +104,7 @@ def test_the_whole_plan_of_a_run_with_controls_that_does_not_fit(planned):
         "Disk": [
             ("a checkpoint", "2,487.6 GB"),
             ("checkpoints kept", "8, and one that is written: 22,388.0 GB"),
+            ("those of controls", "19: 47,263.5 GB"),
             ("text, read once", "4,096.0 GB of 2 bytes a token"),
         ],
     }
@@ -129,7 +130,7 @@ def test_phases_and_offloading_in_a_plan(planned):
         ("parameters", "0.5 GiB of the CPU"),
         ("optimizer", "1.5 GiB of the CPU"),
         ("activations", "240.0 GiB"),
-        ("in all", "240.0 GiB of 141, uncompiled"),
+        ("in all", "240.0 GiB of 141 GiB, uncompiled"),
         (
             "does not fit",
             "strategy=fsdp2 strategy.activation_checkpointing=none trainer.micro_batch_size=4 "
@@ -138,6 +139,36 @@ def test_phases_and_offloading_in_a_plan(planned):
     ]
     times = dict(found["Time at 40% of the peak"])
     assert times["4 x H200"] == "0.0 minutes, 0 GPU-hours"
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "phase"), [(128, 16, "short"), (129, 16, "long"), (512, 3, "short")]
+)
+def test_memory_is_that_of_the_phase_with_most_tokens_in_a_micro_batch(
+    planned, length, size, phase
+):
+    long = {"steps": 3, "sequence_length": length, "batch_size": size}
+    values = {"phases": {"short": {"steps": 10}, "long": long}, "trainer": {"batch_size": 32}}
+    memory = dict(planned(values, gpu="h200", mfu=0.4)["Memory of each GPU"])
+    assert memory["phase"] == phase
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rows", "usable", "ranks", "said"),
+    [
+        ("single", 12, 0.9, 1, "strategy=single none trainer.micro_batch_size=3 takes 98.0 GiB"),
+        ("ddp", 4, 0.07, 4, "strategy=fsdp2 full trainer.micro_batch_size=2 takes 9.5 GiB"),
+        ("ddp", 4, 0.01, 4, "nor does anything with shards, recomputation and one sequence at a"),
+    ],
+)
+def test_what_costs_least_time_is_changed_first(
+    planned, monkeypatch, strategy, rows, usable, ranks, said
+):
+    monkeypatch.setattr(plans, "USABLE", usable)
+    values = {"strategy": {"name": strategy}, "trainer": {"batch_size": rows * ranks}}
+    memory = dict(planned(values, ranks, ranks, gpu="h200", mfu=0.4)["Memory of each GPU"])
+    found = memory["does not fit"].replace("strategy.activation_checkpointing=", "")
+    assert found.startswith(said)
 
 
 def test_entries_of_the_vocabulary_are_given_or_those_of_the_tokenizer(planned, tmp_path):
@@ -171,9 +202,6 @@ def test_tokens_take_as_many_bytes_as_the_vocabulary_needs(planned, vocab, width
 
 
 def test_what_is_small_in_a_plan_has_smaller_units():
-    assert [plans._gib(n * plans.GIB) for n in (0.1, 0.09, 1e-4)] == [
-        "0.1 GiB", "92.2 MiB", "0.1 MiB",
-    ]  # fmt: skip
     assert [plans._gb(n * plans.GB) for n in (1234.5, 0.1, 0.09)] == [
         "1,234.5 GB", "0.1 GB", "90.0 MB",
     ]  # fmt: skip

@@ -239,6 +239,8 @@ def _plain(
         ]
         last = key.rpartition(".")[2].partition("[")[0]
         where = next((f" ({p})" for p in reversed(paths) if _unresolved(read_file(p), last)), "")
+        if "HydraConfig" in said:  # what ${hydra:...} reads
+            said = "${hydra:...} has no value here; name a key, such as ${positional.layers[0]}"
         raise UserError(*problems, f"{key}: {said}{where}.") from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

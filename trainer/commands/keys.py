@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -20,6 +21,12 @@ FREE_FORM = (
 )
 """Groups whose keys the user chooses; new ones are added with a plus."""
 
+CLOSE = 0.69
+"""From which likeness on a key is what may be meant, in whatever group; of less, one of the same
+group may be."""
+MOST = 3
+"""Groups that have a key of one name; where more do, none is likely to be meant."""
+
 
 def _below(key: str, tree: dict[str, Any]) -> Iterator[str]:
     """Where a key stands in the groups of a tree, at any depth."""
@@ -27,6 +34,27 @@ def _below(key: str, tree: dict[str, Any]) -> Iterator[str]:
         if isinstance(below, dict) and name != "hydra":
             found = [key] if key in below else _below(key, below)
             yield from (f"{name}.{one}" for one in found)
+
+
+def _names(tree: dict[str, Any]) -> Iterator[str]:
+    """All keys of a tree, at any depth."""
+    for name, below in tree.items():
+        if name != "hydra":
+            yield str(name)
+            yield from _names(below) if isinstance(below, dict) else ()
+
+
+def _nearest(key: str, where: str, place: dict[str, Any], base: dict[str, Any]) -> str:
+    """What may be meant by a key that ``place`` does not have: one that is written much like it
+    there, of that name elsewhere, or much like it elsewhere; or else all that there are."""
+    here = [str(name) for name in place if name != "hydra"]
+    if not get_close_matches(key, here, 1, CLOSE):
+        for word in get_close_matches(key, [*_names(base)], 1, CLOSE):
+            below = [f"{where}.{one}" if where else one for one in _below(word, place)]
+            found = below or [*([word] if word in base else ()), *_below(word, base)]
+            if len(found) <= MOST:
+                return f" Did you mean {' or '.join(found)}?"
+    return did_you_mean(key, here)
 
 
 def key_problem(override: Override, base: Any) -> str | None:
@@ -43,15 +71,14 @@ def key_problem(override: Override, base: Any) -> str | None:
             )
         if key not in place:
             where = ".".join(path[:depth])
-            near = did_you_mean(key, [str(k) for k in place if k != "hydra"])
             free = where in FREE_FORM or where.startswith(tuple(f"{f}." for f in FREE_FORM))
+            # Names that users choose are often those of other groups and keys.
+            near = did_you_mean(key, place) if free else _nearest(key, where, place, base)
             if free and (override.is_add() or override.is_force_add()):
                 return None
             if free and "mean" not in near:
                 return f"{'.'.join(path)}: not set yet; write +{override.input_line}"
             prefix = f"{where}." if where else ""
-            if "mean" not in near and (deeper := list(_below(key, place))):
-                near = f" Did you mean {' or '.join(f'{prefix}{one}' for one in deeper)}?"
             return f"{prefix}{key}: unknown key.{near}"
         place = place[key]
     both = isinstance(place, dict) and isinstance(override.value(), dict)  # which are merged

@@ -82,7 +82,7 @@ def read_run(composed: Composed, found: Sequence[str] = (), *, weights: bool = T
     values, kind = composed.without_kind("evaluation")
     ignored = _ignored(composed, "from_run")
     of_weights = _ignored(composed, "from_pretrained") if weights else []
-    problems = [*composed.problems, *ignored, *of_weights, *found]
+    problems = [*composed.problems, *ignored, *of_weights, *_dropped_all_the_same(composed), *found]
     if kind not in OF_A_RUN:
         problems.append(kind_problem(composed.choices["evaluation"], kind, OF_A_RUN))
         values = {key: value for key, value in values.items() if key != "evaluation"}
@@ -107,6 +107,24 @@ def _ignored(composed: Composed, source: str) -> list[str]:
         return []
     keys = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in composed.words]
     return ignored_keys(keys, source)
+
+
+def _dropped_all_the_same(composed: Composed) -> list[str]:
+    """What stands above ``drop=never``: keys of an experiment do above options of groups."""
+    words = [word.lstrip("+") for word in composed.words]
+    given = {word.partition("=")[0] for word in words}
+    drop = composed.values.get("drop")
+    if "drop=never" not in words or not isinstance(drop, dict) or not drop.get("enabled"):
+        return []
+    controls = (composed.values.get("controls") or {}).values()
+    branches = any(isinstance(own, dict) and own.get("branch") == "drop" for own in controls)
+    without = ", and leave out the controls that begin at the drop (controls=null)"
+    return [
+        f"drop=never: the experiment sets drop.{key}={drop[key]}, which stands above it; write "
+        f"drop.enabled=false{without if branches else ''}."
+        for key in ("at", "at_tokens")
+        if drop.get(key) is not None and f"drop.{key}" not in given
+    ]
 
 
 def execute(named: Named[RunConfig]) -> None:

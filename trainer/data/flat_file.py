@@ -16,18 +16,18 @@ from trainer.errors import UserError, kind_of
 
 
 class FlatFile:
-    """One file of numbers of a type.
+    """One file of numbers of a type, all less than ``below`` where that is given.
 
     It is read, not mapped: behind a network file system a page that is missing brings megabytes
     with it, and one that cannot be read kills the process instead of raising an error.
     """
 
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.path, self.dtype = path, np.dtype(dtype)
+    def __init__(self, path: Path, dtype: str, below: int | None = None) -> None:
+        self.path, self.dtype, self.below = path, np.dtype(dtype), below
 
     def __getstate__(self) -> dict[str, Any]:
         """For other processes, which open the file themselves."""
-        return {"path": self.path, "dtype": self.dtype}
+        return {"path": self.path, "dtype": self.dtype, "below": self.below}
 
     @cached_property
     def _file(self) -> FileIO:
@@ -43,7 +43,7 @@ class FlatFile:
         """``count`` numbers from ``start`` on.
 
         Raises:
-            UserError: they are not there; TransientError: the disk fails.
+            UserError: they are not there, or too large; TransientError: the disk fails.
         """
         found = np.empty(count, self.dtype)
         into, done = found.view(np.uint8), 0
@@ -56,6 +56,11 @@ class FlatFile:
             if not read:
                 raise UserError(f"data: {str(self.path)!r} cannot be read: it ends early.")
             done += read
+        if self.below is not None and count and (largest := int(found.max())) >= self.below:
+            raise UserError(
+                f"data: {str(self.path)!r} is damaged: it holds the id {largest}, and those of the "
+                f"tokenizer end at {self.below - 1}; remove the directory and prepare it again."
+            )
         return found
 
 

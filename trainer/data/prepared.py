@@ -16,6 +16,7 @@ from trainer.data.encoding import SPLITS
 from trainer.data.manifest import Manifest, Shard, read_json
 from trainer.data.plan import FORMAT, digest
 from trainer.data.shards import Place, TokenStream, checksum_problem, size_problem
+from trainer.data.tokenizer import vocabulary_size
 from trainer.errors import UserError, kind_of
 
 
@@ -78,7 +79,10 @@ def read_manifest(directory: Path) -> Manifest:
             more = "does not exist; `python -m trainer prepare` writes such a directory"
         raise UserError(f"{where} {more}.") from None
     except (OSError, ValueError) as error:
-        why = f"{where} is damaged: its manifest cannot be read ({error})."
+        why = (
+            f"{where} is damaged: its manifest cannot be read ({error}); remove the directory and "
+            "prepare it again."
+        )
         raise kind_of(error)(why) from None
 
 
@@ -106,8 +110,11 @@ def open_prepared(directory: Path) -> Prepared:
     if found := [problem for problem in problems if problem]:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise UserError(f"{where}: {found[0]}{more}; {again}.")
+    vocabulary = vocabulary_size(tokenizer)
     streams = {
-        split: TokenStream([Place(directory, shard, manifest.dtype) for shard in shards[split]])
+        split: TokenStream(
+            [Place(directory, shard, manifest.dtype, vocabulary) for shard in shards[split]]
+        )
         for split in SPLITS
     }
     return Prepared(directory, tokenizer, end, manifest=manifest, **streams)

@@ -102,16 +102,18 @@ def checksum_problem(directory: Path, shard: Shard) -> str | None:
 
 @dataclass(frozen=True)
 class Place:
-    """A shard where it lies."""
+    """A shard where it lies; ``vocabulary``: how many ids its tokenizer has."""
 
     directory: Path
     shard: Shard
     dtype: str
+    vocabulary: int | None = None
 
     @property
     def ids(self) -> FlatFile:
         """All its tokens."""
-        return FlatFile(self.directory / f"{self.shard.name}.bin", self.dtype)
+        path = self.directory / f"{self.shard.name}.bin"
+        return FlatFile(path, self.dtype, below=self.vocabulary)
 
     def ends(self) -> NDArray[np.uint32]:
         """Where its documents end."""

@@ -47,17 +47,19 @@ class Store:
             check_format(kept[0], FORMAT, f"output: {str(path)!r}", "choose another output")
             return kept[1]
         value = json.loads(json.dumps(make(), allow_nan=False))
-        piece = {"format": FORMAT, "key": key, "value": value}
+        piece = {"format": FORMAT, "key": key, "value": value, "sha256": _checksum(value)}
         write_atomically(path, json.dumps(piece, default=str) + "\n")
         return value
 
     def _kept(self, path: Path) -> tuple[Any, Any] | None:
-        """Format and value in a file, if they can be read."""
+        """Format and value in a file, if they can be read and are what was written."""
         if not path.is_file():
             return None
         try:
             piece = read_plain(path)
             found = piece.get("format", FIRST), piece["value"]
+            if "sha256" in piece and piece["sha256"] != _checksum(piece["value"]):
+                raise ValueError("not what was written")
         except (ValueError, KeyError, TypeError, AttributeError):
             if path not in self._damaged:
                 log.warning("%s is damaged; what it held is measured again", path)
@@ -65,3 +67,7 @@ class Store:
             return None
         self._sound.add(path)
         return found
+
+
+def _checksum(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

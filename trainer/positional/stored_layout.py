@@ -48,8 +48,10 @@ def in_todays_form(values: Any) -> dict[str, Any]:
         raise ValueError("layout: expected the encodings of all layers")
     try:
         return from_first_format(values)
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        raise ValueError(f"layout: {type(error).__name__}: {error}") from None
+    except KeyError as error:
+        raise ValueError(f"layout: {error} is missing") from None
+    except (TypeError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(f"layout: {error}") from None
 
 
 def read_layout(values: Any, layers: int, heads: int, head_size: int) -> Layout:
@@ -75,7 +77,9 @@ def read_layout(values: Any, layers: int, heads: int, head_size: int) -> Layout:
         _check_spectrum(spectrum, head_size)
     try:
         return Layout.from_dict(values)
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
+        raise ValueError(f"layout: {error} is missing") from None
+    except TypeError as error:
         raise ValueError(f"layout: {error}") from None
 
 

@@ -29,4 +29,9 @@ def _of(arm: Arm) -> list[str]:
             "the norm of its weights is not a finite number: it diverged, and its figures say "
             "nothing."
         )
+    if arm.curve and arm.curve[-1][0] < arm.steps:
+        found.append(
+            f"its metrics.csv ends at step {arm.curve[-1][0]:,} of {arm.steps:,}, and with it its "
+            "curve of the loss."
+        )
     return found

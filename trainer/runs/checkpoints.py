@@ -115,7 +115,7 @@ def _way_by_the_drop(run_dir: Path) -> str:
     if not on_rank_zero(path.is_dir) or damage_together(path) is not None:
         return ""
     name = step_name(on_rank_zero(lambda: read_state(path, hashed=False)["step"]))
-    return f", or copy {BEFORE_DROP!r}, which is whole, to {name!r} to go on from there"
+    return f", or put a copy of {BEFORE_DROP!r}, which is whole, in the place of {name!r} to go on"
 
 
 def set_aside(paths: list[Path]) -> None:

@@ -49,10 +49,11 @@ def role(config: RunConfig, dropped: bool | None = None) -> str:
     if config.drop_step is not None if dropped is None else dropped:
         return "drope"
     positional = config.positional
-    used = dict.fromkeys([*positional.layers, *positional.heads])
+    used = dict.fromkeys([*_of_layers(config), *positional.heads])
     kinds = [str(positional.encodings.get(name, {}).get("type", name)) for name in used]
     name = "_".join(kinds) + ("_heads" if positional.heads else "")
-    return f"{name}_window" if any(positional.windows) else name
+    windows = positional.windows[: config.model.num_hidden_layers]
+    return f"{name}_window" if any(windows) else name
 
 
 def label(config: RunConfig, dropped: bool | None = None) -> str:
@@ -63,7 +64,17 @@ def label(config: RunConfig, dropped: bool | None = None) -> str:
         return config.label
     if name == "drope":
         return "DroPE"
-    return ENCODING_TITLES.get(name) or " + ".join(dict.fromkeys(config.positional.layers))
+    return ENCODING_TITLES.get(name) or encodings(config)
+
+
+def encodings(config: RunConfig) -> str:
+    """Those that the layers of a run begin with."""
+    return " + ".join(dict.fromkeys(_of_layers(config)))
+
+
+def _of_layers(config: RunConfig) -> list[str]:
+    """Of a pattern that is repeated over the depth, or does not come to its end."""
+    return config.positional.layers[: config.model.num_hidden_layers]
 
 
 def checkpoint_label(config: RunConfig, step: int, name: str) -> str:

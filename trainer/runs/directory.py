@@ -84,7 +84,6 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
             "another run_dir."
         )
     if record.exists():
-        check_mark(directory)
         # Keys that are newer than the run have their defaults in it.
         saved = plain(saved_run(directory))
         free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
@@ -119,8 +118,9 @@ def saved_run(directory: Path) -> RunConfig:
     """The configuration that a run was written with.
 
     Raises:
-        UserError: it is damaged.
+        UserError: it is damaged, or a newer version of this program wrote it.
     """
+    check_mark(directory)
     record = directory / "config.yaml"
     return saved_config(_saved(record), f"run_dir: {str(record)!r} is damaged")
 
@@ -128,6 +128,9 @@ def saved_run(directory: Path) -> RunConfig:
 def _saved(record: Path) -> dict[str, Any]:
     try:
         saved = yaml.safe_load(read_content(record).decode("utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"run_dir: {str(record)!r} is damaged{line}: {error.problem}.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(
             f"run_dir: {str(record)!r} is damaged: {' '.join(str(error).split())}."

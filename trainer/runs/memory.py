@@ -12,6 +12,8 @@ from trainer.report.results import PERPLEXITY
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import device_type
 
+GIB = 1 << 30
+
 
 def weights_of(config: ModelConfig) -> int:
     """Weights of the matrices; ``vocab_size`` must be set."""
@@ -48,7 +50,7 @@ def memory_problems(config: RunConfig, ranks: int) -> list[str]:
     if state > free and not config.strategy.cpu_offload:
         found.append(
             f"model: {weights_of(shape):,} weights with gradients and optimizer need at least "
-            f"{_gib(state)}, and {_gib(free)} are free; choose a smaller model, or more devices."
+            f"{gib(state)}, and {gib(free)} are free; choose a smaller model, or more devices."
         )
     micro = run.micro_batch_size or run.batch_size // ranks
     kept = 1 if config.strategy.activation_checkpointing == "full" else 4
@@ -56,7 +58,7 @@ def memory_problems(config: RunConfig, ranks: int) -> list[str]:
     if not found and state + activations > free:
         found.append(
             f"trainer.micro_batch_size: {micro} sequences of {length} tokens need at least "
-            f"{_gib(activations)} of activations, and {_gib(free)} are free; choose fewer or "
+            f"{gib(activations)} of activations, and {gib(free)} are free; choose fewer or "
             "shorter ones."
         )
     return found + _held_text_problems(config)
@@ -75,15 +77,15 @@ def _held_text_problems(config: RunConfig) -> list[str]:
         held["monitor.windows"] = monitor.windows * length * sum(monitor.lengths)
     free = free_memory("cpu")
     return [
-        f"{key}: held-out text of {_gib(8 * tokens)} at once, and {_gib(free)} are free; choose "
-        "less."
+        f"{key}: held-out text of {gib(8 * tokens)} at once, and {gib(free)} are free; choose less."
         for key, tokens in held.items()
         if 8 * tokens > free
     ]
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+def gib(size: float) -> str:
+    """``1.5 GiB`` for so many bytes; less than a tenth of one in MiB."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size * 1024 / GIB:,.1f} MiB"
 
 
 def free_memory(device: str) -> int:

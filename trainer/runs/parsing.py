@@ -118,18 +118,11 @@ def _control_problems(
             f"controls: {name!r} names a directory in the run's; expected letters, digits and ._+- "
             "only."
         ]
+    own = [key for key in ("run_dir", "controls") if key in changes]
     branch = changes.get("branch")
-    is_step = isinstance(branch, int) and not isinstance(branch, bool)
-    if branch not in (None, "drop") and not is_step:
-        return [f"controls.{name}.branch: expected 'drop', a step or nothing, got {branch!r}."]
-    if branch == "drop" and config.drop_step is None:
-        return [f"controls.{name}.branch: the run has no drop to branch from; set drop.at."]
-    last = config.trainer.max_steps if config.drop_step is None else config.drop_step
-    if is_step and not 1 <= branch <= last:
-        return [
-            f"controls.{name}.branch: expected a step from 1 to {last}, until which the run is as "
-            f"every branch begins, got {branch}."
-        ]
+    misplaced = [f"{key}: a control has none of its own." for key in own]
+    if found := misplaced or _branch_problems(config, branch):
+        return [f"controls.{name}.{problem}" for problem in found]
     try:
         control = control_config(values, name)
     except UserError as error:
@@ -137,6 +130,22 @@ def _control_problems(
     at = config.drop_step if branch == "drop" else branch
     apart = [] if at is None else branch_problems(config, control, at)
     return [f"controls.{name}.{p}" for p in _ignored_changes(control, changes) or apart]
+
+
+def _branch_problems(config: RunConfig, branch: Any) -> list[str]:
+    """What is wrong with the place where a control branches off."""
+    is_step = isinstance(branch, int) and not isinstance(branch, bool)
+    if branch not in (None, "drop") and not is_step:
+        return [f"branch: expected 'drop', a step or nothing, got {branch!r}."]
+    if branch == "drop" and config.drop_step is None:
+        return ["branch: the run has no drop to branch from; set drop.at, or leave it out."]
+    last = config.trainer.max_steps if config.drop_step is None else config.drop_step
+    if is_step and not 1 <= branch <= last:
+        return [
+            f"branch: expected a step from 1 to {last}, until which the run is as every branch "
+            f"begins, got {branch}."
+        ]
+    return []
 
 
 def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[str]:

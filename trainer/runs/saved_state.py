@@ -103,9 +103,10 @@ class SavedCertificate:
 
 @dataclass(frozen=True)
 class SavedDrop:
-    """What the drop did; nothing before it."""
+    """What a drop, or another change between phases, did; nothing before it."""
 
     step: Count | None = None
+    what: str | None = None
     loss_before: float | None = None
     loss_after: float | None = None
     loss_end: float | None = None

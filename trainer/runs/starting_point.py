@@ -24,6 +24,7 @@ from trainer.runs.checkpoints import (
     step_of,
 )
 from trainer.runs.config import RunConfig
+from trainer.runs.descriptions import without_home
 from trainer.runs.metrics_file import continue_metrics
 from trainer.runs.phases import Phase, phase_at, phase_before, phases_of, samples_between
 from trainer.runs.ranks import on_rank_zero
@@ -82,9 +83,9 @@ def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
     left_out = continue_metrics(run_dir / "metrics.csv", state.get("step", 0), source)
     if start is None and left_out:
         log.warning(
-            "There is no checkpoint: begins again from nothing, without the rows of metrics.csv "
+            "%s has no checkpoint: begins again from nothing, without the rows of metrics.csv "
             "until step %d",
-            left_out[-1]["step"],
+            *(without_home(str(run_dir)), left_out[-1]["step"]),
         )
     return Start(start, state)
 

@@ -26,13 +26,16 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
         where = f"{path}.{key}" if path else str(key)
         first, _, rest = str(key).partition(".")
         if key not in hints and first in hints and rest:
-            found.append(f"{where}: a key with dots; write {first}: {{{rest}: ...}}.")
+            nested = str(key).replace(".", ": {") + ": ..." + "}" * str(key).count(".")
+            found.append(f"{where}: a key with dots; write {nested}.")
         elif key not in hints:
             found.append(f"{where}: unknown key.{did_you_mean(str(key), hints)}")
         elif value == "None" and type(None) in get_args(hints[key]) and key != "prompt":
             found.append(where + OF_PYTHON)
         elif _truth(value) and _leaves(hints[key]).isdisjoint({bool, Any}):
-            found.append(where + NO_TRUTH)
+            words = sorted(leaf for leaf in _leaves(hints[key]) if isinstance(leaf, str))
+            instead = f"; expected {', '.join(words)}." if words else ", which mean nothing here."
+            found.append(where + NO_TRUTH + instead)
         elif dataclasses.is_dataclass(hints[key]):
             found += _unknown_keys(hints[key], value, where)
         elif get_origin(hints[key]) is dict:  # groups by name
@@ -48,7 +51,7 @@ def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
 
 
 OF_PYTHON = ": got 'None', which is Python's word; nothing is written null."
-NO_TRUTH = ": got true or false, which mean nothing here."
+NO_TRUTH = ": got true or false"
 _hints = cache(get_type_hints)
 """The types of a dataclass's fields, looked up once."""
 
@@ -79,6 +82,8 @@ def _type_problem(error: Any) -> str:
         hint = did_you_mean(str(error["input"]), _quoted(error["ctx"]["expected"]))
     elif error["type"] == "list_type" and isinstance(error["input"], str | int | float):
         hint = f" Of this one alone it is {_place(error)}=[{error['input']}]."
+    elif error["type"] == "tuple_type":
+        expected = "expected a list in brackets"
     return f"{_place(error)}: got {error['input']!r}; {expected}.{hint}"
 
 
@@ -100,7 +105,8 @@ def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
     Keys of a wrong type have their defaults in the result, so that the rest can be checked too.
     """
     problems = _unknown_keys(schema, values, "")
-    misplaced = (p.partition(": ") for p in problems if p.endswith((OF_PYTHON, NO_TRUTH)))
+    wrong = [p for p in problems if p.endswith(OF_PYTHON) or NO_TRUTH in p]
+    misplaced = (problem.partition(": ") for problem in wrong)
     values = without(values, [where.split(".") for where, *_ in misplaced])
     try:
         found = adapter(schema).validate_python(values)

@@ -27,7 +27,7 @@ from trainer.report.words import counted
 from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.descriptions import environment, without_home
 from trainer.runs.directory import writable_problem
-from trainer.runs.memory import free_memory, needed_memory
+from trainer.runs.memory import free_memory, gib, needed_memory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
 from trainer.runs.origin import origin
@@ -199,8 +199,7 @@ def _check_memory(config: ModelConfig, ids: Tensor, *, models: int, device: str)
     if needed > free:
         raise UserError(
             f"analysis.length: {ids.shape[0]} x {ids.shape[1]:,} tokens need about "
-            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; take fewer or shorter "
-            "texts."
+            f"{gib(needed)}, and {gib(free)} are free; take fewer or shorter texts."
         )
 
 
@@ -215,7 +214,7 @@ def _studies(target: Target, kind: str) -> tuple[list[Study], list[str]]:
         problems = study.problems(target)
         if problems and kind != ALL:
             raise UserError(*(f"+analysis={key}: {problem}" for problem in problems))
-        notes += [f"{study.title} was left out: {problem}" for problem in problems]
+        notes += [f"Left out: {study.title}: {problem}" for problem in problems]
         if not problems:
             studies.append(study(target))
     return studies, notes

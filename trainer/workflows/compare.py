@@ -129,6 +129,10 @@ def _read(run: Swept, config: RunConfig | None, settings: dict[str, str], sweep:
         state = at if failed is None else f"failed, {at}"
     elif not math.isfinite(last.get("parameter_norm", 0.0)):
         problem = "its weights are no numbers any more: it diverged, and its figures say nothing"
+    arm = next((arm for arm in report.arms if arm.name == called), None) if report else None
+    if arm is not None and last and last["step"] < arm.steps:
+        problem = f"its metrics.csv ends at step {last['step']:,} of {arm.steps:,}"
+        last = {}
     return SweptRun(
         run.run_dir,
         called,
@@ -152,7 +156,8 @@ def _report(place: Path) -> Report | None:
         return Report.read(path) if path.is_file() else None
     except UserError as error:
         raise UserError(
-            f"runs: {error} Remove it, and train the run again to have it made."
+            f"runs: {error} Remove it; the command that trained the run then makes it again, "
+            "without training."
         ) from None
 
 

@@ -182,16 +182,16 @@ def _process(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-    with said.open("a") as file:
+    code = 1
+    with said.open("a", buffering=1) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    code = 1
-    try:
-        code = _train(config, corpus, fault)
-    except Exception:
-        traceback.print_exc()
-    finally:
-        os._exit(code)  # without the parent's exit handlers
+        try:
+            code = _train(config, corpus, fault)
+        except Exception:
+            traceback.print_exc(file=file)
+        finally:
+            os._exit(code)  # without the parent's exit handlers
 
 
 def _train(config: RunConfig, corpus: Corpus, fault: Fault | None) -> int:

@@ -51,7 +51,13 @@ from trainer.training.loggers import kept_dashboards, log_table, logger_problems
 from trainer.training.run import train
 from trainer.training.user_callbacks import callback_problems, make_callbacks
 from trainer.workflows.experiment_report import make_report
-from trainer.workflows.remarks import say_epochs, say_long_warmups, say_unreached_encodings
+from trainer.workflows.remarks import (
+    say_epochs,
+    say_idle_rescalings,
+    say_long_warmups,
+    say_other_budgets,
+    say_unreached_encodings,
+)
 from trainer.workflows.training_text import (
     check_evaluated_text,
     open_corpus,
@@ -97,7 +103,9 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
             say_epochs(config, corpus)
+            say_other_budgets(configs)
             say_long_warmups(configs)
+            say_idle_rescalings(configs)
             say_unreached_encodings(configs)
         with heeding_signals():
             runs = {

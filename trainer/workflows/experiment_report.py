@@ -15,7 +15,7 @@ from trainer.report.outcomes import Outcomes
 from trainer.report.recovery import recoveries
 from trainer.report.results import Arm, Change, Drop, Milestone, Reach, Report
 from trainer.runs.config import RunConfig
-from trainer.runs.descriptions import label, reference_first, without_home
+from trainer.runs.descriptions import encodings, label, reference_first, without_home
 from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate
@@ -100,11 +100,11 @@ def _arm(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:
     """What is known of a run before it is evaluated."""
     rows = read_metrics(Path(config.run_dir) / "metrics.csv")
     last = rows[-1] if rows else {}
-    encoding = " + ".join(dict.fromkeys(config.positional.layers))
+    encoding = encodings(config)
     changes = tuple(
         Change(
             phase.start,
-            describe(phase),
+            effect.get("what") or describe(phase),  # which earlier versions did not keep
             phase.config.data.sequence_length,
             *(effect.get(f"loss_{when}") for when in ("before", "after", "end")),
         )

@@ -16,7 +16,7 @@ from trainer.generation.generate import generate
 from trainer.generation.text_stream import TextStream
 from trainer.model.decoder import Decoder
 from trainer.runs.fitted_temperature import with_fitted_temperature
-from trainer.runs.memory import cache_memory, free_memory
+from trainer.runs.memory import cache_memory, free_memory, gib
 from trainer.runs.models import Candidate, find_candidate
 from trainer.workflows.generation_request import GenerationRequest
 
@@ -71,8 +71,8 @@ def _check_memory(found: Candidate, request: GenerationRequest) -> None:
     needed, free = cache_memory(found.config, len(request.prompts), tokens), free_memory("cpu")
     if needed > free:
         raise UserError(
-            f"max_new_tokens: keys and values of {tokens:,} tokens need {needed / 2**30:,.1f} GiB, "
-            f"and {free / 2**30:,.1f} GiB are free; choose fewer."
+            f"max_new_tokens: keys and values of {tokens:,} tokens need {gib(needed)}, "
+            f"and {gib(free)} are free; choose fewer."
         )
 
 

@@ -155,7 +155,7 @@ def _usage(plan: Plan) -> str:
     trust = "" if plan.is_native else ", trust_remote_code=True"
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'tokenizer = AutoTokenizer.from_pretrained("PATH")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("PATH"{trust})\n'
         f'model = AutoModelForCausalLM.from_pretrained("PATH"{trust})\n'
         'prompt = tokenizer("The", return_tensors="pt")\n'
         "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))\n"

@@ -17,6 +17,7 @@ from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import plain
+from trainer.runs.memory import GIB, gib
 from trainer.runs.parsing import control_config
 from trainer.runs.phases import kept_steps, phases_of, tokens_at
 from trainer.runs.ranks import Ranks
@@ -29,7 +30,7 @@ from trainer.training.strategy import reduces_once_a_step
 from trainer.workflows.plan_request import PlanRequest
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
-GB, GIB = 1e9, 2**30
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,16 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     counted = parameters(model)
     yield Section("Parameters", [(name, f"{count:,}") for name, count in counted.items()])
     operations = {config.name: flops(config)}
+    weights, controls = not request.missing, {}
     for name, changes in config.controls.items():
+        controls[name] = control_config(plain(config), name, weights)
         begin = changes.get("branch") or 0
         begin = config.drop_step or 0 if begin == "drop" else begin
-        operations[name] = flops(control_config(plain(config), name, not request.missing), begin)
+        operations[name] = flops(controls[name], begin)
     yield Section("Training", list(_training(config, corpus, operations)))
     yield Section("Memory of each GPU", list(_memory(replace(request, config=config), model)))
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
-    yield Section("Disk", list(_disk(config, counted["in all"], vocab)))
+    yield Section("Disk", list(_disk(config, controls, counted["in all"], vocab)))
     if missing := [*request.missing, *_missing_text(corpus)]:
         yield Section("Missing here", [("", one) for one in missing])
 
@@ -167,9 +170,9 @@ def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]
     parts = _parts(config, ranks, local, gpu, model, request.exact)
     away = OFFLOADED if config.strategy.cpu_offload else ()
     for name, size in parts.items():
-        yield name, f"{_gib(size)}{' of the CPU' if name in away else ''}"
+        yield name, f"{gib(size)}{' of the CPU' if name in away else ''}"
     total, room = _on_gpu(config, parts), USABLE * gpu.memory
-    yield "in all", f"{_gib(total)} of {gpu.memory / GIB:.0f}, uncompiled"
+    yield "in all", f"{gib(total)} of {gpu.memory / GIB:.0f} GiB, uncompiled"
     if total > room:
         yield "does not fit", _way_out(config, ranks, local, gpu, model)
 
@@ -220,7 +223,7 @@ def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Modu
                 if size <= USABLE * gpu.memory:
                     return (
                         f"strategy={name} strategy.activation_checkpointing={recomputed} "
-                        f"trainer.micro_batch_size={fewer} takes {_gib(size)}"
+                        f"trainer.micro_batch_size={fewer} takes {gib(size)}"
                     )
     return "nor does anything with shards, recomputation and one sequence at a time; more GPUs"
 
@@ -236,19 +239,29 @@ def _time(request: PlanRequest, operations: dict[str, float]) -> Iterator[tuple[
             )
 
 
-def _disk(config: RunConfig, count: int, vocab: int) -> Iterator[tuple[str, str]]:
-    run, one = config.trainer, STATE * count
-    kept = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
-    kept += len(kept_steps(config))
-    kept += run.max_steps // run.keep_every if run.keep_every else 0
+def _disk(
+    config: RunConfig, controls: dict[str, RunConfig], count: int, vocab: int
+) -> Iterator[tuple[str, str]]:
+    run, one, kept = config.trainer, STATE * count, _kept(config)
     yield "a checkpoint", _gb(one)
     yield "checkpoints kept", f"{kept}, and one that is written: {_gb((kept + 1) * one)}"
+    if controls:
+        counts = [
+            (_kept(control), parameters(make_decoder(control, vocab))["in all"])
+            for control in controls.values()
+        ]
+        size = STATE * sum(number * weights for number, weights in counts)
+        yield "those of controls", f"{sum(number for number, _ in counts)}: {_gb(size)}"
     tokens, width = tokens_at(config, run.max_steps), 2 if vocab <= 1 << 16 else 4
     yield "text, read once", f"{_gb(tokens * width)} of {width} bytes a token"
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size * 1024 / GIB:,.1f} MiB"
+def _kept(config: RunConfig) -> int:
+    """Checkpoints of a run that is done, at most."""
+    run = config.trainer
+    kept = run.keep_checkpoints + run.keep_best + (config.drop_step is not None)
+    kept += len(kept_steps(config))
+    return kept + (run.max_steps // run.keep_every if run.keep_every else 0)
 
 
 def _gb(size: float) -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from trainer.cores import cores
 from trainer.data.config import DataConfig
@@ -84,8 +85,7 @@ def _run(work: Preparation, request: PrepareRequest) -> bool:
             )
         mine = [plan.units[i] for i in range(number - 1, len(plan.units), parts)]
         total = sum(plan.files[index].text_bytes for unit in mine for index in unit)
-        progress = Progress("Preparing text", max(total, 1))
-        progress.__enter__()
+        progress = shown.enter_context(Progress("Preparing text", max(total, 1)))
         progress.advance_to(0)
 
     def report(advance: Advance) -> None:
@@ -94,13 +94,10 @@ def _run(work: Preparation, request: PrepareRequest) -> bool:
         if progress is not None:
             progress.advance_to(done.text_bytes, tokens=done.tokens)
 
-    try:
+    with ExitStack() as shown:
         # A job that is started again may find the one before it still there.
         wait = "SLURM_JOB_ID" in os.environ
         finished = work.run((number, parts), request.prepare.workers, report, planned, wait)
-    finally:
-        if progress is not None:
-            progress.__exit__(None, None, None)
     seconds = time.perf_counter() - began
     log.info("%s tokens in %.0f s", f"{done.tokens:,}", seconds)
     return finished

@@ -14,8 +14,9 @@ from trainer.report.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.monitoring import MonitorConfig
-from trainer.runs.phases import Phase, phases_of
+from trainer.runs.phases import Phase, phases_of, tokens_at
 from trainer.runs.starting_point import epochs_read
+from trainer.workflows.training_text import idle_rescalings
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,28 @@ def say_unreached_encodings(configs: dict[str, RunConfig]) -> None:
             log.warning(
                 "positional.layers: of a pattern of %d layers %s has %d, none with %s",
                 *(len(layers), label(arm), count, ", ".join(sorted(unused))),
+            )
+
+
+def say_idle_rescalings(configs: dict[str, RunConfig]) -> None:
+    """Tell which phases rescale a model in which nothing rotates."""
+    for arm in configs.values():
+        for phase in idle_rescalings(arm):
+            log.warning(
+                "phases.%s.rescale: nothing of %s rotates by then, so that nothing is rescaled",
+                *(phase, label(arm)),
+            )
+
+
+def say_other_budgets(configs: dict[str, RunConfig]) -> None:
+    """Tell which controls train on more or fewer tokens than the run they are compared with."""
+    tokens = {name: tokens_at(arm, arm.trainer.max_steps) for name, arm in configs.items()}
+    for name, count in tokens.items():
+        if count != tokens["main"]:
+            log.warning(
+                "controls.%s: %s trains on %s tokens, and %s on %s",
+                *(name, label(configs[name]), f"{count:,}"),
+                *(label(configs["main"]), f"{tokens['main']:,}"),
             )
 
 

@@ -17,7 +17,6 @@ from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.recalibration.drop import shrunk
-from trainer.report.results import STATEMENTS
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import phases_of
@@ -63,12 +62,10 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
     """
     config = configs["main"]
     wanted, share = config.evaluation, config.data.needles.share
-    tasks = [name for name in wanted.tasks if share or name != STATEMENTS]
-    if not wanted.enabled or not tasks:
+    if not wanted.enabled:
         return
     few = replace(
         wanted,
-        tasks=tasks,
         windows=1,
         fit_windows=1,
         needles=replace(wanted.needles, trials=1),
@@ -77,7 +74,7 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
         many_shot=replace(wanted.many_shot, trials=1),
     )
     subjects = [
-        Subject(name, "", arm.model, final_layout(arm), _not_trained_yet)
+        Subject(name, "", arm.model, layouts(arm)[-1], _not_trained_yet)
         for name, arm in configs.items()
     ]
     C = subjects[0].layout.training_length
@@ -90,20 +87,34 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
     fit_text(corpus, bos, few, used, lengths, C, Prompts(few.needles, few.many_shot))
 
 
-def final_layout(config: RunConfig) -> Layout:
-    """The layout of the model that a run ends with.
+def layouts(config: RunConfig) -> list[Layout]:
+    """Those of a run's model just before each of its phases, and last that which it ends with.
 
     Raises:
         UserError: the weights that it begins with are not there, or damaged.
     """
     gone = own_checkpoint(config) is not None
     start = None if gone else starting_weights(config.model)
-    layout = first_layout(config, start)
+    found = [first_layout(config, start)]
     for phase in phases_of(config):
-        layout = layout_of_phase(layout, phase, config.model)
+        layout = layout_of_phase(found[-1], phase, config.model)
         if phase.drop is not None and (steps := phase.drop.anneal_steps):
             layout = shrunk(layout, phase.drop, steps)
-    return layout
+        found.append(layout)
+    return found
+
+
+def idle_rescalings(config: RunConfig) -> list[str]:
+    """The phases that rescale a model in which nothing rotates: all that changes is the length.
+
+    Raises:
+        UserError: see :func:`layouts`.
+    """
+    phases = phases_of(config)
+    if not any(phase.rescale for phase in phases):
+        return []
+    before = zip(phases, layouts(config), strict=False)
+    return [phase.name for phase, layout in before if phase.rescale and not layout.rotates]
 
 
 def _not_trained_yet() -> LanguageModel:

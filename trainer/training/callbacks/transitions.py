@@ -112,7 +112,7 @@ class Transitions(L.Callback):
         if phase.drop and not self.has_dropped:
             self.before_drop(trainer)
         before = self.losses(module, phase)
-        model = module.model
+        model, rotated = module.model, module.model.layout.rotates
         if phase.drop is not None and phase.drop.qk_norm_gain == "matched":
             self._match_gains(module, phase)
         model.layout = layout_of_phase(model.layout, phase, model.config)
@@ -121,6 +121,7 @@ class Transitions(L.Callback):
         after = self.losses(module, phase)
         effect = self.effects[phase.name] = {
             "step": trainer.global_step,
+            "what": describe(phase, rotated),
             "loss_before": fmean(before),
             "loss_after": fmean(after),
             "sequences": {"before": before, "after": after},
@@ -129,7 +130,7 @@ class Transitions(L.Callback):
         log.info(
             "Step %d: %s; held-out loss %.3f before, %.3f after",
             trainer.global_step,
-            describe(phase),
+            effect["what"],
             effect["loss_before"],
             effect["loss_after"],
         )
@@ -208,13 +209,13 @@ def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
     return layout.rescaled(RESCALINGS[phase.rescale.method], factor)
 
 
-def describe(phase: Phase) -> str:
-    """What the start of a phase changes, in words."""
+def describe(phase: Phase, rotates: bool = True) -> str:
+    """What the start of a phase changes, in words; ``rotates``: whether anything did before it."""
     if phase.drop is not None:
         steps = phase.drop.anneal_steps
         over = f" over {steps} steps" if steps else ""
         return f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}{over}"
-    if phase.rescale is not None:
+    if phase.rescale is not None and rotates:
         return f"frequencies rescaled for longer sequences ({phase.rescale.method})"
     length = phase.config.data.sequence_length
     return f"phase {phase.name!r} with sequences of {length:,} tokens"

@@ -1,0 +1,128 @@
+"""The texts of an analysis: how long and how many they are, and where they begin."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from trainer.data.tokenizer import train_tokenizer
+from trainer.errors import UserError
+from trainer.workflows.analysis_request import AnalysisConfig
+from trainer.workflows.analysis_texts import choice_texts, page_texts
+
+END = 10**6
+
+
+class Stream:
+    """A split of so many tokens that count up, with a separator behind every tenth."""
+
+    def __init__(self, tokens, first=0):
+        ids = np.arange(first, first + tokens)
+        self.ids = np.insert(ids, np.arange(10, tokens, 10), END)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def windows(self, starts, length):
+        return np.stack([self.ids[start : start + length] for start in starts])
+
+
+def texts(tokens=1000, C=32, bos=7, named=8, read=page_texts, page=None, tokenizer=None, **config):
+    corpus = SimpleNamespace(
+        test=Stream(tokens), validation=Stream(tokens, 10_000), end_of_text=END
+    )
+    layout = SimpleNamespace(training_length=C)
+    candidate = SimpleNamespace(layout=layout, bos_token=bos, named_bos=named, tokenizer=tokenizer)
+    more = () if page is None else (page,)
+    return read(corpus, AnalysisConfig(**config), candidate, *more)
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [
+        ({"tokens": 50_000}, (16, 256)),  # 8 times the training length, 16 texts at most
+        ({"tokens": 50_000, "C": 64}, (8, 512)),  # 4,096 tokens in all
+        ({"tokens": 50_000, "C": 1024}, (1, 4096)),
+        ({"tokens": 50_000, "C": 4096}, (1, 8192)),  # but twice the training length
+        ({"tokens": 600}, (2, 256)),  # what there is
+        ({"tokens": 510}, (2, 256)),  # a text needs a token less than its length
+        ({"tokens": 509}, (1, 256)),
+        ({"tokens": 99}, (1, 100)),  # and is no longer than that
+        ({"length": 100, "texts": 10}, (10, 100)),
+        ({"length": 1001}, (1, 1001)),
+        ({"length": 2, "tokens": 3}, (3, 2)),
+    ],
+)
+def test_lengths_and_numbers(given, shape):
+    found = texts(**given)
+    assert found.shape == shape
+    assert END not in found[:, 1:]
+    rows = found[:, 1:].numpy()
+    assert (np.diff(rows, axis=1) == 1).all()  # each is a running text
+    assert (rows[0, 0], rows[-1, -1]) == (0, given.get("tokens", 1000) - 1) or len(rows) == 1
+
+
+def test_they_spread_from_the_beginning_to_the_end():
+    assert texts(length=101, texts=4)[:, 1].tolist() == [0, 300, 600, 900]
+
+
+@pytest.mark.parametrize(
+    ("bos", "named", "first"), [(7, 8, 7), (0, 8, 0), (None, 8, 8), (None, 0, 0), (None, None, END)]
+)
+def test_they_begin_with_the_models_first_token_or_a_separator(bos, named, first):
+    assert texts(bos=bos, named=named)[:, 0].unique().tolist() == [first]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"length": 1002},
+            "analysis.length: the held-out text has 1,000 tokens, too few for a text of 1,002 "
+            "behind its beginning-of-text token; at most 1,001, or give more text.",
+        ),
+        (
+            {"length": 101, "texts": 11},
+            "analysis.texts: 11 texts of 101 tokens do not fit the 1,000 tokens of the held-out "
+            "text; at most 10.",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(given, said):
+    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+        texts(**given)
+
+
+def test_others_are_chosen_on_where_it_is_asked_for():
+    page = texts(length=50, texts=3)
+    assert texts(read=choice_texts, page=page) is None
+    apart = {"choice": "validation"}
+    config = AnalysisConfig()
+    of = type(config.attenuation)
+    same = texts(read=choice_texts, page=page, attenuation=of(**apart))
+    assert same.shape == (3, 50)
+    assert same[:, 1].tolist() == [10_000, 10_475, 10_951]
+    longer = texts(read=choice_texts, page=page, attenuation=of(**apart, choice_length=1001))
+    assert longer.shape == (3, 1001)
+    said = "the validation text has 1,000 tokens, too few for a text of 1,002; at most 1,001"
+    with pytest.raises(UserError, match=said):
+        texts(read=choice_texts, page=page, attenuation=of(**apart, choice_length=1002))
+
+
+def test_a_file_is_read_whole_or_as_far_as_is_asked(tmp_path):
+    tokenizer, path = train_tokenizer([], 257, []), tmp_path / "a.txt"
+    path.write_text("A text of a file. " * 30)
+    ids = tokenizer.encode(path.read_text(), add_special_tokens=False).ids
+    whole = texts(tokenizer=tokenizer, file=str(path))
+    assert whole.tolist() == [[7, *ids]]
+    assert texts(tokenizer=tokenizer, file=str(path), length=11, texts=1).tolist() == [
+        [7, *ids[:10]]
+    ]
+    path.write_text("")
+    with pytest.raises(UserError, match=r"analysis\.file: .* is empty; expected a text"):
+        texts(tokenizer=tokenizer, file=str(path))
+    with pytest.raises(UserError, match=r"analysis\.file: there is no file"):
+        texts(tokenizer=tokenizer, file=str(tmp_path / "none"))

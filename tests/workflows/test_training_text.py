@@ -1,0 +1,129 @@
+"""What a run reads, and which tokenizer it reads it with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.runs.config import RunConfig
+from trainer.runs.parsing import parse
+from trainer.workflows import training_text
+from trainer.workflows.training_text import (
+    check_evaluated_text,
+    readings,
+    tokenizer_of_weights,
+    vocabulary_problems,
+)
+
+PHASES = {"a": {"steps": 2}, "b": {"steps": 2, "sequence_length": 64},
+          "c": {"steps": 2, "sequence_length": 16}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("packing", "phases", "lengths"),
+    [
+        ("stream", {}, [32]),
+        ("stream", PHASES, [64]),  # one order of tokens holds all lengths
+        ("best_fit", {}, [32]),
+        ("best_fit", PHASES, [16, 64, 32]),  # each is packed by itself, the run's own last
+    ],
+)
+def test_text_is_prepared_for_every_length_that_it_is_packed_for(packing, phases, lengths):
+    data = {"sequence_length": 32, "packing": packing}
+    config = parse(RunConfig, {"data": data, "phases": phases})
+    assert readings(config) == [replace(config.data, sequence_length=n) for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("path", "own", "start", "found"),
+    [
+        (None, None, None, None),
+        (None, "kept", "weights", "of the run"),  # which may have been trained on another text
+        (None, None, "weights", "of the weights"),
+        ("a.json", "kept", "weights", None),
+    ],
+)
+def test_weights_bring_their_tokenizer_where_no_other_is_given(
+    monkeypatch, path, own, start, found
+):
+    def weights(model):
+        return start and SimpleNamespace(require_tokenizer=lambda: "of the weights")
+
+    def read(place, hashed):
+        assert (place, hashed) == ("kept", False)
+        return {"tokenizer": "of the run"}
+
+    monkeypatch.setattr(training_text, "own_checkpoint", lambda config: own)
+    monkeypatch.setattr(training_text, "starting_weights", weights)
+    monkeypatch.setattr(training_text, "read_state", read)
+    monkeypatch.setattr(training_text, "Tokenizer", SimpleNamespace(from_str=str))
+    config = RunConfig()
+    config = replace(config, tokenizer=replace(config.tokenizer, path=path))
+    assert tokenizer_of_weights(config) == found
+
+
+@pytest.mark.parametrize(("size", "fits"), [(256, False), (257, True), (None, True)])
+def test_a_vocabulary_has_room_for_the_bytes_that_a_tokenizer_begins_with(size, fits):
+    config = RunConfig()
+    config = replace(config, model=replace(config.model, vocab_size=size))
+    said = [
+        f"model.vocab_size: {size} embeddings, but a tokenizer that is trained here has at least "
+        "257 tokens; give more, or null."
+    ]
+    assert vocabulary_problems(config) == ([] if fits else said)
+    given = replace(config, tokenizer=replace(config.tokenizer, path="a.json"))
+    assert vocabulary_problems(given) == []
+
+
+def test_what_an_evaluation_will_read_is_checked_on_one_of_each(monkeypatch):
+    """Of all lengths and arms, with the counts that take least time."""
+    seen = {}
+
+    def measured(text, asked, lengths, C):
+        seen.update(text=text, few=asked, lengths=lengths, C=C)
+        return ["task"], []
+
+    monkeypatch.setattr(training_text, "make_tasks", measured)
+    monkeypatch.setattr(training_text, "applicable", lambda of, few: ({"a": ["x"], "b": ["y"]}, []))
+    monkeypatch.setattr(training_text, "check_prompts", lambda *given: seen.update(checked=given))
+    monkeypatch.setattr(training_text, "fit_text", lambda *given: seen.update(fitted=given))
+    config = parse(
+        RunConfig,
+        {
+            "data": {"sequence_length": 32, "needles": {"share": 0.5, "mentions": [2, 4]}},
+            "evaluation": {"lengths": [1, 2.5], "windows": 9, "needles": {"trials": 9}},
+        },
+    )
+    corpus = SimpleNamespace(end_of_text=5, test="test")
+    check_evaluated_text({"main": config}, corpus)
+    few, wanted = seen["few"], config.evaluation
+    assert (few.windows, few.fit_windows, few.longbench.limit) == (1, 1, 1)
+    assert {few.needles.trials, few.ruler.trials, few.many_shot.trials} == {1}
+    assert (few.tasks, few.methods, few.lengths) == (wanted.tasks, wanted.methods, wanted.lengths)
+    assert (seen["lengths"], seen["C"]) == ([32, 80], 32)
+    text = seen["text"]
+    assert (text.corpus, text.stream, text.bos_token, text.training_share) == (
+        corpus, "test", 5, 0.5,
+    )  # fmt: skip
+    assert seen["checked"] == (["task"], [32, 80])
+    assert seen["fitted"][:6] == (corpus, 5, few, ["x", "y"], [32, 80], 32)
+    seen.clear()
+    off = replace(config, evaluation=replace(wanted, enabled=False))
+    check_evaluated_text({"main": off}, corpus)
+    assert not seen
+
+
+def test_a_model_has_an_embedding_for_every_token(monkeypatch):
+    monkeypatch.setattr(training_text, "prepare_corpus", lambda *_, **__: SimpleNamespace(
+        tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 299})))  # fmt: skip
+    config = RunConfig()
+    for size in (None, 300, 299):
+        sized = replace(config, model=replace(config.model, vocab_size=size))
+        if size == 299:
+            with pytest.raises(UserError, match=r"model\.vocab_size: 299 embeddings, but .* 300"):
+                training_text.open_corpus(sized, True)
+        else:
+            assert training_text.open_corpus(sized, True).tokenizer
