@@ -1,4 +1,4 @@
-"""A Llama-style decoder in which every layer and head has a positional encoding of its own.
+"""Llama-style decoder with a positional encoding for every layer and head.
 
 Needs torch and transformers 5.0 or newer, nothing else. Shapes: B sequences, T new tokens, Tk keys,
 H query heads, Hkv key-value heads, D channels per head.
@@ -169,7 +169,7 @@ class UnropeAttention(nn.Module):
         """
         name = self.config._attn_implementation or "eager"
         if name not in WRITTEN_OUT:
-            # A server masks by itself; what it cannot compute was refused with the configuration.
+            # A server makes its own masks. Models that it cannot compute are refused on construction.
             attention = ALL_ATTENTION_FUNCTIONS[name]
             return attention(self, q, k, v, None, scaling=self.scaling, **kwargs)[0]
         mask = self.mask(q, past, k.shape[2], padding)
@@ -291,7 +291,7 @@ class UnropeBlock(nn.Module):
 
 
 class UnropePreTrainedModel(PreTrainedModel):
-    """What both models share."""
+    """Base class of both models."""
 
     config_class = UnropeConfig
     base_model_prefix = "model"
@@ -362,7 +362,7 @@ class UnropeModel(UnropePreTrainedModel):
             x = block(x, tables, padding, cache, **passed)
         x = self.norm(x)
         shown = (*states, x) if output_hidden_states else None
-        # By place: the second field is past_key_values or cache, by the version of transformers.
+        # Positional: transformers 5.24 renamed the second field from past_key_values to cache.
         outputs = BaseModelOutputWithPast(x, cache, shown)
         return outputs.to_tuple() if return_dict is False else outputs
 
