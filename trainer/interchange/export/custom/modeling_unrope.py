@@ -169,7 +169,7 @@ class UnropeAttention(nn.Module):
         """
         name = self.config._attn_implementation or "eager"
         if name not in WRITTEN_OUT:
-            # A server makes its own masks. Models that it cannot compute are refused on construction.
+            # A server makes its own masks; models that it cannot compute raise on construction.
             attention = ALL_ATTENTION_FUNCTIONS[name]
             return attention(self, q, k, v, None, scaling=self.scaling, **kwargs)[0]
         mask = self.mask(q, past, k.shape[2], padding)
