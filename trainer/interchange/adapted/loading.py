@@ -81,13 +81,15 @@ def read_adapted(given: str) -> Adapted:
 
 def _check_type(values: dict[str, Any]) -> None:
     """Refuse what transformers would need the model's own code for."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto import configuration_auto
 
+    # Imported there since transformers 5.23, defined there before.
+    names: dict[str, str] = configuration_auto.CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING_NAMES:
+    if not isinstance(kind, str) or kind not in names:
         raise UserError(
             f"config.json: model_type: transformers {version('transformers')} has no {kind!r}, and "
-            f"code of a model is never run.{did_you_mean(str(kind), CONFIG_MAPPING_NAMES)}"
+            f"code of a model is never run.{did_you_mean(str(kind), names)}"
         )
 
 
@@ -102,7 +104,7 @@ def _read(path: Path) -> Any:
     said.set_verbosity_error()
     said.disable_progress_bar()
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
             local_files_only=True,
@@ -110,6 +112,7 @@ def _read(path: Path) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
+        model, info = loaded
         with torch.no_grad():
             model(torch.zeros(1, 2, dtype=torch.long))
     except Exception as error:  # transformers raises nearly every kind
