@@ -81,15 +81,13 @@ def read_adapted(given: str) -> Adapted:
 
 def _check_type(values: dict[str, Any]) -> None:
     """Refuse what transformers would need the model's own code for."""
-    from transformers.models.auto import configuration_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    # Imported there since transformers 5.23, defined there before.
-    names: dict[str, str] = configuration_auto.CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in names:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING_NAMES:
         raise UserError(
             f"config.json: model_type: transformers {version('transformers')} has no {kind!r}, and "
-            f"code of a model is never run.{did_you_mean(str(kind), names)}"
+            f"code of a model is never run.{did_you_mean(str(kind), CONFIG_MAPPING_NAMES)}"
         )
 
 
