@@ -165,9 +165,8 @@ def scale_or_skip_next_step(optimizer: torch.optim.Optimizer, factor: Tensor, sk
     """
     # That of offloaded parameters is the CPU, which must not read before the copy has come.
     device = optimizer.param_groups[0]["params"][0].device
-    # The ignores: torch's GradScaler sets both as well, and its types know neither.
-    optimizer.grad_scale = factor.reciprocal().to(device)  # type: ignore[attr-defined]
-    optimizer.found_inf = skip.float().to(device)  # type: ignore[attr-defined]
+    optimizer.grad_scale = factor.reciprocal().to(device)  # type: ignore[attr-defined]  # torch's optimizers get it from GradScaler, untyped
+    optimizer.found_inf = skip.float().to(device)  # type: ignore[attr-defined]  # as grad_scale
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -173,9 +173,8 @@ def _in_loss(tracker: _Tracker) -> Iterator[None]:
 
 def _lose_by_call(model: Decoder) -> None:
     """Have a sharded decoder's loss go through its hooks, by which alone the tracker knows it."""
-    # The ignores: of this one object, whose class computes losses as before.
-    model.forward = MethodType(Decoder.loss, model)  # type: ignore[method-assign]
-    model.loss = model.__call__  # type: ignore[method-assign]
+    model.forward = MethodType(Decoder.loss, model)  # type: ignore[method-assign]  # of one object
+    model.loss = model.__call__  # type: ignore[method-assign]  # of one object
 
 
 def peaks(
