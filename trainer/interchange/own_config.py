@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from trainer.errors import UserError
 from trainer.formats import adapter
@@ -96,6 +96,7 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
     _check_slopes(values.get("alibi_slopes"), config, layout, name)
     norms = {layer.qk_norm for layer in layout.layers}
     # Norms in some layers only: the other layers get theirs at a later drop.
+    when: Literal["never", "always", "after_drop"]
     when = "never" if norms == {False} else "always" if norms == {True} else "after_drop"
     return replace(config, qk_norm=replace(config.qk_norm, when=when)), layout
 

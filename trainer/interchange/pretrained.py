@@ -41,8 +41,15 @@ T = TypeVar("T")
 class StoredTensor(Protocol):
     """A tensor in a file, not read yet."""
 
-    name: str
-    shape: tuple[int, ...]
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the file."""
+        ...
 
     def read_into(self, out: Tensor) -> None:
         """Fill ``out`` (contiguous, of this shape), converting to its type."""
@@ -128,6 +135,8 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
             problems.extend(f"{given}: {problem}" for problem in error.problems)
             return None
 
+    values: dict[str, Any] | None
+    tensors: Mapping[str, StoredTensor] | None
     if path.suffix == ".gguf":
         from trainer.interchange.gguf import read_gguf
 
@@ -140,7 +149,7 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
         tokenizer = attempt(read_tokenizer, path)
     shape = from_own_config if values is not None and is_own(values) else from_hf_config
     model = attempt(shape, values, source) if values is not None else None
-    if model is None or tensors is None:
+    if values is None or model is None or tensors is None:
         raise UserError(*problems)
     config, layout = model
     if config.num_hidden_layers > DEEP and len(tensors) < MATRICES * config.num_hidden_layers:

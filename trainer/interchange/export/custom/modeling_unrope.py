@@ -103,13 +103,13 @@ class UnropeAttention(nn.Module):
 
     def __init__(self, config: UnropeConfig, index: int) -> None:
         super().__init__()
-        layer = config.layout["layers"][index]
+        layout = config.layout or {}
+        layer, spectra = layout["layers"][index], layout["spectra"]
         H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.config = config
         self.layer_idx, self.head_dim, self.window = index, D, layer["window"]
         self.num_key_value_groups, self.scaling = H // Hkv, D**-0.5
         self.groups = layer["groups"]
-        spectra = config.layout["spectra"]
         biased = [spectra[number]["alibi"] for number, heads in self.groups for _ in range(heads)]
         self.slopes = [
             slope * biased[head * Hkv // H] for head, slope in enumerate(config.alibi_slopes or [])
@@ -295,8 +295,8 @@ class UnropePreTrainedModel(PreTrainedModel):
 
     config_class = UnropeConfig
     base_model_prefix = "model"
-    _no_split_modules = ("UnropeBlock",)
-    _skip_keys_device_placement = ("past_key_values", "cache")
+    _no_split_modules: Any = ("UnropeBlock",)
+    _skip_keys_device_placement: Any = ("past_key_values", "cache")
     _supports_sdpa = True
     _supports_attention_backend = True
 
