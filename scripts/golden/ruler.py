@@ -24,6 +24,9 @@ import yaml
 
 LENGTHS = (1024, 2048)
 SAMPLES = 2
+MORE = {("niah_multivalue", 1024): 16, ("cwe", 4096): SAMPLES}
+"""More samples, so that a needle stands before the first sentence, and lists with the repetitions
+of long ones."""
 SEED = 42
 DRAWN = ("choice", "choices", "sample", "randint", "getrandbits")
 PAIRS = 400
@@ -38,10 +41,11 @@ def make(out: Path, checkout: Path) -> None:
         for name, content in {**files, "english_words": {"0": "word"}}.items():
             path = scripts / "data/synthetic/json" / f"{name}.json"
             path.write_text(json.dumps(content))
+        samples = dict.fromkeys(itertools.product(_tasks(scripts), LENGTHS), SAMPLES) | MORE
         prompts = [
             prompt
-            for task, length in itertools.product(_tasks(scripts), LENGTHS)
-            for prompt in _prompts(scripts, task, length)
+            for (task, length), count in samples.items()
+            for prompt in _prompts(scripts, task, length, count)
         ]
         scores = _scores(scripts, prompts)
     essay = files.pop("PaulGrahamEssays")["text"]
@@ -163,7 +167,7 @@ def _load(path: Path, name: str) -> types.ModuleType:
     return module
 
 
-def _prompts(scripts: Path, task: str, length: int) -> list[dict[str, Any]]:
+def _prompts(scripts: Path, task: str, length: int, count: int) -> list[dict[str, Any]]:
     """Run the program of a task as ``prepare.py`` does, and return what it wrote."""
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
@@ -178,7 +182,7 @@ def _prompts(scripts: Path, task: str, length: int) -> list[dict[str, Any]]:
     sys.modules["manifest_utils"].write_manifest = lambda _, rows: written.extend(rows)  # type: ignore[attr-defined]
     options = {
         **{"save_dir": data, "save_name": task, "tokenizer_path": "words", "tokenizer_type": "hf"},
-        **{"max_seq_length": length, "num_samples": SAMPLES, "random_seed": SEED},
+        **{"max_seq_length": length, "num_samples": count, "random_seed": SEED},
         **{"tokens_to_generate": base["tokens_to_generate"], **config["args"]},
         "template": base["template"] + base["answer_prefix"],
     }
@@ -202,10 +206,11 @@ def _prompts(scripts: Path, task: str, length: int) -> list[dict[str, Any]]:
     program.generate_input_output = recorded  # type: ignore[attr-defined]
     program.main()
     rows = []
-    for row in written:
+    for number, row in enumerate(written):
         text = row["input"] + row["answer_prefix"]
         (_, units, draws) = next(call for call in reversed(calls) if text.endswith(call[0]))
-        found = {"task": task, "length": length, "units": units, "draws": draws}
+        found = {"task": task, "length": length, "trial": number}
+        found |= {"units": units, "draws": draws}
         found |= {"text": text, "prefix": row["answer_prefix"], "outputs": row["outputs"]}
         found |= {"tokens": row["length"], "new_tokens": base["tokens_to_generate"]}
         rows.append(found)

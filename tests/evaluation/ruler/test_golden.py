@@ -18,9 +18,9 @@ from trainer.evaluation.ruler.words import vocabulary
 SEED = 42
 FILE = json.loads((GOLDEN / "ruler_prompts.json").read_text())
 PROMPTS = {
-    f"{prompt['task']}-{prompt['length']}-{number % 2}": prompt | {"trial": number % 2}
-    for number, prompt in enumerate(FILE["prompts"])
+    f"{prompt['task']}-{prompt['length']}-{prompt['trial']}": prompt for prompt in FILE["prompts"]
 }
+LENGTHS = (1024, 2048)
 SCORES = json.loads((GOLDEN / "ruler_scores.json").read_text())
 
 
@@ -184,10 +184,15 @@ def words_and_marks():
     return tokenizer
 
 
-def test_each_task_is_in_the_file_at_two_lengths():
-    assert list(dict.fromkeys(prompt["task"] for prompt in FILE["prompts"])) == list(TASKS)
-    assert {prompt["length"] for prompt in FILE["prompts"]} == {1024, 2048}
-    assert len(PROMPTS) == len(FILE["prompts"]) == 52
+def test_the_file_holds_each_task_at_two_lengths():
+    assert {(task, length) for task in TASKS for length in LENGTHS} <= {
+        (prompt["task"], prompt["length"]) for prompt in FILE["prompts"]
+    }
+    # And needles before the first sentence, and the repetitions of long lists.
+    needles = [prompt for prompt in FILE["prompts"] if prompt["task"] == "niah_multivalue"]
+    depths = {depth for prompt in needles for depth in drawn(prompt, "sample")[0]}
+    assert 0 in depths
+    assert "cwe-4096-0" in PROMPTS
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -205,6 +210,19 @@ def test_text_answers_and_room_are_those_of_the_program(tasks, name):
     assert kind.new_tokens == prompt["new_tokens"]
     tokens = words_and_marks().encode(question.text).tokens
     assert len(tokens) + kind.new_tokens == prompt["tokens"]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", TASKS)
+def test_published_sizes_are_those_of_the_program(tasks, name, length):
+    """Of the larger of two prompts: how many tokens the drawn words have makes 1 percent of it."""
+    theirs = [
+        prompt["tokens"]
+        for prompt in FILE["prompts"]
+        if (prompt["task"], prompt["length"]) == (name, length)
+    ]
+    ours = [len(prompt.tokens) + prompt.new_tokens for prompt in tasks[name].prompts(length)]
+    assert max(ours) == pytest.approx(max(theirs), rel=0.01)
 
 
 STRIPPED = [
