@@ -1,3 +1,3 @@
 """Unrope: train decoders with any positional encoding, drop it, and see how far they reach."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
