@@ -10,6 +10,9 @@ end of the step before, its checkpoint included.
 
 from __future__ import annotations
 
+from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+
+# isort: split
 import argparse
 import logging
 import tempfile

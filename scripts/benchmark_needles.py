@@ -14,6 +14,9 @@ the checkpoint, and 2,048 tokens for ``smollm2``, as scripts/fetch_smollm2.py fe
 
 from __future__ import annotations
 
+from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+
+# isort: split
 import argparse
 import sys
 import tempfile

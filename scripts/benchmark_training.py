@@ -13,6 +13,12 @@ length with as many tokens:
 
     python scripts/benchmark_training.py --variants ours "ours sinks" "ours soft-cap" --length 2048
 
+``--beside`` measures instead how a run shares its cores: tokens/s of `python -m trainer model=nano`
+on idle cores and beside a process whose threads are all busy, with the OpenMP runtime's own waiting
+and with the program's:
+
+    python scripts/benchmark_training.py --beside
+
 The ceiling is the best rate of square matrix products of 512 to 2,048 in the same run; its share
 counts 6 x parameters operations a token (without the input embedding) and ignores attention. Memory
 is the peak resident size of a process that runs one variant alone, less its peak before the first
@@ -21,12 +27,19 @@ step.
 
 from __future__ import annotations
 
+from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+
+# isort: split
 import argparse
+import csv
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -50,6 +63,20 @@ SOFTMAXES = {
 }
 """What the softmax of a variant has beside scores."""
 Step = Callable[[], None]
+BUSY = """
+import torch
+torch.set_num_threads({threads})
+x = torch.randn(512, 512)
+while True:
+    x @ x
+"""
+WAITING = {
+    "the runtime's own": {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"},
+    "the program's": {},
+}
+"""Waiting of OpenMP's threads: libgomp's and libomp's defaults, and what the package sets."""
+WAITS = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
+NANO = ("model=nano", "optimizer=muon", "evaluation.enabled=false", "trainer.max_steps=300")
 
 
 def ours(
@@ -232,6 +259,48 @@ def _ratio(reference: list[float], times: list[float]) -> str:
     return f"{median(ratios):.2f} ({low:.2f}-{high:.2f})"
 
 
+@contextmanager
+def busy(threads: int) -> Iterator[None]:
+    """Keep ``threads`` cores busy with matrix products of another process."""
+    with subprocess.Popen([sys.executable, "-c", BUSY.format(threads=threads)]) as process:
+        time.sleep(5)  # until it has imported torch
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def training_rate(threads: int, environment: dict[str, str]) -> float:
+    """Return the median tokens/s of a short run of the program, in a process of its own."""
+    unset = {name: value for name, value in os.environ.items() if name not in WAITS}
+    with tempfile.TemporaryDirectory() as place:
+        words = [*NANO, f"run_dir={place}/run", f"trainer.threads={threads}"]
+        subprocess.run(
+            [sys.executable, "-m", "trainer", *words],
+            env=unset | environment,
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            check=True,
+        )
+        with Path(place, "run", "metrics.csv").open(newline="") as file:
+            rates = [float(row["tokens_per_second"] or 0) for row in csv.DictReader(file)]
+    return median(rate for rate in rates if rate)
+
+
+def beside(threads: int) -> Table:
+    """Measure a run alone and beside another process, with either way of waiting."""
+    table = Table(title=f"{' '.join(NANO)}, {threads} threads, tokens/s", width=100)
+    for column in ("waiting of threads", "idle cores", "beside a busy process", "kept"):
+        table.add_column(column, justify="left" if column.startswith("waiting") else "right")
+    for name, environment in WAITING.items():
+        print(f"measuring {name}", file=sys.stderr)
+        idle = training_rate(threads, environment)
+        with busy(threads):
+            shared = training_rate(threads, environment)
+        table.add_row(name, f"{idle:,.0f}", f"{shared:,.0f}", f"{shared / idle:.0%}")
+    return table
+
+
 def main() -> None:
     """Run the comparison and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -247,6 +316,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-compiled", dest="compiled", action="store_false")
     parser.add_argument("--no-memory", dest="memory", action="store_false")
+    parser.add_argument("--beside", action="store_true", help="how a run shares its cores")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -254,6 +324,9 @@ def main() -> None:
         run_alone(*json.loads(options.alone))
         return
     console = Console(width=100)
+    if options.beside:
+        console.print(beside(options.threads))
+        return
     for precision in options.precision:
         for vocab in options.vocab:
             console.print(compare(precision, vocab, options))

@@ -14,6 +14,9 @@ after every check. Exit code 0 if all that were made passed, else 1.
 
 from __future__ import annotations
 
+from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+
+# isort: split
 import argparse
 import json
 import os

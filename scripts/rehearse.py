@@ -14,6 +14,9 @@ autocast).
 
 from __future__ import annotations
 
+from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+
+# isort: split
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator

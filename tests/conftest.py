@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+
+# isort: split
 import logging
-import os
 
 import pytest
 import torch
@@ -17,9 +19,6 @@ from trainer.positional.config import PositionalConfig, build_layout
 pytest_plugins = ["tests.small_runs", "tests.done_once"]
 
 torch.set_num_threads(1)
-# Of what is started from here, workers too: where several programs share the cores, threads that
-# spin while they wait make products thirty times as slow.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("tests", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("tests")
 

@@ -1,5 +1,8 @@
 """What processes that tests/program.py starts have imported and read before they are forked."""
 
+from trainer import cores  # noqa: F401 - before torch, which reads how threads wait
+
+# isort: split
 import gc
 
 import torch

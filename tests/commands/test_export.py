@@ -84,10 +84,28 @@ def test_a_run_after_its_drop(trained, tmp_path, capsys):
         "0123456789abcdef",
         "| DroPE | 64 | 0.250 | 3.500 |",
         "they differ by",
+        "| vLLM | yes |  |",
+        "| llama.cpp | no | rotates unless run with --rope-freq-scale 1e-30 |",
     ):
         assert said in card
     assert "RoPE | 64 | 0.500" not in card
     assert not list(to.parent.glob(".*"))
+
+
+def test_an_export_is_written_anew(trained, tmp_path, monkeypatch):
+    """In the form that engines read, with the weights and the card that it has."""
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    first, again = tmp_path / "first", tmp_path / "again"
+    run_command(command.COMMAND, [f"checkpoint={trained}", f"to={first}", "threads=1"])
+    path = first / "config.json"
+    values = json.loads(path.read_text())
+    written = values["rope_parameters"]
+    zero = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.0}
+    path.write_text(json.dumps(values | {"rope_parameters": zero}))
+    run_command(command.COMMAND, [f"checkpoint={first}", f"to={again}", "threads=1"])
+    assert json.loads((again / "config.json").read_text())["rope_parameters"] == written
+    assert (again / "README.md").read_text() == (first / "README.md").read_text()
+    assert_loads_as(again, find_checkpoint(str(trained)), "Qwen3ForCausalLM")
 
 
 def test_a_run_before_its_drop(trained, tmp_path, monkeypatch):

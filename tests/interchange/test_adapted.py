@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -22,6 +21,8 @@ from trainer.errors import UserError
 from trainer.generation.generate import generate
 from trainer.interchange.adapted.loading import read_adapted
 from trainer.interchange.adapted.model import AdaptedModel
+from trainer.interchange.export.directory import write_files
+from trainer.interchange.export.plan import make_plan
 from trainer.interchange.pretrained import read_pretrained
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding
@@ -310,11 +311,21 @@ def test_another_layout_does_not_stand_for_frequencies_that_follow_the_length(ro
             model.hidden_states(ids)
 
 
-def test_a_model_whose_attention_cannot_be_watched_is_refused(tmp_path, saved):
-    config = transformers.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
-    transformers.GPTJForCausalLM(config).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
-    with pytest.raises(UserError, match="the attention of 0 of its 2 layers can be watched"):
+def test_a_model_whose_attention_cannot_be_watched_is_refused():
+    """One that calls attention itself, past transformers' AttentionInterface."""
+    hf = made("Llama")
+    for layer in hf.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(UserError, match="the attention of 0 of its 3 layers can be watched"):
+        AdaptedModel(hf)
+
+
+def test_an_export_with_code_is_computed_here_and_not_by_transformers(tiny_decoder, tmp_path):
+    model = tiny_decoder(layers=["alibi"])
+    plan = make_plan(model.config, model.layout)
+    tokenizer = Tokenizer(WordLevel({str(i): i for i in range(50)}, unk_token="0"))
+    write_files(model, plan, tokenizer, 0, tmp_path, "float32")
+    with pytest.raises(UserError, match="leave out hf: and this program computes it itself"):
         read_adapted(f"hf:{tmp_path}")
 
 

@@ -8,11 +8,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
+from transformers import AttentionInterface, DynamicCache
 
 from trainer.errors import UserError
 from trainer.generation.generate import generate
-from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM
+from trainer.interchange.export.custom.configuration_unrope import UnropeConfig
+from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM, UnropeModel
 from trainer.interchange.export.directory import write_files
+from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import make_plan
 from trainer.interchange.export.weights import round_weights, write_weights
 from trainer.interchange.pretrained import read_pretrained
@@ -72,8 +75,8 @@ NATIVE = {
         None,
     ),
     "before its drop": ("Llama", "default", {"model": AFTER}, None),
-    "after its drop": ("Qwen3", "proportional", {"model": AFTER}, dropped(qk_norm=True)),
-    "after a drop without QK-norm": ("SmolLM3", "proportional", {}, dropped()),
+    "after its drop": ("Qwen3", "llama3", {"model": AFTER}, dropped(qk_norm=True)),
+    "after a drop without QK-norm": ("Llama", "llama3", {}, dropped()),
     "iRoPE": ("SmolLM3", "default", {"layers": ["rope", "nope"]}, None),
     "QK-norm": ("Qwen3", "default", {"model": {"qk_norm": PER_HEAD}}, None),
     "learned scale": ("Llama", "default", {"model": {"softmax": SCALED}}, None),
@@ -316,6 +319,149 @@ def test_padding_on_either_side_is_no_part_of_the_length(tiny_decoder, tmp_path,
         )
 
 
+@torch.no_grad()
+def test_the_code_takes_the_cache_by_either_name(tiny_decoder, tmp_path):
+    model = tiny_decoder(layers=["alibi"])
+    hf = loaded(tmp_path, saved(model, tmp_path))
+    whole = hf(IDS).logits
+    for name in ("past_key_values", "cache"):
+        cache = DynamicCache()
+        hf(IDS[:, :30], **{name: cache})
+        rest = hf(IDS[:, 30:], **{name: cache}).logits
+        torch.testing.assert_close(rest, whole[:, 30:], rtol=0, atol=1e-5)
+    with pytest.raises(TypeError, match="either past_key_values or cache"):
+        hf(IDS, cache=DynamicCache(), past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize("part", ["model", "whole"])
+def test_the_code_refuses_arguments_that_it_does_not_know(tiny_decoder, tmp_path, part):
+    """Ignored, a renamed argument would make generation wrong without an error."""
+    hf = loaded(tmp_path, saved(tiny_decoder(layers=["alibi"]), tmp_path))
+    module = hf.model if part == "model" else hf
+    for name in ("past_keys", "output_attentions", "token_type_ids"):
+        with pytest.raises(TypeError, match=f"does not know the argument {name}"):
+            module(IDS, **{name: True})
+
+
+@torch.no_grad()
+def test_the_code_shows_hidden_states_and_returns_tuples(tiny_decoder, tmp_path):
+    hf = loaded(tmp_path, saved(tiny_decoder(layers=["alibi"]), tmp_path))
+    out = hf(IDS, output_hidden_states=True)
+    assert len(out.hidden_states) == hf.config.num_hidden_layers + 1
+    assert torch.equal(out.hidden_states[0], hf.model.embed_tokens(IDS))
+    assert torch.equal(hf.lm_head(out.hidden_states[-1]), out.logits)
+    assert torch.equal(hf(IDS, use_cache=False, return_dict=False)[0], out.logits)
+
+
+@torch.no_grad()
+def test_windows_keep_no_more_keys_than_they_see(tiny_decoder, tmp_path):
+    """The mask of a cache that has forgotten the first tokens, in one step and in several."""
+    model = tiny_decoder(layers=["alibi", "rope"], windows=[7, None])
+    hf = loaded(tmp_path, saved(model, tmp_path))
+    cache = DynamicCache(config=hf.config)
+    parts = [
+        hf(IDS[:, a:b], past_key_values=cache).logits for a, b in ((0, 20), (20, 29), (29, 30))
+    ]
+    assert [layer.keys.shape[2] for layer in cache.layers] == [6, 30]
+    torch.testing.assert_close(torch.cat(parts, 1), model(IDS[:, :30]), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_both_implementations_compute_the_same(tiny_decoder, tmp_path, name):
+    model = tiny_decoder(layers=["alibi", "rope"], windows=[7, None])
+    saved(model, tmp_path)
+    hf = UnropeForCausalLM.from_pretrained(tmp_path, attn_implementation=name).eval()
+    torch.testing.assert_close(hf(IDS).logits, model(IDS), rtol=0, atol=1e-4)
+
+
+SERVED = {
+    "QK-norm over the full projection": {"model": {"qk_norm": FULL}},
+    "two bases": {"layers": ["rope", "high_frequency"]},
+    "half of the heads": {"heads": {"nope": 0.5}},
+    "windows": {"layers": ["rope", "nope"], "heads": {"nope": 0.5}, "windows": [7, None]},
+    "learned scale beside QK-norm": {"model": {"softmax": SCALED, "qk_norm": PER_HEAD}},
+    "a temperature by query": {"temperature": TemperatureConfig(coefficient=0.3, reference=8)},
+}
+"""Models with code of their own that a server's attention can compute."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_server_computes_it_with_an_attention_of_its_own(tiny_decoder, tmp_path, kind):
+    """As vLLM's and SGLang's backends do: they take the base model, join sequences in one row
+    whose positions begin anew, pass their objects through, and mask by themselves."""
+    model = tiny_decoder(**SERVED[kind])
+    saved(model, tmp_path)
+    lengths = [11, 19, 20]
+
+    def attend(module, q, k, v, mask, scaling=None, attention_instances=None, **options):
+        assert mask is None
+        assert not options
+        window = attention_instances[module.layer_idx]
+        parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
+        out = [attention_by_hand(*part, scaling, window) for part in parts]
+        return torch.cat(out, dim=1).flatten(0, 1).flatten(1), None  # [tokens, heads * size]
+
+    AttentionInterface.register("a_server", attend)
+    config = UnropeConfig.from_pretrained(tmp_path)
+    instances = {
+        index: config.sliding_window
+        if config.layer_types and config.layer_types[index] == "sliding_attention"
+        else None
+        for index in range(config.num_hidden_layers)
+    }
+    served = UnropeModel.from_pretrained(tmp_path, attn_implementation="a_server").eval()
+    states = served(
+        input_ids=IDS[:1],
+        inputs_embeds=None,
+        use_cache=False,
+        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+        attention_instances=instances,
+        return_dict=False,
+    )[0]
+    ours = torch.cat([model.hidden_states(part) for part in IDS[:1].split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(states, ours, rtol=0, atol=1e-4)
+
+
+def attention_by_hand(q, k, v, scaling, window):
+    """``[1, T, H, D]`` in float64, a query at a time."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(shared, dim=1).double() for x in (k, v))
+    rows = []
+    for i in range(q.shape[2]):
+        seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
+        weights = (k[:, :, seen] @ q[:, :, i, :, None].double() * scaling).softmax(dim=2)
+        rows.append((weights * v[:, :, seen]).sum(dim=2))
+    return torch.stack(rows, dim=1).to(q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"layers": ["alibi"]}, "it has no ALiBi"),
+        (
+            {"layers": ["rope_id"], "training_length": 70},
+            "it does not tell the model how long each sequence is",
+        ),
+        ({"model": {"softmax": SoftmaxConfig(sinks=True)}}, "it has no learned attention sinks"),
+        ({"model": {"softmax": SoftmaxConfig(final_softcap=3.0)}}, "it has no soft-caps"),
+        ({"windows": [7, 20]}, "it has one size of sliding windows"),
+    ],
+)
+def test_what_a_server_cannot_compute_is_refused_when_it_is_loaded(
+    tiny_decoder, tmp_path, options, reason
+):
+    model = tiny_decoder(**options)
+    plan = saved(model, tmp_path)
+    AttentionInterface.register("a_server", lambda *_, **__: None)
+    with pytest.raises(ValueError, match=f"'a_server' cannot compute this model: {reason}"):
+        UnropeModel.from_pretrained(tmp_path, attn_implementation="a_server")
+    found = {v.engine: v for v in verdicts(plan.values, plan.architecture)}
+    for engine in ("vLLM", "SGLang"):
+        assert (found[engine].loads, found[engine].note) == (False, reason)
+
+
 def test_the_code_has_a_loss(tiny_decoder, tmp_path):
     model = tiny_decoder(layers=["alibi"])
     hf = loaded(tmp_path, saved(model, tmp_path))
@@ -398,6 +544,20 @@ def test_what_was_written_natively_is_read_back(tiny_decoder, tmp_path, kind):
             torch.testing.assert_close(read, ours, rtol=0, atol=1e-5)
         else:
             assert torch.equal(read, ours)
+
+
+def test_an_export_of_the_first_version_is_named_with_the_way_out(tiny_decoder, tmp_path, caplog):
+    saved(tiny_decoder(layers=["alibi"]), tmp_path)
+    read_pretrained(str(tmp_path))
+    assert not caplog.messages
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    del values["code_version"]
+    path.write_text(json.dumps(values))
+    read_pretrained(str(tmp_path))
+    (said,) = caplog.messages
+    assert "transformers 5.24 or newer" in said
+    assert said.endswith(f"python -m trainer export checkpoint={tmp_path} to=DIRECTORY")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ def test_the_files_say_which_token_is_which(tiny_decoder, tmp_path):
     }  # fmt: skip
     assert found["tokenizer_config.json"] == {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t7", "eos_token": "t7",
-        "pad_token": "t7", "model_max_length": 32, "clean_up_tokenization_spaces": False,
+        "pad_token": "t7", "model_max_length": 32,
+        "model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": False,
     }  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def test_a_model_that_needs_code_has_it_beside_it(tiny_decoder, tmp_path):
     plan = make_plan(model.config, model.layout)
     write_files(model, plan, TOKENIZER, 0, tmp_path, "float32")
     assert {path.name for path in tmp_path.glob("*.py")} == {
-        "configuration_unrope.py", "modeling_unrope.py",
+        "configuration_unrope.py", "modeling_unrope.py", "serving_unrope.py",
     }  # fmt: skip
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "unrope"
 

@@ -25,7 +25,7 @@ NATIVE = LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3
 NORM, NO_NORM, BIAS, NO_BIAS = (
     "QK-norm", "no QK-norm", "biases on queries, keys and values", "no biases",
 )  # fmt: skip
-STILL, SOME_STILL = "no rotation", "layers without rotation"
+SOME_STILL = "layers without rotation"
 ODD_WINDOWS, SIZES = "layers without a sliding window", "several sizes of sliding windows"
 
 
@@ -51,7 +51,7 @@ NORMED = {"norms": (True, True), "qk_norm": PER_HEAD}
 WARM = replace(ROPE, temperature=Temperature(0.3))
 CASES = {
     "plain": ({}, LLAMA, []),
-    "no rotation": ({"spectra": (NOPE, NOPE)}, SMOLLM3, [STILL, STILL, NO_BIAS, NO_NORM]),
+    "no rotation": ({"spectra": (NOPE, NOPE)}, LLAMA, []),
     "some do not rotate": (
         {"spectra": (ROPE, NOPE)}, SMOLLM3, [SOME_STILL, SOME_STILL, NO_BIAS, NO_NORM],
     ),
@@ -113,7 +113,10 @@ SHAPE = {
     "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
 }  # fmt: skip
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
-STANDING = {"rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": 0.0}
+STANDING = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 1e30, "low_freq_factor": 8192.0,
+    "high_freq_factor": 16384.0, "original_max_position_embeddings": 2,
+}  # fmt: skip
 FULL = "full_attention"
 
 
@@ -133,7 +136,7 @@ FULL = "full_attention"
             {"qkv_bias": True, "spectra": (NOPE, NOPE)},
             {
                 "rope_parameters": STANDING, "use_sliding_window": False, "sliding_window": None,
-                "layer_types": [FULL, FULL],
+                "layer_types": [FULL, FULL], "original_max_position_embeddings": 2,
             },
         ),
         (
@@ -158,7 +161,7 @@ def test_what_is_written_for_code_of_its_own(spectra, slopes):
     assert plan.values.pop("softmax") == asdict(SoftmaxConfig())
     assert plan.values == SHAPE | {
         "qkv_bias": False, "qk_norm_kind": "full", "qk_norm_targets": "k",
-        "layout": layout.to_dict(), "alibi_slopes": slopes,
+        "layout": layout.to_dict(), "alibi_slopes": slopes, "code_version": 2,
         "auto_map": {
             "AutoConfig": "configuration_unrope.UnropeConfig",
             "AutoModel": "modeling_unrope.UnropeModel",

@@ -1,10 +1,12 @@
 """Parameters that stand for a spectrum: those it came from, in the plainest numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.positional.examples import slowed
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
-from trainer.interchange.hf_rope_inverse import rope_parameters
+from trainer.interchange.hf_rope_inverse import NO_ROTATION, rope_parameters
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.rescaling import dynamic, ntk_aware, position_interpolation, yarn
 from trainer.positional.spectrum import LongFrequencies, Spectrum
@@ -31,8 +33,7 @@ PUBLISHED = {
     ),
     "Qwen, extended": (
         {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
-        | {"original_max_position_embeddings": 32_768, "attention_factor": 1.1386294361119891}
-        | {"truncate": True},
+        | {"original_max_position_embeddings": 32_768, "truncate": True},
         128,
         131_072,
     ),
@@ -49,11 +50,13 @@ PUBLISHED = {
         128,
         8192,
     ),
-    "nothing turns": (
-        {"rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": 0.0},
-        64,
-        8192,
+    "a YaRN with a scale of its own": (
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "attention_factor": 1.5}
+        | {"original_max_position_embeddings": 32_768, "truncate": True},
+        128,
+        131_072,
     ),
+    "nothing turns": (NO_ROTATION, 64, 8192),
 }
 
 
@@ -97,12 +100,17 @@ def test_a_share_of_the_pairs_survives_the_rounding_of_transformers():
     assert spectrum_from_rope_parameters(found, 100, 4096).inv_freq == spectrum.inv_freq
 
 
-def test_a_yarn_of_ours_carries_its_attention_factor():
+def test_yarn_names_its_attention_factor_only_if_it_is_not_the_usual_one():
+    """Engines that do not read the key compute 0.1 ln s + 1."""
     spectrum = slowed(yarn, make_spectrum("rope", 128, 4096, {}), 8.0, 4096)
     found = rope_parameters(spectrum, 128, 4096)
     assert (found["rope_type"], found["factor"]) == ("yarn", 8.0)
     assert found["original_max_position_embeddings"] == 4096
-    assert found["attention_factor"] == pytest.approx(spectrum.rotary_scale)
+    assert "attention_factor" not in found
+    held = spectrum_from_rope_parameters(found, 128, 4096)
+    assert held.rotary_scale == pytest.approx(spectrum.rotary_scale)
+    larger = replace(spectrum, rotary_scale=2.0)
+    assert rope_parameters(larger, 128, 4096)["attention_factor"] == pytest.approx(2.0)
 
 
 def test_arbitrary_frequencies_are_a_factor_for_every_pair():

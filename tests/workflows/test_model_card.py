@@ -139,6 +139,17 @@ def test_a_model_that_transformers_has(card, tiny_decoder):
 
         The model is a `LlamaForCausalLM` and needs no code of its own. Its logits were compared with those of the run: they differ by 1.3e-07 of the largest at most, in float32. Every sequence of the training began with the end-of-text token; the tokenizer puts it before a prompt.
 
+        ## Engines
+
+        | engine | computes this model | note |
+        | --- | --- | --- |
+        | transformers | yes | 5.0 or newer |
+        | vLLM | yes |  |
+        | SGLang | yes |  |
+        | llama.cpp | yes |  |
+
+        transformers was run where logits were compared; the other rows follow from the engines' sources of November 2026. llama.cpp's converter must also know the tokenizer.
+
         ## Licence
 
         To be chosen by whoever publishes the weights.

@@ -33,6 +33,9 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 }
 """The keys that each type cannot do without."""
 
+STILL = 1e-20
+"""Radians per token below which a pair does not turn in any sequence."""
+
 # Every number and what it must be greater than.
 _NUMBERS = {
     **dict.fromkeys(("rope_theta", "original_max_position_embeddings"), 1),
@@ -91,7 +94,15 @@ def spectrum_from_rope_parameters(
         raise UserError(f"rope_parameters.rope_type: unknown type {kind!r}.{hint}")
     if problems := _problems(given, kind, head_dim):
         raise UserError(*problems)
-    return _SPECTRA[kind](_Rope(given, head_dim, training_length))
+    return _without_standstill(_SPECTRA[kind](_Rope(given, head_dim, training_length)))
+
+
+def _without_standstill(spectrum: Spectrum) -> Spectrum:
+    """Set frequencies that never turn a pair to 0.
+
+    Files divide them by a huge factor where their type has no other way to say 0.
+    """
+    return replace(spectrum, inv_freq=tuple(f if f > STILL else 0.0 for f in spectrum.inv_freq))
 
 
 def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[str]:

@@ -20,7 +20,22 @@ Frequencies = tuple[float, ...]
 PRECISION = 1e-8
 """Relative; transformers computes frequencies in float32, to 1e-7."""
 STANDSTILL = 1e30
-"""By which LongRoPE divides the frequency of a pair that does not turn."""
+"""Factor that divides the frequency of a pair that does not rotate."""
+NO_ROTATION: Parameters = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": STANDSTILL,
+    "low_freq_factor": 8192.0,
+    "high_freq_factor": 16384.0,
+    "original_max_position_embeddings": 2,
+}
+"""Parameters that leave queries and keys as they are.
+
+Every wavelength, at least 2 pi, is above original_max_position_embeddings / low_freq_factor, so all
+frequencies are divided. That also holds for 8192, which llama.cpp's converter takes as the original
+length of a file that does not name one beside the parameters. ``proportional`` with a share of 0
+says the same more plainly, and vLLM refuses it.
+"""
 
 
 def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> Parameters | None:
@@ -80,7 +95,7 @@ def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iter
     pairs = head_dim // 2
     moving = [f for f in spectrum.inv_freq if f > 0]
     if not moving:
-        yield {"rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": 0.0}
+        yield dict(NO_ROTATION)
         return
     theta, factor = 10_000.0, _short(1 / moving[0])
     if len(moving) > 1:
@@ -126,14 +141,21 @@ def _ramps(spectrum: Spectrum, theta: float, length: int) -> Iterator[Parameters
                 "high_freq_factor": _short(fast / slow),
                 "original_max_position_embeddings": round(2 * math.pi / slow),
             }
+    attention = spectrum.rotary_scale * math.sqrt(spectrum.temperature.scale)
+    # Left out where it is YaRN's own: not every engine reads the key.
+    usual = math.isclose(attention, 0.1 * math.log(factor) + 1, rel_tol=1e-9)
+    beside = {} if usual else {"attention_factor": attention}
     for original in dict.fromkeys((round(length / factor), length)):
         for truncate in (True, False):
-            yield common | {
-                "rope_type": "yarn",
-                "original_max_position_embeddings": original,
-                "truncate": truncate,
-                "attention_factor": spectrum.rotary_scale * math.sqrt(spectrum.temperature.scale),
-            }
+            yield (
+                common
+                | beside
+                | {
+                    "rope_type": "yarn",
+                    "original_max_position_embeddings": original,
+                    "truncate": truncate,
+                }
+            )
 
 
 def _longrope(spectrum: Spectrum, pairs: int, length: int) -> Parameters:

@@ -20,12 +20,34 @@ from trainer.positional.stored_layout import read_layout
 
 OWN = "UnropeForCausalLM"
 """The architecture that such files name."""
+CODE_VERSION = 2
+"""Version of the code in ``export/custom``.
+
+2: knows the key-value cache by both names (``past_key_values``, and ``cache`` from transformers
+5.24 on) and refuses unknown arguments. The first version, which files do not name, ignores them.
+"""
 _KINDS, _TARGETS = ("per_head", "full"), ("both", "q", "k")
 
 
 def is_own(values: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` is of a model exported with code of its own."""
     return values.get("architectures") == [OWN]
+
+
+def code_remark(values: Mapping[str, Any], given: str) -> str | None:
+    """Return what to tell about an export whose code is older than this program's, or None.
+
+    Args:
+        values: what its ``config.json`` says.
+        given: its directory, as the user named it.
+    """
+    if not is_own(values) or values.get("code_version") == CODE_VERSION:
+        return None
+    return (
+        f"The code in {given!r} is of an earlier version, which generates wrong text under "
+        "transformers 5.24 or newer without an error. Export it again: "
+        f"python -m trainer export checkpoint={given} to=DIRECTORY"
+    )
 
 
 def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:

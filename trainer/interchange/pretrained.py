@@ -7,6 +7,7 @@ Only tensors are read: nothing in a file is run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from trainer.errors import UserError
 from trainer.formats import read_plain
 from trainer.interchange.finding import find_pretrained
 from trainer.interchange.hf_config import from_hf_config, named_bos
-from trainer.interchange.own_config import from_own_config, is_own
+from trainer.interchange.own_config import code_remark, from_own_config, is_own
 from trainer.interchange.tensor_files import FileTensor, read_headers
 from trainer.interchange.tokenizer_file import tokenizer_from_file
 from trainer.interchange.waiting import waits
@@ -28,6 +29,8 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.initialization import initial_value
 from trainer.positional.layout import Layout
+
+log = logging.getLogger(__name__)
 
 NAMES_SHOWN = 5
 DEEP, MATRICES = 256, 7
@@ -155,6 +158,8 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
     attempt(_check, shapes, ours, config.tie_word_embeddings)
     if problems:
         raise UserError(*problems)
+    if remark := code_remark(values, given):
+        log.warning(remark)
     wanted, bos_token = {n: ours[n] for n in shapes}, named_bos(values)
     return Pretrained(given, config, layout, tokenizer, wanted, dtype, bos_token)
 

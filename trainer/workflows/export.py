@@ -12,6 +12,7 @@ from trainer.cores import usual_threads
 from trainer.data.tokenizer import end_of_text
 from trainer.errors import UserError
 from trainer.interchange.export.directory import Exported, destination_problem, export_model
+from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 from trainer.runs.directory import writable_problem
 from trainer.runs.saved_config import saved_config
@@ -33,6 +34,8 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     to = Path(request.to)
     if problem := destination_problem(to) or writable_problem(str(to), "to"):
         raise UserError(problem)
+    if (Path(request.checkpoint) / "config.json").is_file():
+        return _export_again(request, to)
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
@@ -45,6 +48,26 @@ def export_checkpoint(request: ExportRequest) -> Exported:
         end_of_text(tokenizer),
         to,
         card=lambda plan, difference: model_card(path, state, model, plan, difference),
+        tolerance=request.tolerance,
+        dtype=request.dtype,
+    )
+
+
+def _export_again(request: ExportRequest, to: Path) -> Exported:
+    """Write a published model or an earlier export anew, in the form that most engines read."""
+    assert request.checkpoint is not None
+    published = read_pretrained(request.checkpoint)
+    tokenizer = published.require_tokenizer()
+    first = published.bos_token
+    card = Path(request.checkpoint) / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else None
+    log.info("Exporting %s again", request.checkpoint)
+    return export_model(
+        published.decoder(),
+        tokenizer,
+        end_of_text(tokenizer) if first is None else first,
+        to,
+        card=None if text is None else lambda plan, difference: text,
         tolerance=request.tolerance,
         dtype=request.dtype,
     )

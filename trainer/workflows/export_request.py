@@ -10,7 +10,8 @@ from trainer.workflows.request import request_problems
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """``checkpoint``: a run directory or a checkpoint. ``to``: a directory that is new or empty.
+    """``checkpoint``: a run directory, a checkpoint, or a published model or an earlier export, to
+    be written anew. ``to``: a directory that is new or empty.
 
     ``tolerance``: how far logits may differ in float32, as a share of the largest. ``dtype``: of
     the weights. ``threads``: of the CPU (null: ``OMP_NUM_THREADS``, or all cores).

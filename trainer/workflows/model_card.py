@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
@@ -53,6 +54,8 @@ def model_card(
         f"```python\n{_usage(plan)}```",
         f"{_reason(plan)} {compared} Every sequence of the training began with the end-of-text "
         f"token; the tokenizer puts it before a prompt.{_padding(plan, model.layout)}",
+        "## Engines",
+        _engines(plan),
         "## Licence",
         "To be chosen by whoever publishes the weights.",
     ]
@@ -159,6 +162,20 @@ def _usage(plan: Plan) -> str:
         f'model = AutoModelForCausalLM.from_pretrained("PATH"{trust})\n'
         'prompt = tokenizer("The", return_tensors="pt")\n'
         "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))\n"
+    )
+
+
+def _engines(plan: Plan) -> str:
+    """Return a table of the inference engines that compute the model."""
+    rows = [
+        f"| {verdict.engine} | {'yes' if verdict.loads else 'no'} | {verdict.note} |"
+        for verdict in verdicts(plan.values, plan.architecture)
+    ]
+    return (
+        "| engine | computes this model | note |\n| --- | --- | --- |\n"
+        + "\n".join(rows)
+        + "\n\ntransformers was run where logits were compared; the other rows follow from the "
+        "engines' sources of November 2026. llama.cpp's converter must also know the tokenizer."
     )
 
 

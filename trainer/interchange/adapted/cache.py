@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -43,6 +44,12 @@ class _Layer(CacheLayerMixin):
         return -1
 
     get_max_cache_shape = get_max_length
+
+
+def cache_name(module: nn.Module) -> str:
+    """Return what a model or layer calls its key-value cache: ``cache`` from transformers 5.24 on,
+    ``past_key_values`` before."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def as_transformers_cache(cache: KVCache) -> Cache:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from trainer.errors import UserError, did_you_mean
 from trainer.interchange.hf_config import named_bos
+from trainer.interchange.own_config import is_own
 from trainer.interchange.pretrained import read_config, read_tokenizer
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
@@ -84,6 +85,11 @@ def _check_type(values: dict[str, Any]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     kind = values.get("model_type")
+    if is_own(values):
+        raise UserError(
+            "it is an export of this program, whose code is not run here; leave out hf: and this "
+            "program computes it itself."
+        )
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING_NAMES:
         raise UserError(
             f"config.json: model_type: transformers {version('transformers')} has no {kind!r}, and "

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer.errors import UserError
-from trainer.interchange.adapted.cache import as_transformers_cache, empty_cache
+from trainer.interchange.adapted.cache import as_transformers_cache, cache_name, empty_cache
 from trainer.interchange.adapted.checks import check_rotation, check_scores, check_tables, ends
 from trainer.interchange.adapted.rotation import (
     Rotation,
@@ -106,7 +106,7 @@ class AdaptedModel(LanguageModel):
         self._outputs = type(found)
         self._cached = [
             tuple((x.shape[1], x.shape[3]) for x in (layer.keys, layer.values))
-            for layer in found.past_key_values.layers
+            for layer in found[cache_name(self._base)].layers
         ]
         return calls
 
@@ -190,7 +190,7 @@ class AdaptedModel(LanguageModel):
         lengths: int | list[int] = length or end
         options: dict[str, Any] = {}
         if cache is not None:
-            options["past_key_values"] = as_transformers_cache(cache)
+            options[cache_name(self._base)] = as_transformers_cache(cache)
         if cache is not None and cache.begins:
             begins = torch.tensor(cache.begins, device=ids.device)[:, None]
             lengths = [(length or end) - begin for begin in cache.begins]

@@ -22,6 +22,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import UserError
+from trainer.interchange.adapted.cache import cache_name
 from trainer.interchange.adapted.rotation import Tables, no_rotation
 
 Result = tuple[Tensor, Tensor | None]
@@ -117,7 +118,7 @@ class Seam:
             nonlocal given, seen
             given, seen = options.get("position_embeddings"), None
             if plain and given is not None:
-                changed = {"position_embeddings": no_rotation(given), "past_key_values": None}
+                changed = {"position_embeddings": no_rotation(given), cache_name(module): None}
                 token = _ATTEND.set(lambda *a, **_: without_rotation(*a))
                 try:
                     module.forward(*args, **options | changed)

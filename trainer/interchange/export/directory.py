@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 
 from trainer.errors import UserError
+from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.gate import TEXT, largest_difference, transformers_is_here
 from trainer.interchange.export.plan import Plan, make_plan
 from trainer.interchange.export.weights import DTYPES, round_weights, write_weights
@@ -116,14 +117,15 @@ def write_files(
         "eos_token": token,
         "pad_token": token,
         "model_max_length": plan.values["max_position_embeddings"],
+        "model_input_names": ["input_ids", "attention_mask"],  # else token_type_ids come with them
         "clean_up_tokenization_spaces": False,
     }
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     tokenizer.save(str(directory / "tokenizer.json"))
     write_weights(model, plan, directory, dtype)
     if not plan.is_native:
-        for name in ("configuration_unrope.py", "modeling_unrope.py"):
-            shutil.copyfile(CODE / name, directory / name)
+        for path in CODE.glob("*_unrope.py"):
+            shutil.copyfile(path, directory / path.name)
 
 
 def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
@@ -170,6 +172,7 @@ def _gate(
 
 
 def _log_plan(plan: Plan) -> None:
+    log.info("%s", ", ".join(map(str, verdicts(plan.values, plan.architecture))))
     if plan.is_native:
         log.info("Written as %s", plan.architecture)
         return

@@ -12,7 +12,7 @@ from typing import Any
 from trainer.interchange.hf_config import ARCHITECTURES, Architecture
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.interchange.hf_rope_inverse import Parameters, rope_parameters
-from trainer.interchange.own_config import OWN
+from trainer.interchange.own_config import CODE_VERSION, OWN
 from trainer.model.config import ModelConfig
 from trainer.positional.alibi import alibi_slopes
 from trainer.positional.layout import LayerEncoding, Layout
@@ -72,7 +72,6 @@ def _refusal(config: ModelConfig, layout: Layout, name: str, rope: Parameters | 
     turns = [layer.spectra[0].rotates for layer in layers]
     windows = [layer.window for layer in layers]
     per_head = (config.qk_norm.kind, config.qk_norm.targets) == ("per_head", "both")
-    nowhere = architecture.nope_layers or architecture.qk_norm or architecture.qkv_bias
     reasons = {
         "ALiBi": any(s.alibi for s in layout.spectra),
         "a softmax temperature that changes with the length": any(
@@ -92,7 +91,6 @@ def _refusal(config: ModelConfig, layout: Layout, name: str, rope: Parameters | 
         "biases on queries, keys and values": config.qkv_bias and not architecture.qkv_bias,
         "no biases": not config.qkv_bias and architecture.qkv_bias,
         "layers without rotation": not all(turns) and any(turns) and not architecture.nope_layers,
-        "no rotation": not any(turns) and not nowhere,
         "several sizes of sliding windows": len({*windows} - {None}) > 1,
         "sliding windows": any(windows) and architecture.windows == "none",
         "layers without a sliding window": any(windows)
@@ -161,6 +159,9 @@ def _native_values(
     config: ModelConfig, layout: Layout, architecture: Architecture, rope: Parameters
 ) -> dict[str, Any]:
     values = _shape(config, layout) | {"hidden_act": "silu", "rope_parameters": rope}
+    if rope["rope_type"] == "llama3":  # where llama.cpp's converter looks for it
+        key = "original_max_position_embeddings"
+        values[key] = rope[key]
     if architecture.nope_layers:
         values["no_rope_layers"] = [int(x.spectra[0].rotates) for x in layout.layers]
     windows = [layer.window for layer in layout.layers]
@@ -168,16 +169,21 @@ def _native_values(
     if architecture.windows == "every":
         values["sliding_window"] = window
     if architecture.windows == "some":
-        values |= {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "layer_types": ["sliding_attention" if w else "full_attention" for w in windows],
-        }
+        values |= {"use_sliding_window": window is not None} | _window_values(windows)
     return values
+
+
+def _window_values(windows: list[int | None]) -> dict[str, Any]:
+    return {
+        "sliding_window": next((w for w in windows if w is not None), None),
+        "layer_types": ["sliding_attention" if w else "full_attention" for w in windows],
+    }
 
 
 def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     biased = any(spectrum.alibi for spectrum in layout.spectra)
+    windows = [layer.window for layer in layout.layers]
+    sizes = {*windows} - {None}
     return _shape(config, layout) | {
         "qkv_bias": config.qkv_bias,
         "qk_norm_kind": config.qk_norm.kind,
@@ -185,6 +191,8 @@ def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "softmax": asdict(config.softmax),
         "layout": layout.to_dict(),
         "alibi_slopes": list(alibi_slopes(config.num_attention_heads)) if biased else None,
+        **(_window_values(windows) if len(sizes) == 1 else {}),
+        "code_version": CODE_VERSION,
         "auto_map": {
             "AutoConfig": "configuration_unrope.UnropeConfig",
             "AutoModel": "modeling_unrope.UnropeModel",

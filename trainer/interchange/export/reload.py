@@ -24,10 +24,11 @@ def logits(
     ids = torch.tensor([tokens])
     T = len(tokens)
     ends = [max(T - decoded, 1), *range(max(T - decoded, 1) + 1, T + 1)] if cached else []
-    parts, cache = [], None
+    parts, passed = [], {}
     for begin, end in pairwise([0, *ends]):
-        out = model(ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
+        out = model(ids[:, begin:end], use_cache=True, logits_to_keep=1, **passed)
+        name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.24
+        passed = {name: out[name]}
         parts.append(out.logits)
     whole = model(ids, use_cache=False, logits_to_keep=kept).logits
     return torch.cat([*parts, whole], dim=1)[0].float()

@@ -20,10 +20,22 @@ class UnropeConfig(PreTrainedConfig):
     and a logit beside them, and ``softcap`` and ``final_softcap``, within which scores and logits
     are kept, or null.
     ``qk_norm_kind``: ``per_head`` or ``full``; ``qk_norm_targets``: ``both``, ``q`` or ``k``.
+    ``layer_types`` and ``sliding_window``: where all windows have one size, for caches and servers
+    that keep no more keys than a window.
+    ``code_version``: that of the code beside this file; None stands for the first.
     """
 
     model_type = "unrope"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - as the base class has it
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 - as the base class has it
+    base_model_tp_plan = {  # noqa: RUF012 - as the base class has it
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
 
     hidden_size: int = 576
     intermediate_size: int = 1536
@@ -43,6 +55,9 @@ class UnropeConfig(PreTrainedConfig):
     softmax: dict[str, Any] | None = None
     layout: dict[str, Any] | None = None
     alibi_slopes: list[float] | None = None
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    code_version: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None

@@ -1,7 +1,7 @@
 """A Llama-style decoder in which every layer and head has a positional encoding of its own.
 
-Needs torch and transformers 5, nothing else. Shapes: B sequences, T new tokens, Tk keys, H query
-heads, Hkv key-value heads, D channels a head.
+Needs torch and transformers 5.0 or newer, nothing else. Shapes: B sequences, T new tokens, Tk keys,
+H query heads, Hkv key-value heads, D channels per head.
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_unrope import UnropeConfig
+from .serving_unrope import serving_problem
 
 Table = tuple[Tensor, Tensor, Tensor]
+
+WRITTEN_OUT = ("eager", "sdpa")
+"""Attention implementations for which this file makes the masks, biases, caps and sinks itself."""
+SERVERS_PASS = ("attention_instances", "forward_batch")
+"""Arguments that vLLM and SGLang hand through the model to their attention."""
+UNUSED = ("cache_position",)
+"""Arguments of older ``generate`` loops that repeat what the cache says."""
 
 
 def table(spectrum: dict[str, Any], trained: int, positions: Tensor) -> Table:
@@ -45,7 +54,7 @@ def table(spectrum: dict[str, Any], trained: int, positions: Tensor) -> Table:
             larger = scale * (1 + stretch["attention"] * s.log())
         inv_freq = torch.where(length > long["length"], slow, inv_freq)
         scale = torch.where(length > long["length"], larger, scale)
-    # Whole turns are taken away before rounding: far out a float32 phase would be off.
+    # Remove whole turns before rounding: a large float32 phase would be inexact.
     phase = torch.remainder(positions * inv_freq, 2 * math.pi).float()
     scale, temperature = scale.float(), spectrum["temperature"]
     seen = positions + 1 if temperature["per"] == "query" else length
@@ -59,7 +68,7 @@ def table(spectrum: dict[str, Any], trained: int, positions: Tensor) -> Table:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pair m of M, channels m and m + M; channels from 2 M on pass through."""
+    """Rotate pair m of M, channels m and m + M; channels from 2 M on pass through."""
     pairs = cos.shape[-1]
     a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
@@ -67,18 +76,38 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """Kept within +-``cap``, softly; None: as it is."""
+    """Keep values within +-``cap``, softly; None leaves them as they are."""
     return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def check_arguments(owner: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Raise TypeError for arguments that the model would otherwise ignore."""
+    if unknown := [name for name in given if name not in known]:
+        raise TypeError(
+            f"{owner} does not know the argument {', '.join(unknown)}. A model that ignored it "
+            "could compute something else than you asked for; a newer export may know it."
+        )
+
+
+def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """Return the key-value cache under either of its names: ``cache`` from transformers 5.24 on."""
+    if past_key_values is not None and cache is not None:
+        raise TypeError("give either past_key_values or cache, which are the same argument.")
+    return cache if past_key_values is None else past_key_values
 
 
 class UnropeAttention(nn.Module):
     """Causal attention with grouped queries."""
 
+    is_causal = True
+
     def __init__(self, config: UnropeConfig, index: int) -> None:
         super().__init__()
         layer = config.layout["layers"][index]
         H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.index, self.head_dim, self.window = index, D, layer["window"]
+        self.config = config
+        self.layer_idx, self.head_dim, self.window = index, D, layer["window"]
+        self.num_key_value_groups, self.scaling = H // Hkv, D**-0.5
         self.groups = layer["groups"]
         spectra = config.layout["spectra"]
         biased = [spectra[number]["alibi"] for number, heads in self.groups for _ in range(heads)]
@@ -103,29 +132,55 @@ class UnropeAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(H)) if softmax.get("sinks") else None
 
     def forward(
-        self, x: Tensor, tables: list[Table], padding: Tensor | None, cache: Cache | None
+        self,
+        hidden_states: Tensor,
+        tables: list[Table],
+        padding: Tensor | None,
+        cache: Cache | None,
+        **kwargs: Any,
     ) -> Tensor:
         """``[B, T, hidden_size]`` to the same. ``padding``: ``[B, Tk]``, False where it is."""
-        q = self.heads(self.q_proj(x), self.q_norm)
+        q = self.heads(self.q_proj(hidden_states), self.q_norm)
         if self.softmax_scale is not None:
             q = q * self.softmax_scale.to(q.dtype)[:, None, None]
-        k = self.heads(self.k_proj(x), self.k_norm)
-        v = self.heads(self.v_proj(x), None)
+        k = self.heads(self.k_proj(hidden_states), self.k_norm)
+        v = self.heads(self.v_proj(hidden_states), None)
         q, k = self.encode(q, k, tables)
         past = 0
         if cache is not None:
-            past = cache.get_seq_length(self.index)
-            k, v = cache.update(k, v, self.index)
-        mask = self.mask(q, past, k.shape[2], padding)
-        return self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
+            past = cache.get_seq_length(self.layer_idx)
+            k, v = cache.update(k, v, self.layer_idx)
+        out = self.attend(q, k, v, past, padding, kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """``[B, H, T, D]``; soft-caps and sinks, which no fused kernel has, are written out."""
-        if self.sinks is None and self.softcap is None:
-            causal = mask is None and q.shape[2] > 1
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: int,
+        padding: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Return attention as ``[B, T, H, D]``, or in a shape that has the same elements in order.
+
+        ``past``: tokens before the new ones. Soft-caps and sinks, which no fused kernel has, are
+        written out; everything else goes to the implementation that the configuration names.
+        """
+        name = self.config._attn_implementation or "eager"
+        if name not in WRITTEN_OUT:
+            # A server masks by itself; what it cannot compute was refused with the configuration.
+            attention = ALL_ATTENTION_FUNCTIONS[name]
+            return attention(self, q, k, v, None, scaling=self.scaling, **kwargs)[0]
+        mask = self.mask(q, past, k.shape[2], padding)
+        if name == "eager" or self.sinks is not None or self.softcap is not None:
+            return self.written_out(q, k, v, mask).transpose(1, 2)
+        return ALL_ATTENTION_FUNCTIONS[name](self, q, k, v, mask, scaling=self.scaling)[0]
+
+    def written_out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention ``[B, H, T, D]`` with float32 scores."""
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).float() for x in (k, v))
-        scores = capped(q.float() @ k.mT / math.sqrt(self.head_dim), self.softcap)
+        scores = capped(q.float() @ k.mT * self.scaling, self.softcap)
         T, keys = scores.shape[2:]
         if mask is None:
             mask = torch.ones(T, keys, dtype=torch.bool, device=q.device).tril(keys - T)
@@ -148,9 +203,17 @@ class UnropeAttention(nn.Module):
 
     def encode(self, q: Tensor, k: Tensor, tables: list[Table]) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys and temper queries, each group of heads in its own way."""
-        shared = q.shape[1] // k.shape[1]
-        queries = q.split([shared * count for _, count in self.groups], dim=1)
-        keys = k.split([count for _, count in self.groups], dim=1)
+        if len(self.groups) == 1:  # also where tensor parallelism left a part of the heads
+            cos, sin, factor = tables[self.groups[0][0]]
+            return rotate(q, cos, sin) * factor.to(q.dtype), rotate(k, cos, sin)
+        counts = [count for _, count in self.groups]
+        if k.shape[1] != sum(counts):
+            raise ValueError(
+                f"layer {self.layer_idx} has groups of heads with different encodings, which "
+                "tensor parallelism would cut; load the model on one device."
+            )
+        queries = q.split([self.num_key_value_groups * count for count in counts], dim=1)
+        keys = k.split(counts, dim=1)
         turned = []
         for (number, _), q_part, k_part in zip(self.groups, queries, keys, strict=True):
             cos, sin, factor = tables[number]
@@ -160,29 +223,33 @@ class UnropeAttention(nn.Module):
         return torch.cat(queries, dim=1), torch.cat(keys, dim=1)
 
     def mask(self, q: Tensor, past: int, keys: int, padding: Tensor | None) -> Tensor | None:
-        """What a query may see: booleans, or a bias that falls with the distance (ALiBi).
+        """Return what a query may see: booleans, or with ALiBi a bias that falls with distance.
 
-        None where causality, or everything for a single query, is all there is.
+        None stands for plain causal attention, or for a single query that sees every key.
         """
         T = q.shape[2]
         plain = self.window is None and padding is None and not any(self.slopes)
         if plain and past + T == keys and T in (1, keys):
             return None
+        # A cache of a sliding window holds the last keys only; a static one more than there are.
+        first = max(0, past + T - keys)
         i = torch.arange(past, past + T, device=q.device)[:, None]
-        j = torch.arange(keys, device=q.device)
+        j = torch.arange(first, first + keys, device=q.device)
         allowed = j <= i
         if self.window is not None:
             allowed = allowed & (j > i - self.window)
         if padding is not None:
-            # A padded query sees itself: a softmax over nothing is not a number.
-            padded = F.pad(padding, (0, keys - padding.shape[1]), value=False)
-            allowed = allowed & padded[:, None, None] | (i == j)
+            # A padded query sees itself: a softmax over nothing is NaN.
+            kept = padding[:, first : first + keys]
+            kept = F.pad(kept, (0, keys - kept.shape[1]), value=False)
+            allowed = allowed & kept[:, None, None] | (i == j)
         if not any(self.slopes):
-            return allowed
+            return allowed.expand(len(q), 1, T, keys)
         bias = torch.tensor(self.slopes, device=q.device)[:, None, None] * (j - i)
         precise = torch.promote_types(q.dtype, torch.float32)  # CUDA's kernels refuse it
         kind = precise if q.device.type == "cpu" else q.dtype
-        return bias.masked_fill(~allowed, -math.inf).to(kind)
+        bias = bias.masked_fill(~allowed, -math.inf).to(kind)
+        return bias.expand(len(q), -1, T, keys)
 
 
 class UnropeMLP(nn.Module):
@@ -210,11 +277,17 @@ class UnropeBlock(nn.Module):
         self.mlp = UnropeMLP(config)
 
     def forward(
-        self, x: Tensor, tables: list[Table], padding: Tensor | None, cache: Cache | None
+        self,
+        hidden_states: Tensor,
+        tables: list[Table],
+        padding: Tensor | None,
+        cache: Cache | None,
+        **kwargs: Any,
     ) -> Tensor:
         """See :meth:`UnropeAttention.forward`."""
-        x = x + self.self_attn(self.input_layernorm(x), tables, padding, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(x, tables, padding, cache, **kwargs)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class UnropePreTrainedModel(PreTrainedModel):
@@ -223,15 +296,23 @@ class UnropePreTrainedModel(PreTrainedModel):
     config_class = UnropeConfig
     base_model_prefix = "model"
     _no_split_modules = ("UnropeBlock",)
-    _skip_keys_device_placement = ("past_key_values",)
+    _skip_keys_device_placement = ("past_key_values", "cache")
     _supports_sdpa = True
+    _supports_attention_backend = True
 
 
 class UnropeModel(UnropePreTrainedModel):
-    """Token ids to normalised hidden states."""
+    """Token ids to normalised hidden states.
+
+    Raises:
+        ValueError: the attention implementation is a server's that cannot compute this model.
+    """
 
     def __init__(self, config: UnropeConfig) -> None:
         super().__init__(config)
+        name = config._attn_implementation or "eager"
+        if name not in WRITTEN_OUT and (problem := serving_problem(config.to_dict())):
+            raise ValueError(f"the attention of {name!r} cannot compute this model: {problem}.")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(UnropeBlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -245,30 +326,45 @@ class UnropeModel(UnropePreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **_: Any,
-    ) -> BaseModelOutputWithPast:
+        cache: Cache | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Arguments are those of every decoder in transformers; masks are ``[B, Tk]``.
 
         Positions, and with them lengths, count the tokens that the mask keeps, wherever the padding
         stands; without a mask padding counts as text.
+
+        Raises:
+            TypeError: for an argument that this model does not know.
         """
+        check_arguments("UnropeModel", kwargs, SERVERS_PASS + UNUSED)
+        passed = {name: value for name, value in kwargs.items() if name in SERVERS_PASS}
+        cache = one_cache(past_key_values, cache)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
-            past_key_values = DynamicCache()
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache(config=self.config)
         padding = None if attention_mask is None else attention_mask.bool()
         if padding is not None and padding.all():
             padding = None
         if position_ids is None and padding is not None:
             position_ids = (padding.cumsum(dim=1) - 1).clamp(min=0)[:, -x.shape[1] :]
         elif position_ids is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            past = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
         layout = self.config.layout
         trained = layout["training_length"]
         tables = [table(spectrum, trained, position_ids) for spectrum in layout["spectra"]]
+        states: list[Tensor] = []
         for block in self.layers:
-            x = block(x, tables, padding, past_key_values)
-        return BaseModelOutputWithPast(self.norm(x), past_key_values)
+            states.append(x)
+            x = block(x, tables, padding, cache, **passed)
+        x = self.norm(x)
+        shown = (*states, x) if output_hidden_states else None
+        # By place: the second field is past_key_values or cache, by the version of transformers.
+        outputs = BaseModelOutputWithPast(x, cache, shown)
+        return outputs.to_tuple() if return_dict is False else outputs
 
 
 class UnropeForCausalLM(UnropePreTrainedModel, GenerationMixin):
@@ -285,16 +381,51 @@ class UnropeForCausalLM(UnropePreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **others: Any,
-    ) -> CausalLMOutputWithPast:
-        """``logits_to_keep``: of how many last positions, 0 for all; or of which, ``[n]``."""
-        states = self.model(input_ids, **others)
+        cache: Cache | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Return logits ``[B, T, vocab]`` and with ``labels`` the loss.
+
+        ``logits_to_keep``: number of last positions to return, 0 for all, or their indices.
+        ``num_items_in_batch``: what the sum of losses is divided by, in place of their number.
+
+        Raises:
+            TypeError: for an argument that this model does not know.
+        """
+        check_arguments("UnropeForCausalLM", kwargs, SERVERS_PASS + UNUSED)
+        cache = one_cache(past_key_values, cache)
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache(config=self.config)
+        states = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            **kwargs,
+        )
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(states.last_hidden_state[:, last])
         logits = capped(logits, (self.config.softmax or {}).get("final_softcap"))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutputWithPast(loss, logits, states.past_key_values)
+            loss = self.loss_function(
+                logits,
+                labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+            )
+        outputs = CausalLMOutputWithPast(loss, logits, cache, states.hidden_states)
+        return outputs.to_tuple() if return_dict is False else outputs
