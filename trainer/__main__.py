@@ -8,6 +8,7 @@ import sys
 import trainer
 from trainer.commands import COMMANDS
 from trainer.commands.exit_codes import exit_codes, leaving_ranks
+from trainer.commands.other_trainer import check_other_trainer
 from trainer.commands.running import run_command
 from trainer.errors import UserError, did_you_mean
 
@@ -20,6 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"unrope {trainer.__version__}")
         return
     with leaving_ranks(), exit_codes():
+        check_other_trainer()
         command, rest = split_command(words)
         run_command(importlib.import_module(f"trainer.commands.{command}").COMMAND, rest)
 

@@ -168,7 +168,7 @@ def test_one_word_is_enough(done):
 @pytest.mark.parametrize("words", [["--version"], ["evaluate", "--version"]])
 def test_version(words, capsys):
     main(words)
-    assert capsys.readouterr().out == "unrope 0.1.0\n"
+    assert capsys.readouterr().out == "unrope 0.2.0\n"
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ SCRIPTS = {
     "scripts/first_hour.py": ["--only", "attention"],
     "scripts/rehearse.py": ["--layers=1"],
     "scripts/kill_runs.py": ["--kills=1", "--steps=30"],
+    "scripts/check_versions.py": ["--help"],  # takes half an hour
     "scripts/mutate.py": ["--help"],  # tests/scripts/test_mutate.py breaks something smaller
 }
 
