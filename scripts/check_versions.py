@@ -114,9 +114,10 @@ class Environment:
         self.log.write_text("")
         self.say("installing")
         python = self.place / "bin" / "python"
-        venv.create(self.place, with_pip=True, clear=True)
+        if not python.exists():
+            venv.create(self.place, with_pip=True, clear=True)
         pip = [python, "-m", "pip", "--disable-pip-version-check"]
-        if self.run(*pip, "install", "--editable", ".", *requirements):
+        if self.run(*pip, "install", "--upgrade", "--editable", ".", *requirements):
             self.outcome = "not installed"
             self.say(f"not installed: {self.last_line()}")
             return
@@ -199,7 +200,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep environments and logs here")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="keep environments and logs here, and use those that are here already",
+    )
     parser.add_argument("--torch", metavar="VERSION", help="torch in the oldest environment")
     parser.add_argument("--only", choices=("oldest", "newest"), help="one environment alone")
     parser.add_argument("--workers", type=int, default=0, help="processes of pytest (default: 0)")

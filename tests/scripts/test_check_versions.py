@@ -19,7 +19,8 @@ INSTALLED = [
 ]
 PASSED = "....  [100%]\n============== slowest 15 durations ==============\n4 passed in 3.21s\n"
 FAILED = (
-    "..F.  [100%]\n=== short test summary info ===\nFAILED tests/test_a.py::test_b - assert 1 == 2\n"
+    "..F.  [100%]\n=== short test summary info ===\n"
+    "FAILED tests/test_a.py::test_b - assert 1 == 2\n"
     "1 failed, 3 passed, 2 warnings in 63.20s (0:01:03)\n"
 )
 

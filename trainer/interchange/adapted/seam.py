@@ -74,7 +74,9 @@ class Seam:
     def __init__(self, model: PreTrainedModel, depth: int) -> None:
         self.model = model
         self.usual = model.config._attn_implementation
-        if self.usual not in _MASKS:
+        # transformers 5.5 to 5.12 compute Gemma 2 with SDPA, which leaves out the soft-cap.
+        capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+        if self.usual not in _MASKS or capped:
             self.usual = "eager"
         self.modules: list[nn.Module] = []
 
