@@ -165,7 +165,7 @@ def half_rope(head_dim: int, training_length: int, *, base: float = 10_000.0) ->
 
 @encoding
 def high_frequency(head_dim: int, training_length: int, *, base: float | None = None) -> Spectrum:
-    """RoPE whose slowest pair turns about once in C: base C / 2 pi, 652 at 4096 (RoPE-ID, Sec. 3).
+    """RoPE whose slowest pair turns about once in C: base C / 2 pi, 652 at 4096 (RoPE-ID, Sec. 4).
 
     ``base`` overrides C / 2 pi.
     """

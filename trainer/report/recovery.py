@@ -14,7 +14,7 @@ from trainer.report.plotting import Frame, Series, draw
 from trainer.report.results import PERPLEXITY, Milestone, Report, is_known
 
 RECOVERED = 0.95
-"""Share of the score before the drop that counts as recovered: DroPE, Sec. 5.2."""
+"""Share of the score before the drop that counts as recovered: DroPE, Sec. 5.1."""
 MEAN = "mean"
 FALLING = ("perplexity", "bits_per_byte")
 """How names of metrics end of which less is better."""
