@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -21,6 +22,18 @@ def test_imports_run_downwards_only():
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_type_ignore_names_its_error_and_a_reason():
+    lines = [
+        f"{path}: {line}"
+        for path in (ROOT / "trainer").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if "type: ignore" in line
+    ]
+    assert lines
+    reasoned = re.compile(r"# type: ignore\[[a-z-]+\]  # \w+")
+    assert [line for line in lines if not reasoned.search(line)] == []
 
 
 ALONE = """

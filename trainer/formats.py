@@ -7,6 +7,7 @@ newer one is refused, not misread.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -76,10 +77,12 @@ def read_content(path: Path, largest: int = LARGEST) -> bytes:
     return path.read_bytes()
 
 
-@cache
 def adapter(kind: type[T]) -> TypeAdapter[T]:
     """The checker of a type, made once."""
-    return TypeAdapter(kind)
+    return _adapter(kind)
+
+
+_adapter: Callable[..., TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def check_format(found: Any, newest: int, what: str, otherwise: str) -> None:

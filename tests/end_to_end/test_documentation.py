@@ -141,6 +141,7 @@ SHARING = [page for page in PAGES if page.name in SHARED]
 """Pages that show some of the same commands; those run once."""
 
 
+@pytest.mark.whole
 class TestPagesThatShareCommands:
     """Two classes, so that two processes share the pages."""
 
@@ -150,6 +151,7 @@ class TestPagesThatShareCommands:
             run(words, *place)
 
 
+@pytest.mark.whole
 class TestOtherPages:
     @pytest.mark.parametrize(
         "page", [p for p in PAGES if p not in SHARING], ids=lambda page: page.name

@@ -30,6 +30,8 @@ from trainer.training.run import train
 from trainer.workflows import analyze, evaluate, small_copy
 from trainer.workflows.benchmarks import run_benchmarks
 
+pytestmark = pytest.mark.whole
+
 C = 1024
 """As short as a frame of SpectrumFE."""
 FAMILIES = {

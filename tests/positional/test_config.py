@@ -77,6 +77,14 @@ def test_a_temperature_that_cannot_be_is_named(config, said):
     assert said in str(error.value)
 
 
+def test_a_temperature_takes_the_place_of_one_that_is_off():
+    """RoPE-ID's with coefficient 0 changes nothing at any length."""
+    off = {"rope_id": {"temperature": 0}}
+    own = TemperatureConfig(coefficient=0.1)
+    found = layout(layers=["rope_id"], encodings=off, temperature=own)
+    assert {s.temperature.coefficient for s in found.spectra} == {0.1}
+
+
 def test_patterns_of_different_lengths_repeat_independently():
     built = layout(depth=6, layers=["rope", "nope"], windows=[16, 32, None])
     assert [layer.window for layer in built.layers] == [16, 32, None] * 2

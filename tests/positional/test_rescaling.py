@@ -75,6 +75,31 @@ def test_yarn_is_yarn_of_transformers(head_dim, base, factor):
     assert ours.temperature == rope().temperature
 
 
+@pytest.mark.parametrize("rescaling", [ntk_by_parts, yarn])
+def test_a_second_stage_counts_the_turns_of_each_pair(rescaling):
+    """RoPE-ID, App. A.9 tunes to 32k and then to 128k; YaRN's paper: pairs that turn less than once
+    are interpolated in full, those that turn more than 32 times not at all."""
+    first = slowed(yarn, rope(64, 1e4, 4096), 8.0, 4096)
+    second = slowed(rescaling, first, 4.0, 32_768)
+    turns = [f * 32_768 / (2 * math.pi) for f in first.inv_freq]
+    assert turns[-1] < 1 < turns[20] < 32 < turns[0]
+    for f, slower, times in zip(first.inv_freq, second.inv_freq, turns, strict=True):
+        if times <= 1:
+            assert slower == pytest.approx(f / 4, rel=1e-12)
+        elif times >= 32:
+            assert slower == f
+        else:
+            kept = math.log(times) / math.log(32)
+            assert slower == pytest.approx(f * (kept + (1 - kept) / 4), rel=1e-12)
+
+
+def test_yarn_on_llama_3_frequencies_counts_turns_too():
+    scaled = slowed(llama3, rope(128, 5e5, 8192), 8.0, 8192)
+    for f, slower in zip(scaled.inv_freq, slowed(yarn, scaled, 2.0, 65_536).inv_freq, strict=True):
+        if f * 65_536 < 2 * math.pi:
+            assert slower == pytest.approx(f / 2, rel=1e-12)
+
+
 def test_two_pairs_are_enough_for_a_ramp():
     expected, _ = theirs("yarn", 4, 10_000.0, 4.0, original_max_position_embeddings=C)
     assert_frequencies(slowed(yarn, rope(4, 10_000.0), 4.0, C), expected)

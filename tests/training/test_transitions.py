@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,13 +14,20 @@ from torch import nn
 
 from trainer.data.config import DataConfig
 from trainer.model.attention import RMSNorm
+from trainer.model.config import ModelConfig
+from trainer.positional.layout import Layout
 from trainer.recalibration.config import ChangeConfig
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.phase_config import RescaleConfig
 from trainer.runs.phases import phases_of
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks import transitions
-from trainer.training.callbacks.transitions import Transitions, describe, rescaled_layout
+from trainer.training.callbacks.transitions import (
+    Transitions,
+    describe,
+    layout_of_phase,
+    rescaled_layout,
+)
 
 
 def phase(**changes):
@@ -44,6 +53,30 @@ def test_frequencies_are_rescaled_as_far_as_a_phase_reaches(tiny_decoder, factor
     found = rescaled_layout(layout, longer).layers[0].spectra[0].inv_freq
     wanted = [frequency / expected for frequency in layout.layers[0].spectra[0].inv_freq]
     assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("method", [None, "yarn_full_range"])
+def test_rope_id_keeps_the_length_of_its_temperature_in_longer_phases(tiny_decoder, method):
+    """RoPE-ID, App. A.9: tuned to 32k and 128k, the paper's code divides by 4,096 throughout."""
+    layout = tiny_decoder(layers=["rope_id"], training_length=128).layout
+    rescale = RescaleConfig(method) if method else None
+    for length in (1024, 4096):
+        layout = layout_of_phase(layout, phase(rescale=rescale, length=length), ModelConfig())
+        stored = Layout.from_dict(json.loads(json.dumps(layout.to_dict())))
+        assert stored.training_length == length
+        for n in (64, 128, 1024, 4096, 8192):
+            (spectrum,) = stored.at(n).spectra
+            wanted = (1 + 0.1 * math.log(max(n, 128) / 128)) ** 2
+            assert spectrum.temperature.scale == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_layout_of_earlier_versions_is_read_as_it_was_trained(tiny_decoder):
+    """Its temperature refers to the training length of the last phase."""
+    values = tiny_decoder(layers=["rope_id"], training_length=128).layout.to_dict()
+    values["spectra"][0]["temperature"]["reference"] = None
+    longer = phase(length=1024)
+    layout = layout_of_phase(Layout.from_dict(values), longer, ModelConfig())
+    assert layout.at(1024).spectra[0].temperature.scale == 1
 
 
 @pytest.mark.parametrize(

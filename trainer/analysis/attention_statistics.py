@@ -73,7 +73,7 @@ def divergence_by_position(model: LanguageModel, other: LanguageModel, ids: Tens
             f"and {other.config.vocab_size} tokens."
         )
     states = [one.hidden_states(ids.to(one.device)).flatten(0, 1) for one in (model, other)]
-    size = chunk_size(model.config.vocab_size, model.device)
+    size = chunk_size(model.vocab_size, model.device)
     chunks = [
         _divergence(model.logits(p), other.logits(q).to(p.device))
         for p, q in zip(*(x.split(size) for x in states), strict=True)

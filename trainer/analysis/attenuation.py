@@ -94,12 +94,9 @@ def attenuated(
     that rotate, each by its own entropy (Eq. 11 and 12), and how many pairs these are."""
     layers, total = [], 0
     for encoding, entropy in zip(layout.layers, entropies, strict=True):
-        query, of_query, key, of_key = (
-            part
+        (query, of_query), (key, of_key) = (
+            channel_factors(encoding, weights(gates, entropy, side, [alpha] * len(gates)), head_dim)
             for side in SIDES
-            for part in channel_factors(
-                encoding, weights(gates, entropy, side, [alpha] * len(gates)), head_dim
-            )
         )
         layers.append(replace(encoding, intervention=Intervention(query=query, key=key)))
         total += of_query + of_key

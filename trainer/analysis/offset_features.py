@@ -189,7 +189,7 @@ def shared(one: OffsetFeatures, other: OffsetFeatures) -> tuple[OffsetFeatures, 
     """The entries that both have, by layer, head and pair, in the same order; what is counted over
     entries is of these."""
     keys = [np.rec.fromarrays([x.layer, x.head, x.pair]) for x in (one, other)]
-    _, *places = np.intersect1d(*keys, assume_unique=True, return_indices=True)
+    _, *places = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
     first, second = (_only(x, at) for x, at in zip((one, other), places, strict=True))
     return first, second
 

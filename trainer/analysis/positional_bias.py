@@ -98,9 +98,10 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
     ) -> None:
         attention = model.layers[layer].self_attn
         projections = [attention.q_proj.weight, attention.k_proj.weight]
-        tensors = (x.detach().float() for x in (q, k, rotated_q, rotated_k))
-        layout = model.layout
-        heads = Heads(layer, layout.layers[layer], *tensors, layout.training_length, **softmax)
+        plain = q.detach().float(), k.detach().float()
+        rotated = rotated_q.detach().float(), rotated_k.detach().float()
+        encoding, C = model.layout.layers[layer], model.layout.training_length
+        heads = Heads(layer, encoding, *plain, *rotated, C, **softmax)
         norms = []
         for head in range(q.shape[1]):
             grad_q, grad_k = _score_gradients(heads, head, shift)

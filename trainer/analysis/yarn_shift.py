@@ -94,7 +94,7 @@ def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | No
 
     with model.using(model.layout.rescaled(yarn_turns, FACTOR)):
         capture(model, text, compare)
-    readings = {"trained": trained, "yarn": scaled}
+    readings = {"trained": dict(enumerate(trained)), "yarn": scaled}
     return YarnShift(
         half,
         float((2 / np.arange(half + 2, 2 * half + 2)).mean()),

@@ -128,7 +128,8 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         content = OmegaConf.load(path)
         if isinstance(content, DictConfig):
-            return {str(key): value for key, value in OmegaConf.to_container(content).items()}  # type: ignore[union-attr]
+            values: Any = OmegaConf.to_container(content)
+            return {str(key): value for key, value in values.items()}
     except RecursionError as error:
         raise UserError(f"{path}: it is nested too deeply, or holds itself.") from error
     except yaml.MarkedYAMLError as error:

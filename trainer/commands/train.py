@@ -42,12 +42,14 @@ def read(composed: Composed) -> Named[RunConfig]:
     """
     from trainer.data.preparing import unprepared
 
+    config: RunConfig | None = None
+    problems: tuple[str, ...] = ()
     try:
-        config, problems = read_run(composed), ()
+        config = read_run(composed)
     except UserError as error:
         if not any(problem.startswith(MISSING) for problem in error.problems):
             raise
-        config, problems = None, (*error.problems, *_elsewhere(composed))
+        problems = (*error.problems, *_elsewhere(composed))
     if found := [*problems, *unprepared(composed.values["data"])]:
         raise UserError(*found)
     assert config is not None

@@ -11,6 +11,7 @@ from multiprocessing import get_context
 
 from trainer.data.config import SourceConfig
 from trainer.data.encoding import Encoded, Encoder, encode, start_worker
+from trainer.data.manifest import Split
 from trainer.data.plan import BYTES_PER_TOKEN, NAMED, SMALL, Plan, is_kept
 from trainer.data.rows import BadRow
 from trainer.errors import UserError
@@ -30,7 +31,7 @@ class Batch:
     text_bytes: int = 0
 
 
-Map = Callable[[Iterator[Batch]], Iterator[tuple[Batch, dict[str, Encoded]]]]
+Map = Callable[[Iterator[Batch]], Iterator[tuple[Batch, dict[Split, Encoded]]]]
 
 
 def batches_of(rows: Iterable[str | BadRow], config: SourceConfig, start: Batch) -> Iterator[Batch]:
@@ -90,8 +91,8 @@ def encoders(plan: Plan, workers: int) -> Iterator[Map]:
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, arguments)
 
-    def several(batches: Iterator[Batch]) -> Iterator[tuple[Batch, dict[str, Encoded]]]:
-        waiting: deque[tuple[Batch, Future[dict[str, Encoded]]]] = deque()
+    def several(batches: Iterator[Batch]) -> Iterator[tuple[Batch, dict[Split, Encoded]]]:
+        waiting: deque[tuple[Batch, Future[dict[Split, Encoded]]]] = deque()
         for batch in batches:
             waiting.append((batch, pool.submit(encode, batch.texts)))
             batch.texts = []  # they are on their way; memory is for what is not

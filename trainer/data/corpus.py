@@ -112,8 +112,9 @@ def prepare_corpus(
     """
     directories = []
     texts = config.texts
-    as_many = isinstance(wanted, list) and len(wanted) == len(texts)
-    known = dict(zip(texts, map(str, wanted), strict=True)) if as_many else {}
+    known: dict[str, str] = {}
+    if isinstance(wanted, list) and len(wanted) == len(texts):
+        known = dict(zip(texts, map(str, wanted), strict=True))
     begun: set[str] = set()
     for name, (text, _) in texts.items():
         begun.add(name)

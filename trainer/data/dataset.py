@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -18,7 +19,19 @@ from trainer.data.order import Integers, Mixture, keys, sample_indices
 from trainer.data.packing import BestFitBlocks, Blocks, StreamBlocks
 from trainer.data.shards import TokenStream
 
-Batch = dict[str, Tensor]
+
+class Batch(TypedDict):
+    """What :func:`as_batch` makes."""
+
+    input_ids: Tensor
+    labels: Tensor
+    weights: Tensor
+    hashes: Tensor
+    documents: NotRequired[Tensor]
+    bounds: NotRequired[Tensor]
+    longest: NotRequired[int]
+    positions: NotRequired[Tensor]
+
 
 MOST_AT_ONCE = 64
 """Samples whose hashes are computed together."""
@@ -106,7 +119,7 @@ def as_batch(
     begins = inputs == end
     if config is not None and not config.first_token_loss:
         weights = np.where(begins, np.float32(0), weights)
-    batch = {
+    batch: Batch = {
         "input_ids": torch.from_numpy(inputs),
         "labels": torch.from_numpy(np.ascontiguousarray(targets)),
         "weights": torch.from_numpy(weights),

@@ -11,13 +11,16 @@ import signal
 import threading
 from dataclasses import dataclass
 from multiprocessing import parent_process
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-SPLITS = ("train", "validation", "test")
+if TYPE_CHECKING:
+    from trainer.data.manifest import Split
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 LONGEST_WORK = 1 << 20
 """Characters that are tokenised at once; merging needs many times the memory of the text."""
 
@@ -34,7 +37,7 @@ class Thresholds:
     validation: int
     test: int
 
-    def split_of(self, text: str) -> str:
+    def split_of(self, text: str) -> Split:
         """``train``, ``validation`` or ``test``; equal documents are always in the same one."""
         found = document_hash(text)
         if found < self.validation:
@@ -62,13 +65,13 @@ class Encoder:
         self.tokenizer.no_padding()
         self.end, self.thresholds, self.dtype = end, thresholds, np.dtype(dtype)
 
-    def __call__(self, texts: list[str]) -> dict[str, Encoded]:
+    def __call__(self, texts: list[str]) -> dict[Split, Encoded]:
         """The documents of each split that has any, in their order."""
         parts = [cut(text) for text in texts]
         flat = [part for of_text in parts for part in of_text]
         found = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
-        ids: dict[str, list[NDArray[Any]]] = {}
-        lengths: dict[str, list[int]] = {}
+        ids: dict[Split, list[NDArray[Any]]] = {}
+        lengths: dict[Split, list[int]] = {}
         end = np.array([self.end], self.dtype)
         for text, of_text in zip(texts, parts, strict=True):
             split = self.thresholds.split_of(text)
@@ -118,7 +121,7 @@ def _end_with_reader() -> None:
     os._exit(1)
 
 
-def encode(texts: list[str]) -> dict[str, Encoded]:
+def encode(texts: list[str]) -> dict[Split, Encoded]:
     """What a process of the pool does with a batch."""
     assert _encoder is not None
     return _encoder(texts)

@@ -46,7 +46,7 @@ class FlatFile:
             UserError: they are not there, or too large; TransientError: the disk fails.
         """
         found = np.empty(count, self.dtype)
-        into, done = found.view(np.uint8), 0
+        into, done = found.view(np.uint8).data, 0
         while done < len(into):
             try:
                 position = start * self.dtype.itemsize + done

@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.formats import Count, check_format, read_as, read_plain
 
 Split = Literal["train", "validation", "test"]
+TableName = Literal["starts", "lengths", "blocks"]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class Table:
 class Packing:
     """The files of best fit for one length, by name."""
 
-    tables: dict[Literal["starts", "lengths", "blocks"], Table]
+    tables: dict[TableName, Table]
 
 
 def read_json(path: Path, kind: type[T], newest: int | None = None, what: str = "") -> T:

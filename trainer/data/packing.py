@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.flat_file import FlatFile, wrong_bytes, wrong_size
-from trainer.data.manifest import Packing, Table, read_json
+from trainer.data.manifest import Packing, Table, TableName, read_json
 from trainer.data.order import Integers
 from trainer.data.prepared import Prepared
 from trainer.data.shards import TokenStream, write_synchronised
@@ -95,7 +95,7 @@ class BestFitBlocks:
         return found, filled
 
 
-TABLES = {"starts": "<i8", "lengths": "<i4", "blocks": "<i8"}
+TABLES: dict[TableName, str] = {"starts": "<i8", "lengths": "<i4", "blocks": "<i8"}
 """``blocks[i]`` to ``blocks[i + 1]`` are the pieces of sequence i; each has a start in the stream
 and a length."""
 
@@ -127,7 +127,7 @@ def packing_problems(directory: Path) -> list[str]:
     return found
 
 
-def _tables(directory: Path, length: int) -> dict[str, Table]:
+def _tables(directory: Path, length: int) -> dict[TableName, Table]:
     """What was written of each table; empty where not all were."""
     try:
         return read_json(packing_path(directory, length, "json"), Packing).tables
@@ -135,7 +135,7 @@ def _tables(directory: Path, length: int) -> dict[str, Table]:
         return {}
 
 
-def _size_problem(directory: Path, length: int, tables: dict[str, Table]) -> str | None:
+def _size_problem(directory: Path, length: int, tables: dict[TableName, Table]) -> str | None:
     sizes = {
         packing_path(directory, length, name): table.count * np.dtype(TABLES[name]).itemsize
         for name, table in tables.items()
@@ -160,7 +160,7 @@ def _pack(text: Prepared, length: int) -> None:
     files = {name: path.open("wb") for name, path in temporary.items()}
     counted, sums = dict.fromkeys(TABLES, 0), {name: hashlib.sha256() for name in TABLES}
 
-    def write(name: str, numbers: NDArray[Any]) -> None:
+    def write(name: TableName, numbers: NDArray[Any]) -> None:
         data = numbers.astype(TABLES[name]).tobytes()
         files[name].write(data)
         sums[name].update(data)

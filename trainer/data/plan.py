@@ -54,7 +54,9 @@ SAMPLED_FILES = 16
 """Of a large source, that a tokenizer is trained on parts of."""
 
 
-def request_of(config: SourceConfig, tokenizer: TokenizerConfig, given: Tokenizer | None) -> dict:
+def request_of(
+    config: SourceConfig, tokenizer: TokenizerConfig, given: Tokenizer | None
+) -> dict[str, Any]:
     """What was asked for, in plain values: equal requests of one source give equal tokens."""
     keys = {
         "hub": ("hub_name", "hub_config", "hub_split", "hub_files", "text_field"),
@@ -159,12 +161,12 @@ def make_plan(
     """
     size = sum(file.text_bytes for file in listing.files)
     small = _small(config, listing) if size <= SMALL else None
-    if small is not None:
-        _check_enough(small, config, listing)
-        thresholds, tokens = exact_thresholds(small, config), sum(map(len, small)) // 4
-    else:
+    if small is None:
         tokens = size // BYTES_PER_TOKEN or None
         thresholds = _estimated_thresholds(config, tokens)
+    else:
+        _check_enough(small, config, listing)
+        thresholds, tokens = exact_thresholds(small, config), sum(map(len, small)) // 4
     if tokenizer_config.path:
         tokenizer = load_tokenizer(tokenizer_config.path)
     elif given is not None:
@@ -195,8 +197,7 @@ def plan_for(
 
 
 def _units(files: tuple[File, ...]) -> Iterator[tuple[int, ...]]:
-    unit: list[int] = []
-    size = 0
+    unit, size = list[int](), 0
     for index, file in enumerate(files):
         if unit and size + file.text_bytes > UNIT:
             yield tuple(unit)

@@ -150,6 +150,7 @@ def _list_hub(config: SourceConfig) -> Listing:
     """The files of a dataset's configuration and split, at one commit."""
     where = f"data.hub_name: {config.hub_name!r}"
     try:
+        revision: str | None
         if config.hub_files:
             revision = _commit(config)
             at = f"hf://datasets/{config.hub_name}@{revision}/"

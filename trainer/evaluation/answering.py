@@ -168,10 +168,10 @@ def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[_Batch]:
             else:
                 sharing[length, new, len(part)].append((part[order].tolist(), cuts))
     yield from _plain_batches(single, prompts, batch_tokens)
-    for (length, new, size), parts in sharing.items():
+    for (length, new, size), groups in sharing.items():
         count = max(1, batch_tokens // (size * (length + new)))
-        for first in range(0, len(parts), count):
-            chosen = parts[first : first + count]
+        for first in range(0, len(groups), count):
+            chosen = groups[first : first + count]
             rows = np.array([order for order, _ in chosen]).T.flatten()
             cuts = np.min([cuts for _, cuts in chosen], axis=0)
             yield _Batch(tuple(rows.tolist()), tuple(cuts.tolist()))

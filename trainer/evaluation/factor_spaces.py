@@ -127,8 +127,8 @@ class FromCriticalPair:
         found = []
         for spectrum, mine, theirs in zip(self.layout.spectra, one, other, strict=True):
             latest = self._critical(spectrum)
-            pair = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
-            pair = int(np.clip(pair, _near(latest, min(CRITICAL)), latest))
+            moved = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
+            pair = int(np.clip(moved, _near(latest, min(CRITICAL)), latest))
             varied = _varied(mine[1], theirs[1], width, generator)
             found.append(self._whole(pair, varied / self.factor, spectrum))
         return tuple(found)

@@ -36,7 +36,7 @@ MAX_NEW_TOKENS = 256
 """Of tasks that set no ``max_gen_toks``, as for lm-eval's own models."""
 
 
-class HarnessModel(LM):
+class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that LM is Any
     """Answers lm-eval's three kinds of requests.
 
     ``batch_tokens``: tokens in one forward pass, and in the cache of those that are generated.

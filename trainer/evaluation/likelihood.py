@@ -199,7 +199,7 @@ class _Reader:
     def _predict(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Losses ``[N]`` in nats and whether another token is likelier, after ``[N, hidden]``."""
         losses, missed = [], []
-        size = chunk_size(self.model.config.vocab_size, self.model.device)
+        size = chunk_size(self.model.vocab_size, self.model.device)
         for x, y in zip(
             states.split(size), targets.to(states.device)[:, None].split(size), strict=True
         ):

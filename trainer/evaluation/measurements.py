@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
-from trainer.data.corpus import TokenStream
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
+from trainer.data.shards import TokenStream
 from trainer.evaluation.answering import answers
 from trainer.evaluation.loss import by_bucket, measured_losses, windows_with_common_ends
 from trainer.evaluation.prompts import Prompt, Task

@@ -106,9 +106,10 @@ class MethodsConfig(ABC):
                 )
         if "weighted_rope" in self.parts and not self.weighted_rope:
             found.append("evaluation.weighted_rope: expected one rule or more, got none.")
-        groups = (self.temperature, self.dynamic_ntk, self.longrope, self.dope)
-        for group in (*groups, *self.weighted_rope):
+        for group in (self.temperature, self.dynamic_ntk, self.longrope, self.dope):
             found += group.problems()
+        for rule in self.weighted_rope:
+            found += rule.problems()
         return found + self.choice.problems(choice_texts())
 
     def choice_problems(self, training_length: int, methods: Sequence[str]) -> list[str]:

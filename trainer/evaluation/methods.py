@@ -89,7 +89,8 @@ def recipe(
     if "longrope" in keys and config.longrope.factors is not None:
         check_published(layout, read_factors(config.longrope.factors))
     tempering = [key for key in keys if key in ("temperature", "temperature_rope_id")]
-    if tempering and any(s.temperature.is_trained for s in layout.spectra):
+    C = layout.training_length
+    if tempering and any(s.temperature.is_trained(C) for s in layout.spectra):
         why = "was trained with logits that follow the length, so there is no place for a {}"
         return why, MAKERS[tempering[0]].title
     only_free = config.temperature.models == "free"

@@ -80,7 +80,7 @@ def read_factors(file: str) -> PublishedFactors:
 def _list_problems(found: dict[str, Any], group: str) -> Iterator[str]:
     """What is wrong with the two lists of ``found``, which is the ``group`` of a file, a clause
     each."""
-    lists = {key: found.get(key) for key in ("short_factor", "long_factor")}
+    lists: dict[str, Any] = {key: found.get(key) for key in ("short_factor", "long_factor")}
     if missing := [key for key, value in lists.items() if value is None]:
         where = f"{group} has" if group else "there is"
         yield f"{where} no {' and no '.join(missing)}; the file {NEEDS}"

@@ -59,7 +59,7 @@ _LLAMA_3_WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # How text is cut into words of bytes, by ``tokenizer.ggml.pre``.
-_PRE_TOKENIZERS = {
+_PRE_TOKENIZERS: dict[str, list[Any]] = {
     "smollm": [
         pre_tokenizers.Digits(individual_digits=True),
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -161,7 +161,7 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise UserError(f"the architecture {architecture!r} is not supported; expected 'llama'.")
-    values = {key: metadata.get(f"llama.{name}") for key, name in _KEYS.items()}
+    values: dict[str, Any] = {key: metadata.get(f"llama.{name}") for key, name in _KEYS.items()}
     if missing := [f"llama.{_KEYS[key]}" for key in _REQUIRED if not values[key]]:
         raise UserError(f"metadata is missing: {', '.join(missing)}.")
     heads = values["num_attention_heads"]

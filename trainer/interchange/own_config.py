@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from trainer.errors import UserError
 from trainer.formats import adapter
@@ -95,13 +95,14 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
         raise UserError(f"{name}: {error}.") from None
     _check_slopes(values.get("alibi_slopes"), config, layout, name)
     norms = {layer.qk_norm for layer in layout.layers}
-    # Of norms in some layers the others wait, as before a drop.
+    # Norms in some layers only: the other layers get theirs at a later drop.
+    when: Literal["never", "always", "after_drop"]
     when = "never" if norms == {False} else "always" if norms == {True} else "after_drop"
     return replace(config, qk_norm=replace(config.qk_norm, when=when)), layout
 
 
 def _softmax(given: Any, name: str) -> SoftmaxConfig:
-    """That of a file; one of an earlier version says nothing of it."""
+    """Read the softmax settings; files of earlier versions have none."""
     known = [field.name for field in fields(SoftmaxConfig)]
     try:
         if isinstance(given, dict) and given.keys() - set(known):

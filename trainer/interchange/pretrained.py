@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.formats import read_plain
+from trainer.interchange.drope_config import from_drope_config, is_drope, is_unused
 from trainer.interchange.finding import find_pretrained
 from trainer.interchange.hf_config import from_hf_config, named_bos
 from trainer.interchange.own_config import code_remark, from_own_config, is_own
@@ -41,8 +42,15 @@ T = TypeVar("T")
 class StoredTensor(Protocol):
     """A tensor in a file, not read yet."""
 
-    name: str
-    shape: tuple[int, ...]
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the file."""
+        ...
 
     def read_into(self, out: Tensor) -> None:
         """Fill ``out`` (contiguous, of this shape), converting to its type."""
@@ -128,6 +136,8 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
             problems.extend(f"{given}: {problem}" for problem in error.problems)
             return None
 
+    values: dict[str, Any] | None
+    tensors: Mapping[str, StoredTensor] | None
     if path.suffix == ".gguf":
         from trainer.interchange.gguf import read_gguf
 
@@ -138,9 +148,8 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
         values = attempt(read_config, path)
         tensors = attempt(read_headers, path)
         tokenizer = attempt(read_tokenizer, path)
-    shape = from_own_config if values is not None and is_own(values) else from_hf_config
-    model = attempt(shape, values, source) if values is not None else None
-    if model is None or tensors is None:
+    model = attempt(_shape, values, source) if values is not None else None
+    if values is None or model is None or tensors is None:
         raise UserError(*problems)
     config, layout = model
     if config.num_hidden_layers > DEEP and len(tensors) < MATRICES * config.num_hidden_layers:
@@ -154,7 +163,11 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
             for name, parameter in Decoder(config, layout).named_parameters()
             if not waits(name, layout)
         }
-    ours = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    ours = {
+        name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if not is_unused(values, name)
+    }
     attempt(_check, shapes, ours, config.tie_word_embeddings)
     if problems:
         raise UserError(*problems)
@@ -162,6 +175,15 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
         log.warning(remark)
     wanted, bos_token = {n: ours[n] for n in shapes}, named_bos(values)
     return Pretrained(given, config, layout, tokenizer, wanted, dtype, bos_token)
+
+
+def _shape(values: Mapping[str, Any], source: str) -> tuple[ModelConfig, Layout]:
+    """Return shape and positions, whoever wrote the configuration."""
+    if is_own(values):
+        return from_own_config(values, source)
+    if is_drope(values):
+        return from_drope_config(values, source)
+    return from_hf_config(values, source)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -57,7 +57,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
         queries = range(past + start, past + min(start + block, Tq))
         first = 0 if mask.window is None else max(0, queries.start - mask.window + 1)
         keys = range(first, queries.stop)
-        part = q[:, :, start : start + block], *(x[:, :, first : keys.stop] for x in (k, v))
+        part = (
+            q[:, :, start : start + block],
+            k[:, :, first : keys.stop],
+            v[:, :, first : keys.stop],
+        )
         outputs.append(
             _fused(*part, attn_mask=bias(mask, queries, keys, q))
             if softmax.is_plain
@@ -136,7 +140,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN
 
 
 def _packed(
-    kernel: Callable[..., Tensor],
+    kernel: Callable[..., Any],
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, overload
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -52,3 +55,19 @@ class Block(nn.Module):
         )
         x = (x if last is None else x[:, -last:]) + mixed
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+if TYPE_CHECKING:
+
+    class Blocks(nn.ModuleList):
+        """The blocks of a decoder; torch's list does not say what its modules are."""
+
+        def __init__(self, modules: Iterable[Block]) -> None: ...
+        def __iter__(self) -> Iterator[Block]: ...
+        @overload
+        def __getitem__(self, idx: slice) -> nn.ModuleList: ...
+        @overload
+        def __getitem__(self, idx: int) -> Block: ...
+        def __getitem__(self, idx: int | slice) -> Block | nn.ModuleList: ...
+else:
+    Blocks = nn.ModuleList

@@ -63,10 +63,10 @@ class KVCache:
 
         # Zeros, since a probability of 0 times whatever lies in columns before a row begins is NaN
         # where that is.
-        def layer() -> LayerCache:
-            return LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+        def zeros() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        return cls([layer() for _ in range(config.num_hidden_layers)])
+        return cls([LayerCache(zeros(), zeros()) for _ in range(config.num_hidden_layers)])
 
     @property
     def begins(self) -> tuple[int, ...]:

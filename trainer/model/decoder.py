@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainer.model.attention import Encoding, RMSNorm, bias_slopes
 from trainer.model.backend_choice import Choice, Needs, choose_backend
 from trainer.model.backends import BACKENDS, prepared
-from trainer.model.block import Block
+from trainer.model.block import Block, Blocks
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.model.initialization import initial_value
@@ -50,7 +50,7 @@ class Decoder(LanguageModel):
         self.config = config
         words = torch.empty(config.vocab_size, config.hidden_size)  # drawn below, and not here too
         self.embed_tokens = nn.Embedding.from_pretrained(words, freeze=False)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = Blocks(Block(config) for _ in range(config.num_hidden_layers))
         self.layout = layout
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
@@ -273,8 +273,8 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """Weighted mean cross-entropy, nats per token; see :func:`linear_cross_entropy`, and for
         ``options`` :meth:`hidden_states`."""
-        x = self.hidden_states(ids, **options)
-        more = {"softcap": self.config.softmax.final_softcap, "product": self._product}
+        x, softcap = self.hidden_states(ids, **options), self.config.softmax.final_softcap
+        more: dict[str, Any] = {"softcap": softcap, "product": self._product}
         return linear_cross_entropy(
             x, self.head, targets, weights, z_loss=z_loss, losses=losses, **more
         )

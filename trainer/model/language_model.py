@@ -32,6 +32,12 @@ class LanguageModel(nn.Module, ABC):
     layout: Layout
 
     @property
+    def vocab_size(self) -> int:
+        """Number of token ids, which every model that is built knows."""
+        assert self.config.vocab_size is not None
+        return self.config.vocab_size
+
+    @property
     @abstractmethod
     def device(self) -> torch.device:
         """Where its weights are."""
@@ -42,11 +48,26 @@ class LanguageModel(nn.Module, ABC):
         return self.device.type
 
     @abstractmethod
-    def use_backend(self, name: str, device: str, **needs: Any) -> Choice:
+    def use_backend(
+        self,
+        name: str,
+        device: str,
+        *,
+        documents: bool = False,
+        half: bool = True,
+        many_lengths: bool = False,
+    ) -> Choice:
         """Choose how attention is computed on a device ("cpu", "cuda")."""
 
     @abstractmethod
-    def hidden_states(self, ids: Tensor, **options: Any) -> Tensor:
+    def hidden_states(
+        self,
+        ids: Tensor,
+        *,
+        cache: KVCache | None = None,
+        length: int | None = None,
+        last: int | None = None,
+    ) -> Tensor:
         """States ``[B, T, hidden_size]`` before the head, of ids ``[B, T]``.
 
         ``cache``: earlier tokens, extended in place. ``last``: how many of the last positions to

@@ -85,5 +85,5 @@ def recomputed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax, fi
     """:func:`eager`, whose probabilities backward computes again instead of keeping them."""
     if not torch.is_grad_enabled():
         return eager(q, k, v, mask, softmax, first)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    return checkpoint(eager, q, k, v, mask, softmax, first, **options)
+    arguments = (q, k, v, mask, softmax, first)
+    return checkpoint(eager, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -70,7 +70,7 @@ class TemperatureConfig:
         """
         if not self.reaches(spectrum):
             return spectrum
-        if spectrum.temperature != Temperature():
+        if not spectrum.temperature.is_none:
             raise UserError(
                 "positional.temperature: an encoding has a temperature of its own; set its "
                 "positional.encodings.NAME.temperature=0, or leave this one out."

@@ -165,7 +165,7 @@ def half_rope(head_dim: int, training_length: int, *, base: float = 10_000.0) ->
 
 @encoding
 def high_frequency(head_dim: int, training_length: int, *, base: float | None = None) -> Spectrum:
-    """RoPE whose slowest pair turns about once in C: base C / 2 pi, 652 at 4096 (RoPE-ID, Sec. 3).
+    """RoPE whose slowest pair turns about once in C: base C / 2 pi, 652 at 4096 (RoPE-ID, Sec. 4).
 
     ``base`` overrides C / 2 pi.
     """
@@ -188,6 +188,9 @@ def rope_id(
     """RoPE-ID (App. A.4): half the channels, wavelengths from 32 tokens to C / 2, temperature
     (1 + 0.1 ln(max(n, C) / C))^2.
 
+    The C of the temperature is stored, so that it stays 4,096 when a later phase has longer
+    sequences, as in the paper's code (App. A.9).
+
     ``slowest_wavelength`` defaults to C / 2, two full turns in the training length. At a training
     length of 64 the paper's fastest wavelength would equal the slowest, hence the parameter.
     """
@@ -199,7 +202,7 @@ def rope_id(
             slowest_wavelength,
             rotated_pairs(head_dim, rotary_fraction),
         ),
-        Temperature(coefficient=temperature, exponent=exponent),
+        Temperature(coefficient=temperature, exponent=exponent, reference=training_length),
     )
 
 

@@ -63,14 +63,15 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-@torch.compiler.disable  # the graph breaks here rather than build the tensor at every call
+# The graph breaks here rather than build the tensor at every call.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 @lru_cache
 def _factors(rows: Factors, device: torch.device) -> Tensor:
     """``[H, 1, D]`` float32."""
     return torch.tensor(rows, dtype=torch.float32, device=device)[:, None]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 @lru_cache(maxsize=64)
 def _keys(heads: int, size: int, seed: int, device: torch.device) -> Tensor:
     """``[2, heads, 1, size]``, 32 bits each."""

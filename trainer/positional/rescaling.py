@@ -17,6 +17,9 @@ import numpy as np
 
 from trainer.positional.spectrum import Frequencies, LongFrequencies, Spectrum, Stretch
 
+GEOMETRIC = 1e-6
+"""Relative difference of the steps between neighbouring pairs of a geometric spectrum."""
+
 
 class Rescaling(Protocol):
     """A method of context extension."""
@@ -62,16 +65,24 @@ def ntk_by_parts(
     """NTK-by-parts scaling (bloc97 2023): the frequencies of YaRN, as transformers computes them.
 
     Pairs that turn more than ``beta_fast`` times in C keep their frequency, those that turn less
-    than ``beta_slow`` times are divided by s, with a linear ramp over the pair's index between,
-    from and to a whole index with ``truncate``.
+    than ``beta_slow`` times are divided by s. Between them is a ramp that is linear in the pair's
+    index, from and to a whole index with ``truncate``.
+
+    For frequencies that are not geometric (after an earlier rescaling, Llama 3.1's), an index says
+    nothing of the turns: the ramp is then linear in the logarithm of each pair's own turns, which
+    is the same for geometric ones, and ``truncate`` has no effect.
     """
     if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))
     moving = [f for f in inv_freq if f > 0]
-    # Where on the (fractional) index axis a pair turns `turns` times within C.
     step = math.log(moving[0] / moving[-1]) / (len(moving) - 1)
+    if not np.allclose(-np.diff(np.log(moving)), step, rtol=GEOMETRIC, atol=0):
+        turns = np.maximum(inv_freq, np.finfo(float).tiny) * training_length / (2 * math.pi)
+        kept = np.log(turns / beta_slow) / math.log(beta_fast / beta_slow)
+        return _by_share(np.clip(kept, 0, 1))
 
     def index(turns: float) -> float:
+        """Return the fractional index at which a pair turns so often within C."""
         return math.log(moving[0] * training_length / (2 * math.pi * turns)) / step
 
     low, high = index(beta_fast), index(beta_slow)

@@ -27,7 +27,8 @@ class Temperature:
 
     s = max(n, C) / C with C the training length, so inside the training length the factor is
     ``scale``. DroPE (App. C.2) has exponent 1 and a fitted coefficient; RoPE-ID (App. A.4) 0.1 and
-    2; YaRN has a constant ``scale`` for a given extension. ``per`` says whether n is the length of
+    2, and its C stays the one that it began with (App. A.9) as its ``reference``; YaRN has a
+    constant ``scale`` for a given extension. ``per`` says whether n is the length of
     the sequence or, for every query, the number of keys it can see.
     ``reference``: tokens in place of C, so that a model is also trained with the factor; 1 for the
     logarithm of the length (scalable softmax, Nakanishi 2025). ``steps``: s = 1 + floor(n /
@@ -47,9 +48,14 @@ class Temperature:
         return self.coefficient == 0.0
 
     @property
-    def is_trained(self) -> bool:
+    def is_none(self) -> bool:
+        """Whether the factor is 1 at every length."""
+        return self.is_constant and self.scale == 1
+
+    def is_trained(self, training_length: int) -> bool:
         """Whether the factor depends on lengths within the training length too."""
-        return not self.is_constant and (self.reference is not None or self.steps)
+        below = self.reference is not None and self.reference < training_length
+        return not self.is_constant and (below or self.steps)
 
     @property
     def follows_length(self) -> bool:

@@ -68,10 +68,11 @@ class ChangeConfig:
         for name in ("slower_than", "faster_than"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 found.append(f"{key}.{name}: expected a number of tokens, got {value}.")
-        if None not in (self.slower_than, self.faster_than) and self.slower_than < self.faster_than:
+        slower, faster = self.slower_than, self.faster_than
+        if slower is not None and faster is not None and slower < faster:
             found.append(
-                f"{key}.slower_than: pairs slower than {self.slower_than:g} or faster than "
-                f"{self.faster_than:g} are all; give one of them, or a slower_than above "
+                f"{key}.slower_than: pairs slower than {slower:g} or faster than "
+                f"{faster:g} are all; give one of them, or a slower_than above "
                 "faster_than."
             )
         if self.to != "nope" and (self.of_pairs or self.anneal_steps):

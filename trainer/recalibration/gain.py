@@ -8,17 +8,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
 
 
 @torch.no_grad()
-def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[nn.Module, float]:
+def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[RMSNorm, float]:
     """The RMS that the input of every query and key norm has on ``batches``, each ``[B, T]`` token
     ids, of one size."""
-    squares: dict[nn.Module, Tensor | float] = defaultdict(float)
+    squares: dict[RMSNorm, Tensor | float] = defaultdict(float)
     hooks = []
 
-    def measure(norm: nn.Module) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    def measure(norm: RMSNorm) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
             squares[norm] = squares[norm] + output.float().square().mean()
 
@@ -44,7 +45,7 @@ def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[nn.Module, fl
 
 
 @torch.no_grad()
-def set_gains(sizes: dict[nn.Module, float]) -> None:
+def set_gains(sizes: dict[RMSNorm, float]) -> None:
     """Set gains to :func:`input_sizes`: a norm then rescales each vector to the average size that
     its layer worked with, instead of 1.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from trainer.report.atomic import write_atomically
 from trainer.report.drawn import Drawn
@@ -22,7 +23,7 @@ _OWN_COLUMN = "tokens_per_second"  # of the table of arms
 def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
     """Write the page, complete or not at all; it holds nothing but the report's data, the figures
     and fixed text. Raises ``OSError`` when a figure cannot be read."""
-    filters = {
+    filters: dict[str, Callable[..., Any]] = {
         "by_model": lambda rows: [(m, list(own)) for m, own in groupby(rows, lambda row: row[0])],
         "row_name": _row_name,
         "embedded": base64,

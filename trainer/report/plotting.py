@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
 OVERLAY = 8
 WIDTH = 6.75  # inches, the text width of a two-column paper
@@ -31,9 +31,9 @@ _MARKERS = "osD^vPX<>*"
 # Perceptually uniform, for all kinds of colour vision; without the yellow that fades on white.
 GRADED = ListedColormap(mpl.colormaps["viridis"](np.linspace(0, 0.88, 256)))
 _REFERENCE = "#707070"
-_REFERENCE_DASHES = (":", "-.")
+_REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
 
-_RC = {
+_RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # ships with matplotlib, hence the same everywhere
     "font.size": 8,
     "axes.titlesize": 8,
@@ -97,6 +97,12 @@ def training_length_mark(length: int | None, drawn: Collection[int]) -> tuple[fl
 def paper_style() -> AbstractContextManager[None]:
     """A context in which figures are drawn; global settings are as before when it ends."""
     return mpl.rc_context(_RC)
+
+
+def whole_ticks(locator: Locator) -> None:
+    """Place ticks at whole numbers only."""
+    assert isinstance(locator, MaxNLocator)  # as all linear axes have
+    locator.set_params(integer=True)
 
 
 def blank(height: float, width: float = WIDTH) -> Figure:

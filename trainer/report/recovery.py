@@ -14,7 +14,7 @@ from trainer.report.plotting import Frame, Series, draw
 from trainer.report.results import PERPLEXITY, Milestone, Report, is_known
 
 RECOVERED = 0.95
-"""Share of the score before the drop that counts as recovered: DroPE, Sec. 5.2."""
+"""Share of the score before the drop that counts as recovered: DroPE, Sec. 5.1."""
 MEAN = "mean"
 FALLING = ("perplexity", "bits_per_byte")
 """How names of metrics end of which less is better."""
@@ -115,7 +115,7 @@ def value_of(one: Milestone, key: str) -> float | None:
 def _lines(arms: Milestones) -> Figure:
     """Scores in percent; perplexities where nothing else was measured."""
     unit = 100 if any(scored(history[-1]) for history in arms.values()) else 1
-    series = []
+    series: list[Series] = []
     for number, (name, history) in enumerate(arms.items()):
         shown = list(scored(history[-1]) if unit == 100 else history[-1].scores)
         if unit == 100 and len(shown) > 1:

@@ -38,7 +38,7 @@ class Json:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, with lists for tuples and ``None`` for numbers that are not finite."""
-        return _plain(asdict(self))  # type: ignore[call-overload]
+        return _plain(asdict(self))  # type: ignore[call-overload]  # its subclasses are dataclasses
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:

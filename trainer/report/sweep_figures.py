@@ -105,9 +105,9 @@ def axes(sweep: Sweep) -> list[Axis]:
     that make a grid, with a line for each value of the other; or each of those in which alone runs
     differ from the first. Empty where that does not hold all runs."""
     numbers = {
-        key: values
+        key: places
         for key in sweep.keys
-        if None not in (values := [_number(run, key) for run in sweep.runs])
+        if None not in (places := [_number(run, key) for run in sweep.runs])
     }
     if len(sweep.keys) == 2 and numbers and _grid(sweep):
         key = max(numbers, key=lambda key: len(set(numbers[key])))

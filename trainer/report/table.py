@@ -200,7 +200,7 @@ def _perplexity(outcomes: Outcomes, detail: bool) -> list[Table]:
 def _column(
     found: dict[Row, Estimate | None], comparison: Callable[[Row], Comparison | None]
 ) -> dict[Row, Entry]:
-    best = max((e.mean for e in found.values() if e is not None), default=None)
+    best = max((e.mean for e in found.values() if e is not None), default=0.0)
     column = {}
     for row, own in found.items():
         if own is not None:

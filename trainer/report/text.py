@@ -94,7 +94,8 @@ def _terminal(table: Table, start: int, count: int) -> rich_table.Table:
     for head in table.columns[chosen]:
         drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")
     before = None
-    for (model, method, entries), following in pairwise([*table.rows, None]):  # type: ignore[misc]
+    followers = [*table.rows[1:], None]
+    for (model, method, entries), following in zip(table.rows, followers, strict=True):
         name = row_name(model, method, first=model != before)
         # At blanks and hyphens where there are any; below the model's name its methods.
         indent = ("", "") if model != before else ("  ", "    ")

@@ -28,13 +28,14 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoint_files import MANIFEST, damage, damage_together, visible_damage
-from trainer.runs.config import RunConfig, TrainerConfig
+from trainer.runs.config import RunConfig
 from trainer.runs.index import read_index
 from trainer.runs.mark import check_mark
 from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import on_rank_zero
 from trainer.runs.saved_state import STATE, read_saved
-from trainer.runs.state import check_shapes, load, tensors_in
+from trainer.runs.state import Tensors, check_shapes, load, tensors_in
+from trainer.runs.training_config import TrainerConfig
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Deco
     """
     with torch.device("meta"):
         model = Decoder(model_config(state), Layout.from_dict(state["layout"]))
-    shapes = {f"model.{name}": p for name, p in model.named_parameters()}
+    shapes: Tensors = {f"model.{name}": p for name, p in model.named_parameters()}
     index = read_index(path)
     saved = tensors_in(index)
     check_shapes(shapes, saved, path.name)  # before any memory is asked for

@@ -149,7 +149,7 @@ def _metadata(loaded: Any, directory: Path) -> Metadata:
     if outside := sorted(filter(_is_elsewhere, {s.relative_path for s in storage.values()})):
         raise Refused(f"it names files elsewhere ({', '.join(outside)}).")
     _check_places(tensors, storage, directory)
-    return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
+    return Metadata({**tensors}, storage_data=storage, storage_meta=StorageMeta())
 
 
 def _is_elsewhere(name: str) -> bool:

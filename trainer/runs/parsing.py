@@ -41,7 +41,7 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) ->
         UserError: with every problem: unknown keys, wrong types, impossible combinations.
     """
     # `controls=null` on a command line leaves an experiment's out.
-    empty = {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
+    empty: dict[str, Any] = {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
     values = values | empty
     config, problems = validated(schema, values)
     try:

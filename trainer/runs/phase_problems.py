@@ -18,19 +18,19 @@ def phase_problems(config: RunConfig) -> list[str]:
     if not config.phases:
         return found
     texts = list(config.data.mixture)
-    for name, phase in config.phases.items():
+    for name, given in config.phases.items():
         if not NAME.fullmatch(name):
             found.append(f"phases: {name!r}: expected letters, digits and ._+- only.")
-        found += phase.problems(f"phases.{name}", texts)
+        found += given.problems(f"phases.{name}", texts)
     if config.drop.at is not None or config.drop.at_tokens is not None:
         found.append("drop: with phases it is one of them that drops; give phases.NAME.drop.")
     if found or any(phase.steps is None for phase in config.phases.values()):
         return found  # without steps where the size of a step makes no sense, which is said already
     phases, model = phases_of(config), config.model
-    for earlier, phase in pairwise(config.phases.items()):
-        if earlier[1].until is not None and phase[1].schedule is None:
+    for (earlier, before), (later, after) in pairwise(config.phases.items()):
+        if before.until is not None and after.schedule is None:
             found.append(
-                f"phases.{phase[0]}.schedule: needed, since {earlier[0]!r} may end early, and the "
+                f"phases.{later}.schedule: needed, since {earlier!r} may end early, and the "
                 "run's is laid out over all steps."
             )
     for phase in phases:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -212,9 +212,9 @@ def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = No
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
-    outcome = [_outcome(function) if dist.get_rank() == 0 else None]
+    outcome: list[Any] = [_outcome(function) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(outcome, group=group or waiting_group())
-    return _result(outcome[0])  # type: ignore[arg-type]
+    return _result(outcome[0])
 
 
 def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
@@ -227,16 +227,16 @@ def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = No
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [function()]
-    outcomes: list[_Outcome[T] | None] = [None] * dist.get_world_size()
+    outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, _outcome(function), group=group or waiting_group())
-    return [_result(outcome) for outcome in outcomes]  # type: ignore[arg-type]
+    return [_result(outcome) for outcome in outcomes]
 
 
-_Outcome = tuple[T | None, type[UserError], tuple[str, ...]]
+_Outcome = tuple[Any, type[UserError], tuple[str, ...]]
 """What a function returned, or the kind of error that it raised, and its problems."""
 
 
-def _outcome(function: Callable[[], T]) -> _Outcome[T]:
+def _outcome(function: Callable[[], Any]) -> _Outcome:
     try:
         return function(), UserError, ()
     except UserError as error:
@@ -246,20 +246,20 @@ def _outcome(function: Callable[[], T]) -> _Outcome[T]:
         return None, TransientError, (f"{where}: {error.strerror or error}.",)
 
 
-def _result(outcome: _Outcome[T]) -> T:
+def _result(outcome: _Outcome) -> Any:
     result, kind, problems = outcome
     if problems:
         raise kind(*problems)
-    return result  # type: ignore[return-value]
+    return result
 
 
 def all_gather(value: T) -> list[T]:
     """The ``value`` of every rank, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
-    found: list[T | None] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value, group=waiting_group())
-    return found  # type: ignore[return-value]
+    return found
 
 
 def share_of_cores() -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.runs.config import RunConfig, StrategyConfig
+from trainer.runs.config import RunConfig
 from trainer.runs.phases import phases_of
+from trainer.runs.training_config import StrategyConfig
 
 
 def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[str]:

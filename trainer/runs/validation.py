@@ -15,7 +15,7 @@ from trainer.formats import adapter
 S = TypeVar("S")
 
 
-def _unknown_keys(schema: type, values: Any, path: str) -> list[str]:
+def _unknown_keys(schema: Any, values: Any, path: str) -> list[str]:
     """Keys that the dataclass does not have, at any depth, groups that are no mappings, words that
     are meant to be none, and true and false where there are none, which are no 1 and 0."""
     if not isinstance(values, dict):
@@ -122,8 +122,8 @@ def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
         try:
             found = adapter(schema).validate_python(values)
         except ValidationError as again:  # of a group where a value belongs
-            wrong = {e["loc"][0] for e in again.errors()}
-            values = {key: value for key, value in values.items() if key not in wrong}
+            wrong_keys = {e["loc"][0] for e in again.errors()}
+            values = {key: value for key, value in values.items() if key not in wrong_keys}
             found = adapter(schema).validate_python(values)
     return found, problems
 

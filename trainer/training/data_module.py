@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import lightning as L
 import torch
@@ -56,7 +57,7 @@ class TrainingData(L.LightningDataModule):
         )
 
 
-def _as_is(batch: Batch) -> Batch:
+def _as_is(batch: Any) -> Any:
     """The dataset makes whole batches; there is nothing to collate."""
     return batch
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -134,7 +135,8 @@ def numerics(config: RunConfig) -> Iterator[None]:
     """Within it, ``trainer.tf32`` and ``trainer.deterministic`` hold."""
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # a module whose attributes torch makes at run time
+    filled = memory.fill_uninitialized_memory
     try:
         # torch recommends torch.backends.cuda.matmul.fp32_precision, but Lightning reads this
         # older setting, and torch refuses to answer where the two are mixed.
@@ -143,10 +145,10 @@ def numerics(config: RunConfig) -> Iterator[None]:
         if config.trainer.deterministic:
             torch.use_deterministic_algorithms(True)
             # All memory is written before it is read; to fill it first is an eighth of a step.
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            memory.fill_uninitialized_memory = False
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
         if config.trainer.deterministic:
             torch.use_deterministic_algorithms(deterministic)
-            torch.utils.deterministic.fill_uninitialized_memory = filled
+            memory.fill_uninitialized_memory = filled

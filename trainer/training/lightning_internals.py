@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 
 
@@ -10,7 +12,8 @@ def disable_sigterm_broadcast(trainer: L.Trainer) -> None:
 
     The broadcast waits for the device; the ``Preemption`` callback does the same without waiting.
     """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = lambda: None
 
 
 def set_steps_done(trainer: L.Trainer, steps: int) -> None:

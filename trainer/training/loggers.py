@@ -171,13 +171,13 @@ def log_table(
     for logger in loggers:
         for length, row in rows.items():
             logger.log_metrics(row, step=length)
-    for logger in loggers:
-        if type(logger).__name__ == "WandbLogger":
-            if reach:
-                history = [list(row) for row in by_length(reach)]
-                logger.log_table("length/history", list(HEAD), history)
-            for name, path in (images or {}).items():
-                logger.log_image(f"length/{name}", [str(path)])
+    dashboards: list[Any] = [x for x in loggers if type(x).__name__ == "WandbLogger"]
+    for dashboard in dashboards:
+        if reach:
+            history = [list(row) for row in by_length(reach)]
+            dashboard.log_table("length/history", list(HEAD), history)
+        for name, path in (images or {}).items():
+            dashboard.log_image(f"length/{name}", [str(path)])
     close(loggers)
 
 

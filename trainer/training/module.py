@@ -129,7 +129,9 @@ class LanguageModule(L.LightningModule):
         """Set the learning rates for this step: no scheduler, hence no state to lose."""
         self.timer.enter("compute")
         factor = phase_at(self.phases, self.global_step).factor(self.global_step)
-        for group in self.optimizers().param_groups:
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)  # configure_optimizers makes one
+        for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
     def configure_gradient_clipping(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.runs.config import OptimizerConfig
+from trainer.runs.training_config import OptimizerConfig
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -29,7 +29,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(self, matrices: dict[str, Any], adamw: torch.optim.AdamW) -> None:
-        self._adamw = adamw
+        self._adamw: Any = adamw  # torch's types have neither grad_scale nor found_inf
         super().__init__([matrices, *adamw.param_groups], {})
         self._share()
 
@@ -65,6 +65,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def _moving(self, p: Tensor, momentum: float) -> Tensor:
         """The gradient's moving average with Nesterov's look ahead; keeps the average."""
+        assert p.grad is not None  # the caller leaves out parameters without
         grad = p.grad if self.grad_scale is None else p.grad / self.grad_scale
         state = self.state[p]
         if "momentum_buffer" not in state:
@@ -164,8 +165,8 @@ def scale_or_skip_next_step(optimizer: torch.optim.Optimizer, factor: Tensor, sk
     """
     # That of offloaded parameters is the CPU, which must not read before the copy has come.
     device = optimizer.param_groups[0]["params"][0].device
-    optimizer.grad_scale = factor.reciprocal().to(device)  # type: ignore[attr-defined]
-    optimizer.found_inf = skip.float().to(device)  # type: ignore[attr-defined]
+    optimizer.grad_scale = factor.reciprocal().to(device)  # type: ignore[attr-defined]  # torch's optimizers get it from GradScaler, untyped
+    optimizer.found_inf = skip.float().to(device)  # type: ignore[attr-defined]  # as grad_scale
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -187,7 +188,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         {"params": embeddings, "weight_decay": decay if config.decay_embeddings else 0.0},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    options = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "fused": True,
+    }
     if config.name == "adamw":
         groups = [{"params": matrices, "weight_decay": decay}, *groups]
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **options)

@@ -20,6 +20,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from trainer.data.dataset import Batch
 from trainer.model import decoder, loss
 from trainer.model.attention import slopes_of
 from trainer.model.decoder import Decoder
@@ -65,7 +66,7 @@ def rank_of(config: RunConfig, ranks: Ranks) -> Iterator[LanguageModule]:
             mesh = made(config.strategy, ranks, torch.device("cpu"))
             strategies.device_mesh = lambda *_: mesh  # to make it reads values
         module = LanguageModule(config, make_decoder(config, config.model.vocab_size or 0), ranks)
-        module._trainer = SimpleNamespace(  # type: ignore[assignment]
+        module._trainer = SimpleNamespace(  # type: ignore[assignment]  # no trainer is needed here
             accumulate_grad_batches=config.trainer.accumulation(ranks.world_size),
             strategy=SimpleNamespace(root_device=torch.device("cpu")),
             global_step=0,
@@ -88,7 +89,7 @@ def update(
     before each of them."""
     ids = torch.zeros(shape, dtype=torch.long)
     weights = torch.ones(shape, dtype=torch.float32)
-    batch = {"input_ids": ids, "labels": ids, "weights": weights, "hashes": ids[:, 0]}
+    batch: Batch = {"input_ids": ids, "labels": ids, "weights": weights, "hashes": ids[:, 0]}
     for index in range(module.trainer.accumulate_grad_batches):
         begin()
         (factor * module.training_step(batch, index)).backward()
@@ -131,7 +132,8 @@ class _Tracker(MemTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _track(self, kind: Any, tensor: torch.Tensor) -> None:
-        super()._track(LOSS if self.in_loss else kind, tensor)
+        stage: Any = LOSS if self.in_loss else kind
+        super()._track(stage, tensor)
 
     def _update_peak_stats(self, _: Any) -> None:
         if self.in_loss:
@@ -152,7 +154,8 @@ class _ShardedTracker(_Tracker, FSDPMemTracker):
 @contextmanager
 def _in_loss(tracker: _Tracker) -> Iterator[None]:
     """Within it the tracker knows when the loss computes."""
-    usual = decoder.linear_cross_entropy
+    patched: Any = decoder
+    usual = patched.linear_cross_entropy
 
     def noted(*args: Any, **options: Any) -> torch.Tensor:
         tracker.in_loss = True
@@ -161,17 +164,17 @@ def _in_loss(tracker: _Tracker) -> Iterator[None]:
         finally:
             tracker.in_loss = False
 
-    decoder.linear_cross_entropy = noted
+    patched.linear_cross_entropy = noted
     try:
         yield
     finally:
-        decoder.linear_cross_entropy = usual
+        patched.linear_cross_entropy = usual
 
 
 def _lose_by_call(model: Decoder) -> None:
     """Have a sharded decoder's loss go through its hooks, by which alone the tracker knows it."""
-    model.forward = MethodType(Decoder.loss, model)  # type: ignore[method-assign]
-    model.loss = model.__call__  # type: ignore[method-assign]
+    model.forward = MethodType(Decoder.loss, model)  # type: ignore[method-assign]  # of one object
+    model.loss = model.__call__  # type: ignore[method-assign]  # of one object
 
 
 def peaks(

@@ -39,9 +39,10 @@ from torch.utils.checkpoint import (
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
 from trainer.model.initialization import initial_value
-from trainer.runs.config import RunConfig, StrategyConfig
+from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, device_of, limit_collectives
 from trainer.runs.spread import shard_size
+from trainer.runs.training_config import StrategyConfig
 
 SHARDED = ("fsdp2", "hsdp")
 
@@ -152,7 +153,9 @@ def shard(model: Decoder, config: RunConfig, mesh: DeviceMesh) -> None:
         "mesh": mesh,
         # Inputs keep their types: token weights are float32, embeddings come in bf16 by themselves.
         "mp_policy": MixedPrecisionPolicy(
-            *((torch.bfloat16, torch.float32) if half else ()), cast_forward_inputs=False
+            param_dtype=torch.bfloat16 if half else None,
+            reduce_dtype=torch.float32 if half else None,
+            cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if config.strategy.cpu_offload
@@ -239,7 +242,7 @@ def checkpoint_activations(block: nn.Module, kind: str) -> None:
     """Recompute a block's activations in backward: all, or all but its expensive products."""
     if kind == "none":
         return
-    more = {}
+    more: dict[str, Any] = {}
     if kind == "selective":
         more["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
     once = block.forward

@@ -100,10 +100,10 @@ def _find_class(where: str, target: Any) -> type[L.Callback]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's code may raise anything
-        missing = isinstance(error, ModuleNotFoundError) and error.name is not None
-        if missing and f"{module_name}.".startswith(f"{error.name}."):
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             raise UserError(
-                f"{where}: there is no module {error.name!r}; modules are looked for in the "
+                f"{where}: there is no module {missing!r}; modules are looked for in the "
                 "current directory (python -m trainer) and on PYTHONPATH."
             ) from error
         raise UserError(f"{where}: {module_name!r} failed to import: {error!r}.") from error

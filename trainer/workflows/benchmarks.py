@@ -96,8 +96,9 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
             log.info("%s, %s", candidate.name, recipe.title)
             with model.using(method.layout_at(config.factor)):
                 scores = _scores(model, candidate, method, config)
-            path = str(candidate.path)
-            found.scored.append(Scored(candidate.name, recipe.key, recipe.title, path, scores))
+            checkpoint = str(candidate.path)
+            scored = Scored(candidate.name, recipe.key, recipe.title, checkpoint, scores)
+            found.scored.append(scored)
             found.notes += _notes(candidate, recipe, fitting, config)
         del model  # before the next one is read
     record = {

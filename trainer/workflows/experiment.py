@@ -236,7 +236,8 @@ def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None 
     Raises:
         UserError: on all ranks, with what is wrong on any.
     """
-    corpus, problems = opened, ()
+    corpus = opened
+    problems: tuple[str, ...] = ()
     try:
         corpus = corpus or corpus_at(config.data, places)
     except UserError as error:

@@ -14,7 +14,7 @@ from trainer.data.tokenizer import end_of_text
 from trainer.errors import UserError
 from trainer.generation.generate import generate
 from trainer.generation.text_stream import TextStream
-from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.memory import cache_memory, free_memory, gib
 from trainer.runs.models import Candidate, find_candidate
@@ -77,7 +77,7 @@ def _check_memory(found: Candidate, request: GenerationRequest) -> None:
 
 
 def write(
-    model: Decoder,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     bos_token: int | None,
     request: GenerationRequest,

@@ -131,7 +131,9 @@ def with_observations(
     arms: Mapping[str, Arm] | None = None,
 ) -> Report:
     """The report with the papers' observations held against it; ``arms``: by the models' names."""
-    outcomes, rows, trained = Outcomes(report), {}, {}
+    outcomes = Outcomes(report)
+    rows: dict[str, str] = {}
+    trained: dict[str, Arm] = {}
     for candidate in candidates:
         role, name = candidate.role or "", candidate.name
         for method in outcomes.methods:

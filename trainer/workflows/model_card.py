@@ -139,7 +139,8 @@ def _figures(config: RunConfig, step: int, report: Report | None) -> list[str]:
     own = [r for r in Outcomes(report).results() if (r.name + " + ").startswith(f"{name} + ")]
     rows = [
         f"| {result.name} | {result.length:,} "
-        f"| {_number(result.retrieval and result.retrieval.mean)} | {_number(result.loss)} |"
+        f"| {_number(None if (r := result.retrieval) is None else r.mean)} "
+        f"| {_number(result.loss)} |"
         for result in own
     ]
     head = "| method | length | retrieval | loss |\n| --- | --- | --- | --- |\n"

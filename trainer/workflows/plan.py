@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -153,8 +153,8 @@ def _training(
                 yield f"text {name}", f"{100 * weight / whole:.3g}% of the samples{about}"
             elif text.about:
                 yield "text", text.about
-    for name, count in operations.items():
-        yield f"operations of {name}", f"{count:.3g}"
+    for name, number in operations.items():
+        yield f"operations of {name}", f"{number:.3g}"
 
 
 def _memory(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -211,7 +211,8 @@ def _parts(
 def _way_out(config: RunConfig, ranks: int, local: int, gpu: Gpu, model: nn.Module) -> str:
     """The first change after which it fits: what costs least time first."""
     rows = config.trainer.micro_batch_size or config.trainer.batch_size // ranks
-    for name in dict.fromkeys([config.strategy.name, *(["fsdp2"] if ranks > 1 else [])]):
+    sharded: tuple[Literal["fsdp2"], ...] = ("fsdp2",) if ranks > 1 else ()
+    for name in dict.fromkeys([config.strategy.name, *sharded]):
         for recomputed in ("none", "selective", "full"):
             for fewer in (n for n in dict.fromkeys((rows, rows // 2, rows // 4, 1)) if n):
                 if rows % fewer:

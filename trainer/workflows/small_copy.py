@@ -10,8 +10,10 @@ from trainer.data.config import DataConfig
 from trainer.evaluation.config import EvaluationConfig
 from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.schedule import ScheduleConfig
-from trainer.runs.config import LoggerConfig, RunConfig, TrainerConfig
+from trainer.runs.config import RunConfig
+from trainer.runs.logger_config import LoggerConfig
 from trainer.runs.phase_config import PhaseConfig
+from trainer.runs.training_config import TrainerConfig
 
 STEPS, DROP, EVERY, LENGTH, BATCH = 24, 12, 4, 128, 8
 """Steps of the copy, the one it drops at, those between checkpoints, tokens of a sequence and

@@ -208,9 +208,10 @@ class DropStudy:
             sentence += f"is back {found.back - drop_step} steps later; it ends at {found.end:.3f}."
         span = self.curve[-1][0] - drop_step
         shown = [(step, loss) for step, loss in self.curve if step >= drop_step - span]
+        steps, losses = map(list, zip(*shown, strict=True))
         picture = Picture(
             "drop_recovery",
-            recovery_figure(*map(list, zip(*shown, strict=True)), drop_step),
+            recovery_figure(steps, losses, drop_step),
             "Training loss around the drop, in nats a token: as many steps before it as there are "
             "behind.",
             ("step", "loss"),

@@ -72,13 +72,14 @@ def scatter(found: OffsetFeatures) -> Picture:
     turns = found.inv_freq * found.context_length / TURN
     bounds = np.column_stack([found.pair, found.lower_bound])[found.possible]
     of_pairs = (found.pair, turns, found.key_radius, found.angle)
+    lower = np.unique(bounds, axis=0).reshape(-1, 2).T
     return Picture(
         "offset_features",
         radius_and_angle(
             Radii(*(values[moving] for values in of_pairs)),
             RADII,
             first_possible(found),
-            tuple(np.unique(bounds, axis=0).reshape(-1, 2).T),
+            (lower[0], lower[1]),
         ),
         "Every rotary pair of every query head, on the left by its index, on the right by its "
         f"turns within C = {found.context_length:,} tokens, slow pairs to the right: the radius of "

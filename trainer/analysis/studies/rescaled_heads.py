@@ -194,7 +194,8 @@ def rank_correlation(x: Array, y: Array) -> float:
     """Spearman's, of arrays without ties; not a number for fewer than three values."""
     if x.size < 3:
         return math.nan
-    return float(np.corrcoef(*(v.ravel().argsort().argsort() for v in (x, y)))[0, 1])
+    ranks_of_x, ranks_of_y = (v.ravel().argsort().argsort() for v in (x, y))
+    return float(np.corrcoef(ranks_of_x, ranks_of_y)[0, 1])
 
 
 def _head(at: tuple[int, int]) -> str:

@@ -40,7 +40,7 @@ def shorter_texts_part(
         found[n] = {m: stacked([layer.query[m] for layer in layers]) for m in measures}
     found[target.length] = whole
     lengths = list(found)
-    missing = np.full(next(iter(whole.values())).shape, np.nan)
+    missing: Array = np.full(next(iter(whole.values())).shape, np.nan)
     by_measure = {m: np.stack([found[n].get(m, missing) for n in lengths]) for m in whole}
     panels = {
         NAMES[m]: {f"L{i}H{j}": values[:, i, j] for i, j in shown}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,11 +31,12 @@ from trainer.evaluation.scoring import (
 )
 
 MakeTask = Callable[[Haystack, NeedleTaskSettings], NeedleTask]
+M = TypeVar("M", bound=MakeTask)
 NEEDLE_TASKS: dict[str, MakeTask] = {}
 """By the names that ``evaluation.tasks`` takes."""
 
 
-def needle_task(make: MakeTask) -> MakeTask:
+def needle_task(make: M) -> M:
     """Register ``make`` under its own name; a file named in ``plugins`` may do so too."""
     NEEDLE_TASKS[make.__name__] = make
     return make

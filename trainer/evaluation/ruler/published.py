@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from random import Random
+from typing import Any
 
 from trainer.evaluation.ruler.niah import Needles
 from trainer.evaluation.ruler.question import Kind
@@ -17,7 +19,7 @@ class OneOrder(Random):
 
     order: object = 0
 
-    def shuffle(self, x: list) -> None:  # type: ignore[type-arg,override]
+    def shuffle(self, x: MutableSequence[Any]) -> None:
         """As ``random.Random(seed).shuffle`` of the programs does, in each trial anew."""
         Random(str(self.order)).shuffle(x)
 

@@ -26,9 +26,11 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, *states: Tensor) -> None:
         """Nothing: there is room already."""
 
-    def update(self, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append, and return everything so far."""
-        return self.own.append(k, v)
+        return self.own.append(key_states, value_states)
 
     def get_seq_length(self) -> int:
         """Tokens so far."""

@@ -108,7 +108,7 @@ def _read(path: Path) -> Any:
     said.set_verbosity_error()
     said.disable_progress_bar()
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
             local_files_only=True,
@@ -116,6 +116,7 @@ def _read(path: Path) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
+        model, info = loaded
         with torch.no_grad():
             model(torch.zeros(1, 2, dtype=torch.long))
     except Exception as error:  # transformers raises nearly every kind

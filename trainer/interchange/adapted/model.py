@@ -105,7 +105,7 @@ class AdaptedModel(LanguageModel):
         found = self._base(ids, use_cache=True)
         self._outputs = type(found)
         self._cached = [
-            tuple((x.shape[1], x.shape[3]) for x in (layer.keys, layer.values))
+            (layer.keys.shape[1::2], layer.values.shape[1::2])
             for layer in found[cache_name(self._base)].layers
         ]
         return calls
@@ -222,7 +222,7 @@ class AdaptedModel(LanguageModel):
     @torch.no_grad()
     def losses(self, states: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy ``[...]`` of every target, float32 nats; logits in chunks."""
-        size = chunk_size(self.config.vocab_size, states.device)
+        size = chunk_size(self.vocab_size, states.device)
         rows, of_rows = states.flatten(0, -2).split(size), targets.flatten().split(size)
         losses = [
             F.cross_entropy(self.logits(x).float(), y, reduction="none")
@@ -254,15 +254,15 @@ class AdaptedModel(LanguageModel):
         changed = self.layout != self.own_layout
         if not changed and self._observe is None:
             return nullcontext()
-        groups = head_groups(self.layout, positions, lengths) if changed else None
+        groups = head_groups(self.layout, positions, lengths) if changed else []
         last, longest = ends(positions) if changed else (0, 0)
 
         def see(call: Call) -> tuple[Tensor, Tensor]:
             call = ordered(call, self.rotations[call.index].ordered)
-            if groups is not None:
+            if groups:
                 call = self._turned(call, groups[call.index], positions, keys)
             if self._observe is not None:
-                self._show(call, by_itself=groups is None)
+                self._show(self._observe, call, by_itself=not groups)
             return call.q, call.k
 
         def tables(index: int, given: Tables) -> Tables:
@@ -271,14 +271,14 @@ class AdaptedModel(LanguageModel):
             if (index, last, longest) not in self._checked:
                 check_tables(index, given, self.rotations[index], last)
                 self._checked.add((index, last, longest))
-            if group.cos is None:
+            if group.cos is None or group.sin is None:
                 return no_rotation(given)
             return tables_like(given, form, group.cos, group.sin)
 
         return self._seam.watching(
             see,
             plain=self._observe is not None,
-            tables=None if groups is None else tables,
+            tables=tables if groups else None,
         )
 
     def _turned(self, call: Call, groups: Groups, positions: Tensor, keys: Tensor) -> Call:
@@ -290,10 +290,11 @@ class AdaptedModel(LanguageModel):
             q, k = Intervene(wanted)(q, k, positions, keys)
         return replace(call, q=q, k=k)
 
-    def _show(self, call: Call, *, by_itself: bool) -> None:
+    def _show(self, observe: OnLayer, call: Call, *, by_itself: bool) -> None:
         """Tell the observer, once it is sure that the layer does what the layout says."""
         check_scores(call, self.layout.layers[call.index].window)
         if by_itself:
             check_rotation(call, self.rotations[call.index])
+        assert call.plain is not None  # asked for wherever someone observes
         softmax = {name: getattr(call, name) for name in ("scaling", "softcap", "sinks")}
-        self._observe(call.index, *call.plain, call.q, call.k, **softmax)
+        observe(call.index, *call.plain, call.q, call.k, **softmax)

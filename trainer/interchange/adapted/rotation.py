@@ -66,7 +66,7 @@ def complex_table(tables: Tables) -> tuple[str, Tensor]:
     return "single", both
 
 
-def tables_like(given: Tables, form: str, cos: Tensor, sin: Tensor) -> Tables:
+def tables_like(given: Tables, form: str | None, cos: Tensor, sin: Tensor) -> Tables:
     """``[T, pairs]`` or ``[B, 1, T, pairs]`` in a form, of the types of the ``given`` tables."""
     if isinstance(given, Tensor):
         return torch.complex(*_rows(cos, sin)).to(given.dtype).expand_as(given)
@@ -84,18 +84,20 @@ def _rows(*tables: Tensor) -> tuple[Tensor, ...]:
 
 
 def found_rotation(
-    tables: Tables | None, plain: tuple[Tensor, Tensor], encoded: tuple[Tensor, Tensor]
+    tables: Tables | None, plain: tuple[Tensor, Tensor] | None, encoded: tuple[Tensor, Tensor]
 ) -> Rotation | None:
     """What leads from queries and keys ``plain`` to ``encoded``, ``[B, H, T, D]`` float32 each.
 
     Args:
         tables: for positions 0, 1, ..., T - 1, T at least 2.
-        plain: with the tables of no rotation.
+        plain: with the tables of no rotation (None: not known).
         encoded: with these.
 
     Returns:
         None where no known arrangement does.
     """
+    if plain is None:
+        return None
     form, table = (None, None) if tables is None else complex_table(tables)
     if all(torch.equal(x, y) for x, y in zip(plain, encoded, strict=True)):
         return Rotation(Spectrum(), None, form)

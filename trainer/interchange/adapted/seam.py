@@ -27,7 +27,7 @@ from trainer.interchange.adapted.rotation import Tables, no_rotation
 
 Result = tuple[Tensor, Tensor | None]
 _ATTEND: ContextVar[Callable[..., Result]] = ContextVar("attend")
-_MASKS = {"sdpa": sdpa_mask, "eager": eager_mask}
+_MASKS: dict[str, Callable[..., Any]] = {"sdpa": sdpa_mask, "eager": eager_mask}
 
 
 def _attend(*args: Any, **options: Any) -> Result:
@@ -192,5 +192,7 @@ class Seam:
 
 def ordered(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
     """A call with its queries and keys changed alike."""
-    plain = None if call.plain is None else tuple(change(x) for x in call.plain)
+    plain = call.plain
+    if plain is not None:
+        plain = change(plain[0]), change(plain[1])
     return replace(call, q=change(call.q), k=change(call.k), plain=plain)

@@ -131,7 +131,7 @@ def _plain(values: Values) -> tuple[float, ...]:
 
 
 def _llama3(values: Values, original: float) -> Rotation:
-    """The rescaling of Llama 3.1 from a given original length."""
+    """Return the frequencies of Llama 3.1's rescaling from a given original length."""
     rope = values["rope_parameters"]
     low, high, factor = (rope[k] for k in ("low_freq_factor", "high_freq_factor", "factor"))
 
@@ -144,7 +144,7 @@ def _llama3(values: Values, original: float) -> Rotation:
 
 
 def _yarn(values: Values, *, truncate: bool, scale: float) -> Rotation:
-    """YaRN's ramp over the pairs that turn ``beta_slow`` to ``beta_fast`` times."""
+    """Return YaRN's frequencies, with a ramp from ``beta_slow`` to ``beta_fast`` turns."""
     rope, plain = values["rope_parameters"], _plain(values)
     theta, head_dim = rope["rope_theta"], values["head_dim"]
     original, factor = rope["original_max_position_embeddings"], rope["factor"]
@@ -163,10 +163,10 @@ def _yarn(values: Values, *, truncate: bool, scale: float) -> Rotation:
 
 
 def _usual_yarn_scale(rope: Values) -> float:
-    """YaRN's attention factor, for engines that do not read one given otherwise.
+    """Return YaRN's own attention factor.
 
     Raises:
-        RefusedError: another is given.
+        RefusedError: another is given, which not every engine reads.
     """
     if "attention_factor" in rope:
         raise RefusedError("has only YaRN's own attention factor")
@@ -194,7 +194,7 @@ def _sglang(values: Values, architecture: str) -> list[Rotation]:
 
 
 def _served(values: Values) -> Rotation:
-    """What ``get_rope`` of vLLM computes, of which SGLang's began as a copy."""
+    """Return what ``get_rope`` of vLLM and SGLang computes."""
     rope, head_dim = values["rope_parameters"], values["head_dim"]
     kind, plain = rope["rope_type"], _plain(values)
     if kind == "default":

@@ -24,7 +24,8 @@ def logits(
     ids = torch.tensor([tokens])
     T = len(tokens)
     ends = [max(T - decoded, 1), *range(max(T - decoded, 1) + 1, T + 1)] if cached else []
-    parts, passed = [], {}
+    parts: list[Tensor] = []
+    passed: dict[str, Any] = {}
     for begin, end in pairwise([0, *ends]):
         out = model(ids[:, begin:end], use_cache=True, logits_to_keep=1, **passed)
         name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.24

@@ -12,7 +12,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from trainer.report.geometry.offset_figures import ANGLES, BLACK, BLUE, GREY, ORANGE
-from trainer.report.plotting import GRADED, blank, paper_style
+from trainer.report.plotting import GRADED, blank, paper_style, whole_ticks
 
 Array = np.ndarray
 _DASHES = ("--", ":")
@@ -51,9 +51,9 @@ def changes_by_pair(found: Changes, first: Mapping[str, Sequence[int]]) -> Figur
                     label = f"upper bound, {name}" if not number else None
                     style = {"color": BLACK, "linewidth": 0.9, "linestyle": dash}
                     axes.axvline(index - 0.5, label=label, **style)
-        index = np.unique(found.pair)
-        middle = [np.median(found.radius[found.pair == pair]) for pair in index]
-        grid[0].plot(index, middle, color=ORANGE, linewidth=1.4, label="median over heads")
+        pairs = np.unique(found.pair)
+        middle = [np.median(found.radius[found.pair == pair]) for pair in pairs]
+        grid[0].plot(pairs, middle, color=ORANGE, linewidth=1.4, label="median over heads")
         grid[0].set_ylabel("change of the radius")
         grid[1].set_ylabel("change of the angle φ (rad)")
         grid[1].set_xlabel("pair index, from the fastest on")
@@ -62,8 +62,9 @@ def changes_by_pair(found: Changes, first: Mapping[str, Sequence[int]]) -> Figur
             *grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
         )
         bar = figure.colorbar(points, ax=list(grid), label="layer", aspect=30)
+        assert bar.solids is not None
         bar.solids.set_alpha(1)
-        bar.locator.set_params(integer=True)
+        whole_ticks(bar.locator)
     return figure
 
 

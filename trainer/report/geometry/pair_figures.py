@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Arc
 
 from trainer.report.geometry.offset_figures import BLACK, BLUE, GREEN, GREY, ORANGE
-from trainer.report.plotting import GRADED, blank, paper_style
+from trainer.report.plotting import GRADED, blank, paper_style, whole_ticks
 
 Array = np.ndarray
 WIDE, MANY = 3, 8
@@ -98,10 +99,15 @@ def _cloud(axes: Axes, cloud: Cloud, *, small: bool = False) -> None:
     start = math.degrees(math.atan2(*cloud.query.mean(axis=0)[::-1]))
     size = 1.2 * float(np.hypot(*cloud.query.mean(axis=0)))
     end = start + min(math.degrees(cloud.turned), 360)
-    arc = {"color": GREEN, "linewidth": 0.9 if small else 1.4}
-    axes.add_patch(Arc((0, 0), size, size, theta1=start, theta2=end, **arc))
+    width = 0.9 if small else 1.4
+    arc = Arc((0, 0), size, size, theta1=start, theta2=end, color=GREEN, linewidth=width)
+    axes.add_patch(arc)
     axes.plot([], [], color=GREEN, label="turn of the query within C")
-    star = {"markeredgecolor": BLACK, "markeredgewidth": 0.5, "markersize": 5 if small else 8}
+    star: dict[str, Any] = {
+        "markeredgecolor": BLACK,
+        "markeredgewidth": 0.5,
+        "markersize": 5 if small else 8,
+    }
     axes.plot(*cloud.key[0], "*", color=ORANGE, label="key of the first token", **star)
     axes.axhline(0, color=GREY, linewidth=0.5)
     axes.axvline(0, color=GREY, linewidth=0.5)
@@ -161,5 +167,5 @@ def by_distance(heads: Sequence[Contributions], context_length: int) -> Figure:
         )
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
         bar = figure.colorbar(colours, ax=list(grid.flat), label="pair index", aspect=30)
-        bar.locator.set_params(integer=True)
+        whole_ticks(bar.locator)
     return figure

@@ -23,6 +23,7 @@ from trainer.report.plotting import (
     log_axis,
     paper_style,
     reference_handles,
+    whole_ticks,
 )
 
 Array = np.ndarray
@@ -80,7 +81,7 @@ def whole_numbers(then: Callable[[Axes], None] = unscaled) -> Callable[[Axes], N
 
     def prepare(axes: Axes) -> None:
         then(axes)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        whole_ticks(axes.xaxis.get_major_locator())
 
     return prepare
 
@@ -144,7 +145,8 @@ def head_points(clouds: Sequence[HeadCloud], layers: int) -> Figure:
             axes.set_xlabel(cloud.x_label)
             axes.set_ylabel(cloud.y_label)
         bar = figure.colorbar(found, ax=list(grid), label="layer", pad=0.02, aspect=25)
-        bar.locator.set_params(integer=True)
+        whole_ticks(bar.locator)
+        assert bar.solids is not None
         bar.solids.set_alpha(1)
     return figure
 

@@ -72,7 +72,9 @@ class Benchmarks(Remembering):
         before = phase_before(module.phases, step - 1).tokens_at(step - 1)
         return self.asked.is_due(before, _tokens(module, step), step)
 
-    def on_train_start(self, trainer: L.Trainer, module: LanguageModule) -> None:
+    def on_train_start(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule
+    ) -> None:
         """Measure what trained weights can do before anything is done to them."""
         if trainer.global_step == 0 and self.config.model.is_trained and not self.history:
             self.measure(trainer, module)

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 import torch
@@ -21,15 +21,14 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from trainer.errors import TransientError, UserError
 from trainer.runs.checkpoint_files import digests, publish, write_durably
-from trainer.runs.checkpoints import (
-    BEFORE_DROP,
-    STATE,
-    rotate,
-    step_name,
-)
+from trainer.runs.checkpoints import BEFORE_DROP, rotate, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import on_all_ranks, on_rank_zero
+from trainer.runs.saved_state import STATE
 from trainer.runs.state import Tensors, save, tensors_of
+
+if TYPE_CHECKING:
+    from trainer.training.module import LanguageModule
 from trainer.training.callbacks.steps import ends_step
 
 log = logging.getLogger(__name__)
@@ -103,17 +102,18 @@ class Checkpointing(L.Callback):
 
     def save(self, trainer: L.Trainer, name: str) -> None:
         """Copy the current state and have the background thread write it."""
-        trainer.lightning_module.timer.enter("checkpoint")
+        module = cast("LanguageModule", trainer.lightning_module)  # Lightning types its base
+        module.timer.enter("checkpoint")
         self.finish()
         state = self.run_state(trainer)
-        tensors = self._staged(tensors_of(trainer.lightning_module.model, trainer.optimizers[0]))
+        tensors = self._staged(tensors_of(module.model, trainer.optimizers[0]))
         self.last_saved = trainer.global_step
         device = trainer.strategy.root_device
         work = self._thread.submit(self._write_beside, device, tensors, state, name)
         self._in_flight = name, work
         if not self.config.async_checkpoint:
             self.finish()
-        trainer.lightning_module.timer.enter("data")
+        module.timer.enter("data")
 
     def _write_beside(self, device: torch.device, *checkpoint: Any) -> None:
         if device.type == "cuda":  # every thread has one of its own, at first the first GPU

@@ -45,4 +45,6 @@ class GarbageCollection(L.Callback):
         if self.every is not None:
             gc.enable()
 
-    on_exception = on_train_end
+    def on_exception(self, *_: Any) -> None:
+        """Turn it on there too."""
+        self.on_train_end()

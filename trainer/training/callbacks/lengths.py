@@ -58,14 +58,14 @@ class Lengths(Remembering):
         loss = [of_one["last_loss"] for of_one in found]
         mine = torch.tensor([*loss, *retrieval, *losses], dtype=torch.float64)
         means = iter(trainer.strategy.reduce(mine.to(module.device)).tolist())
-        loss, retrieval, losses = (
+        by_length, retrieved, by_bucket = (
             tuple(islice(means, len(part))) for part in (loss, retrieval, losses)
         )
         dropped = self.transitions.has_dropped
         self.history.append(
-            Reach(trainer.global_step, dropped, C, lengths, loss, retrieval, edges, losses)
+            Reach(trainer.global_step, dropped, C, lengths, by_length, retrieved, edges, by_bucket)
         )
-        for name, values in (("loss", loss), ("retrieval", retrieval)):
+        for name, values in (("loss", by_length), ("retrieval", retrieved)):
             self.add_metrics(
                 {f"length/{name}_{n // C}x": v for n, v in zip(lengths, values, strict=False)}
             )

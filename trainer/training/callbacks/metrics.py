@@ -40,13 +40,15 @@ class Metrics(L.Callback):
         self.last_loss: float | None = None
         self.last_time, self.last_step = 0.0, 0
 
-    def on_train_start(self, trainer: L.Trainer, module: LanguageModule) -> None:
+    def on_train_start(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule
+    ) -> None:
         """Start the clocks."""
         self.last_time, self.last_step = time.perf_counter(), trainer.global_step
         module.timer.enter("data")
         self.progress.advance_to(trainer.global_step)
 
-    def on_train_batch_end(
+    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
         """Log at every ``log_every``-th step, after its last micro-batch."""

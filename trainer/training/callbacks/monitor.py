@@ -33,14 +33,14 @@ class Monitor(L.Callback, ABC):
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Measure the model as it is now."""
 
-    def on_train_batch_start(
+    def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
     ) -> None:
         """Measure just after the model was changed."""
         if self.transitions.crossed_at(trainer.global_step) and begins_step(trainer, index):
             self.measure(trainer, module)
 
-    def on_train_batch_end(
+    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
         """Measure after a step that is due."""

@@ -70,7 +70,9 @@ class Profiling(L.Callback):
             self._profiler.stop()
             self._profiler = None
 
-    on_exception = on_train_end
+    def on_exception(self, *_: Any) -> None:
+        """Stop there too."""
+        self.on_train_end()
 
     def _write(self, name: str, profiler: profile) -> None:
         gpu = ProfilerActivity.CUDA in profiler.activities

@@ -35,7 +35,9 @@ class Resume(L.Callback):
         self.checkpoint, self.state = checkpoint, state
         self.callbacks, self.user_callbacks = callbacks, user_callbacks
 
-    def on_fit_start(self, trainer: L.Trainer, module: LanguageModule) -> None:
+    def on_fit_start(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule
+    ) -> None:
         """Restore, once model and optimizer are where they belong."""
         if self.checkpoint is None:
             return

@@ -34,7 +34,7 @@ class Rewind(L.Callback):
         self.log_every = config.trainer.log_every
         self.broken: tuple[int, int] | None = None
 
-    def on_train_batch_end(
+    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
         """Look at the count every ``log_every`` steps."""
@@ -105,7 +105,9 @@ class Watchdog(L.Callback):
         """Stop watching."""
         faulthandler.cancel_dump_traceback_later()
 
-    on_exception = on_train_end
+    def on_exception(self, *_: Any) -> None:
+        """Stop there too."""
+        self.on_train_end()
 
     def _arm(self, times: int) -> None:
         watch(self.timeout, times)

@@ -70,7 +70,7 @@ class Transitions(L.Callback):
         """Whether the model was changed after so many steps."""
         return any(effect["step"] == step for effect in self.effects.values())
 
-    def on_train_batch_start(
+    def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
     ) -> None:
         """Change the model before the first batch of a phase, or a little before every step."""
@@ -82,7 +82,7 @@ class Transitions(L.Callback):
         if self._before is not None and phase.drop is not None:
             self._shrink(module, phase, trainer.global_step + 1 - phase.start)
 
-    def on_train_batch_end(
+    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
         """Measure at the last step of a phase where the loss has come to."""
@@ -180,7 +180,8 @@ class Transitions(L.Callback):
         run trains on, and as many for each of the ranks that share them, where that can be."""
         if self._batch is None or self._batch[0] != phase.name:
             self._batch = phase.name, self.effect_batch(phase)
-        ids, labels = (self._batch[1][k].to(module.device) for k in ("input_ids", "labels"))
+        batch = self._batch[1]
+        ids, labels = (x.to(module.device) for x in (batch["input_ids"], batch["labels"]))
         run, ranks = phase.config.trainer, module.ranks.world_size
         largest = run.batch_size // (run.accumulation(ranks) * ranks)
         fit = [n for n in range(-(-len(ids) // largest), len(ids) + 1) if len(ids) % n == 0]

@@ -41,7 +41,7 @@ class Until(L.Callback):
         if state_dict["phase"] == self.phase.name:
             self.losses = list(state_dict["losses"])
 
-    def on_train_batch_end(
+    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
         """Measure after a step that is due, and end the phase at a checkpoint."""
@@ -62,7 +62,9 @@ class Until(L.Callback):
         self.transitions.measure_end(module, self.phase)
         module.phase_ended = trainer.should_stop = True
 
-    def on_train_end(self, trainer: L.Trainer, module: LanguageModule) -> None:
+    def on_train_end(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule
+    ) -> None:
         """The phase's last checkpoint, once everything else has seen its last step."""
         if self.ended is not None:
             self.checkpointing.save_now(trainer)

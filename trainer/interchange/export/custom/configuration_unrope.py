@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 
 class UnropeConfig(PreTrainedConfig):
-    """A Llama-style decoder in which every layer and head has a positional encoding of its own.
+    """Configuration of a Llama-style decoder with a positional encoding for every layer and head.
 
     ``layout``: ``training_length`` in tokens, ``spectra``, a list of encodings, and ``layers``: for
     each layer ``groups`` (the number of an encoding, and how many neighbouring key-value heads have

@@ -1,4 +1,4 @@
-"""A Llama-style decoder in which every layer and head has a positional encoding of its own.
+"""Llama-style decoder with a positional encoding for every layer and head.
 
 Needs torch and transformers 5.0 or newer, nothing else. Shapes: B sequences, T new tokens, Tk keys,
 H query heads, Hkv key-value heads, D channels per head.
@@ -103,13 +103,13 @@ class UnropeAttention(nn.Module):
 
     def __init__(self, config: UnropeConfig, index: int) -> None:
         super().__init__()
-        layer = config.layout["layers"][index]
+        layout = config.layout or {}
+        layer, spectra = layout["layers"][index], layout["spectra"]
         H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.config = config
         self.layer_idx, self.head_dim, self.window = index, D, layer["window"]
         self.num_key_value_groups, self.scaling = H // Hkv, D**-0.5
         self.groups = layer["groups"]
-        spectra = config.layout["spectra"]
         biased = [spectra[number]["alibi"] for number, heads in self.groups for _ in range(heads)]
         self.slopes = [
             slope * biased[head * Hkv // H] for head, slope in enumerate(config.alibi_slopes or [])
@@ -169,7 +169,7 @@ class UnropeAttention(nn.Module):
         """
         name = self.config._attn_implementation or "eager"
         if name not in WRITTEN_OUT:
-            # A server masks by itself; what it cannot compute was refused with the configuration.
+            # A server makes its own masks; models that it cannot compute raise on construction.
             attention = ALL_ATTENTION_FUNCTIONS[name]
             return attention(self, q, k, v, None, scaling=self.scaling, **kwargs)[0]
         mask = self.mask(q, past, k.shape[2], padding)
@@ -291,12 +291,12 @@ class UnropeBlock(nn.Module):
 
 
 class UnropePreTrainedModel(PreTrainedModel):
-    """What both models share."""
+    """Base class of both models."""
 
     config_class = UnropeConfig
     base_model_prefix = "model"
-    _no_split_modules = ("UnropeBlock",)
-    _skip_keys_device_placement = ("past_key_values", "cache")
+    _no_split_modules: Any = ("UnropeBlock",)
+    _skip_keys_device_placement: Any = ("past_key_values", "cache")
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -362,7 +362,7 @@ class UnropeModel(UnropePreTrainedModel):
             x = block(x, tables, padding, cache, **passed)
         x = self.norm(x)
         shown = (*states, x) if output_hidden_states else None
-        # By place: the second field is past_key_values or cache, by the version of transformers.
+        # Positional: transformers 5.24 renamed the second field from past_key_values to cache.
         outputs = BaseModelOutputWithPast(x, cache, shown)
         return outputs.to_tuple() if return_dict is False else outputs
 

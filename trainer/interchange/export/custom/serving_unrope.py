@@ -1,4 +1,4 @@
-"""What a server's attention cannot compute of an Unrope model."""
+"""Check that a server's own attention can compute an Unrope model."""
 
 from __future__ import annotations
 
