@@ -32,7 +32,8 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--all"):
+    named = any("::" in word for word in config.args)
+    if not (config.getoption("--all") or named):
         left_out = [item for item in items if item.get_closest_marker("whole")]
         items[:] = [item for item in items if not item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=left_out)
@@ -53,6 +54,8 @@ def pytest_terminal_summary(terminalreporter, config):
         for report in reports:
             if hasattr(report, "duration"):
                 seconds[scope(report.nodeid)] += report.duration
-    kept = {name: round(taken, 1) for name, taken in sorted(seconds.items()) if taken >= LEAST}
+    known = json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
+    known |= {name: round(taken, 1) for name, taken in seconds.items()}  # of the tests that ran
+    kept = {name: taken for name, taken in sorted(known.items()) if taken >= LEAST}
     DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
     terminalreporter.write_line(f"{DURATIONS}: {len(kept)} files and classes")

@@ -108,6 +108,25 @@ def test_an_export_is_written_anew(trained, tmp_path, monkeypatch):
     assert_loads_as(again, find_checkpoint(str(trained)), "Qwen3ForCausalLM")
 
 
+def test_a_published_model_keeps_its_own_tokens(trained, tmp_path, monkeypatch):
+    """It would never stop with the token that begins its texts in the place of the last one."""
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, again = tmp_path / "published", tmp_path / "again"
+    run_command(command.COMMAND, [f"checkpoint={trained}", f"to={published}", "threads=1"])
+    own = {"bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6}
+    path = published / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (published / "generation_config.json").write_text(json.dumps(own))
+    tokens = {"eos_token": "</s>", "chat_template": "{{ messages }}"}
+    (published / "tokenizer_config.json").write_text(json.dumps(tokens))
+    run_command(command.COMMAND, [f"checkpoint={published}", f"to={again}", "threads=1"])
+    assert own.items() <= json.loads((again / "config.json").read_text()).items()
+    assert json.loads((again / "generation_config.json").read_text()) == own
+    written = json.loads((again / "tokenizer_config.json").read_text())
+    assert written == tokens | {"model_input_names": ["input_ids", "attention_mask"]}
+    assert (again / "tokenizer.json").read_text() == (published / "tokenizer.json").read_text()
+
+
 def test_a_run_before_its_drop(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
     before = trained / "checkpoints" / BEFORE_DROP

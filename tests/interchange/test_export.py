@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AttentionInterface, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import UserError
 from trainer.generation.generate import generate
@@ -338,9 +339,13 @@ def test_the_code_refuses_arguments_that_it_does_not_know(tiny_decoder, tmp_path
     """Ignored, a renamed argument would make generation wrong without an error."""
     hf = loaded(tmp_path, saved(tiny_decoder(layers=["alibi"]), tmp_path))
     module = hf.model if part == "model" else hf
-    for name in ("past_keys", "output_attentions", "token_type_ids"):
+    for name in ("past_keys", "output_attentions", "token_type_ids", "attention_instances"):
         with pytest.raises(TypeError, match=f"does not know the argument {name}"):
             module(IDS, **{name: True})
+    with pytest.raises(
+        ValueError, match=r"attention_mask: expected \[B, Tk\], got \[1, 1, 50, 50\]"
+    ):
+        module(IDS, attention_mask=torch.ones(1, 1, 50, 50))
 
 
 @torch.no_grad()
@@ -351,6 +356,8 @@ def test_the_code_shows_hidden_states_and_returns_tuples(tiny_decoder, tmp_path)
     assert torch.equal(out.hidden_states[0], hf.model.embed_tokens(IDS))
     assert torch.equal(hf.lm_head(out.hidden_states[-1]), out.logits)
     assert torch.equal(hf(IDS, use_cache=False, return_dict=False)[0], out.logits)
+    hf.config.output_hidden_states, hf.config.return_dict = True, False
+    assert torch.equal(hf(IDS, use_cache=False)[-1][-1], out.hidden_states[-1])
 
 
 @torch.no_grad()
@@ -375,6 +382,74 @@ def test_both_implementations_compute_the_same(tiny_decoder, tmp_path, name):
     torch.testing.assert_close(hf(IDS).logits, model(IDS), rtol=0, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("windows", [None, [7, None], [7, 20]])
+def test_static_caches_and_beams_choose_the_same_tokens(tiny_decoder, tmp_path, windows):
+    """Also behind padding, for which ``generate`` makes masks of its own for such caches."""
+    options = {"windows": windows} if windows else {}
+    hf = loaded(tmp_path, saved(tiny_decoder(layers=["alibi", "rope"], **options), tmp_path))
+    ids, mask = IDS[:, :20].clone(), torch.ones(2, 20, dtype=torch.long)
+    ids[0, :9], mask[0, :9] = 0, 0
+    words = {"attention_mask": mask, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    plain = hf.generate(ids, do_sample=False, **words)
+    static = hf.generate(ids, do_sample=False, cache_implementation="static", **words)
+    assert torch.equal(static, plain)
+    beams = [hf.generate(ids, num_beams=3, use_cache=use, **words) for use in (True, False)]
+    assert torch.equal(*beams)
+
+
+@torch.no_grad()
+def test_sequences_that_share_a_row_do_not_see_each_other(tiny_decoder, tmp_path):
+    """As transformers' own models do, where positions begin anew and there is no mask."""
+    hf = loaded(
+        tmp_path, saved(tiny_decoder(layers=["alibi", "rope"], windows=[7, None]), tmp_path)
+    )
+    lengths = [11, 19, 20]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = hf(IDS[:1], position_ids=positions).logits
+    alone = torch.cat([hf(part).logits for part in IDS[:1].split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+    other = tmp_path / "by_length"
+    other.mkdir()
+    by_length = loaded(other, saved(tiny_decoder(layers=["rope_id"], training_length=70), other))
+    with pytest.raises(ValueError, match="give every sequence a row of its own"):
+        by_length(IDS[:1], position_ids=positions)
+
+
+def test_the_code_trains_with_recomputed_blocks(tiny_decoder, tmp_path):
+    hf = loaded(tmp_path, saved(tiny_decoder(layers=["alibi"], heads={"nope": 0.5}), tmp_path))
+    gradients = []
+    for recomputed in (False, True):
+        if recomputed:
+            hf.gradient_checkpointing_enable()
+        out = hf.train()(IDS, labels=IDS)
+        assert out.get("cache", out.get("past_key_values")) is None
+        hf.zero_grad()
+        out.loss.backward()
+        gradients.append([p.grad.clone() for p in hf.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(again, plain, rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_implementation_can_be_set_later(tiny_decoder, tmp_path):
+    """Also to a function that a user registers, which is given masks and biases."""
+    model = tiny_decoder(layers=["alibi", "rope"], windows=[7, None])
+    hf = loaded(tmp_path, saved(model, tmp_path))
+    calls = []
+
+    def mine(module, q, k, v, mask, **options):
+        calls.append(mask)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **options)
+
+    AttentionInterface.register("mine", mine)
+    for name in ("eager", "mine"):
+        hf.set_attn_implementation(name)
+        assert hf.config._attn_implementation == name
+        torch.testing.assert_close(hf(IDS).logits, model(IDS), rtol=0, atol=1e-4)
+    assert len(calls) == 2
+
+
 SERVED = {
     "QK-norm over the full projection": {"model": {"qk_norm": FULL}},
     "two bases": {"layers": ["rope", "high_frequency"]},
@@ -388,7 +463,9 @@ SERVED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SERVED)
-def test_a_server_computes_it_with_an_attention_of_its_own(tiny_decoder, tmp_path, kind):
+def test_a_server_computes_it_with_an_attention_of_its_own(
+    tiny_decoder, tmp_path, monkeypatch, kind
+):
     """As vLLM's and SGLang's backends do: they take the base model, join sequences in one row
     whose positions begin anew, pass their objects through, and mask by themselves."""
     model = tiny_decoder(**SERVED[kind])
@@ -403,15 +480,15 @@ def test_a_server_computes_it_with_an_attention_of_its_own(tiny_decoder, tmp_pat
         out = [attention_by_hand(*part, scaling, window) for part in parts]
         return torch.cat(out, dim=1).flatten(0, 1).flatten(1), None  # [tokens, heads * size]
 
-    AttentionInterface.register("a_server", attend)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "vllm", attend)
     config = UnropeConfig.from_pretrained(tmp_path)
     instances = {
         index: config.sliding_window
-        if config.layer_types and config.layer_types[index] == "sliding_attention"
+        if hasattr(config, "layer_types") and config.layer_types[index] == "sliding_attention"
         else None
         for index in range(config.num_hidden_layers)
     }
-    served = UnropeModel.from_pretrained(tmp_path, attn_implementation="a_server").eval()
+    served = UnropeModel.from_pretrained(tmp_path, attn_implementation="vllm").eval()
     states = served(
         input_ids=IDS[:1],
         inputs_embeds=None,
@@ -450,13 +527,13 @@ def attention_by_hand(q, k, v, scaling, window):
     ],
 )
 def test_what_a_server_cannot_compute_is_refused_when_it_is_loaded(
-    tiny_decoder, tmp_path, options, reason
+    tiny_decoder, tmp_path, monkeypatch, options, reason
 ):
     model = tiny_decoder(**options)
     plan = saved(model, tmp_path)
-    AttentionInterface.register("a_server", lambda *_, **__: None)
-    with pytest.raises(ValueError, match=f"'a_server' cannot compute this model: {reason}"):
-        UnropeModel.from_pretrained(tmp_path, attn_implementation="a_server")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "vllm", None)
+    with pytest.raises(ValueError, match=f"'vllm' cannot compute this model: {reason}"):
+        UnropeModel.from_pretrained(tmp_path, attn_implementation="vllm")
     found = {v.engine: v for v in verdicts(plan.values, plan.architecture)}
     for engine in ("vLLM", "SGLang"):
         assert (found[engine].loads, found[engine].note) == (False, reason)
@@ -565,7 +642,10 @@ def test_an_export_of_the_first_version_is_named_with_the_way_out(tiny_decoder, 
     [
         ({"layout": None}, "config.json: layout: expected the encodings of all layers"),
         ({"qk_norm_kind": "each"}, "config.json: qk_norm_kind: expected 'per_head' or 'full', got"),
-        ({"num_hidden_layers": 3}, "config.json: layout: 2 layers for 3 of the model"),
+        (
+            {"num_hidden_layers": 3, "layer_types": None},
+            "config.json: layout: 2 layers for 3 of the model",
+        ),
         ({"alibi_slopes": [0.5]}, "config.json: alibi_slopes: expected those of ALiBi for 4 heads"),
         ({"vocab_size": "many"}, "config.json: vocab_size: expected a positive whole number"),
         ({"head_dim": 7}, "config.json: head_dim: 7 is odd"),

@@ -162,6 +162,7 @@ def test_what_is_written_for_code_of_its_own(spectra, slopes):
     assert plan.values == SHAPE | {
         "qkv_bias": False, "qk_norm_kind": "full", "qk_norm_targets": "k",
         "layout": layout.to_dict(), "alibi_slopes": slopes, "code_version": 2,
+        "layer_types": [FULL, FULL], "sliding_window": None,
         "auto_map": {
             "AutoConfig": "configuration_unrope.UnropeConfig",
             "AutoModel": "modeling_unrope.UnropeModel",

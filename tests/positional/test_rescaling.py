@@ -1,6 +1,7 @@
 """Rescalings against transformers and the formulas of the papers, with a factor and with length."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,6 +92,30 @@ def test_a_second_stage_counts_the_turns_of_each_pair(rescaling):
         else:
             kept = math.log(times) / math.log(32)
             assert slower == pytest.approx(f * (kept + (1 - kept) / 4), rel=1e-12)
+
+
+@pytest.mark.parametrize("head_dim", [80, 128, 256])
+def test_frequencies_read_from_float32_tables_are_geometric_still(head_dim):
+    """Those of a model that transformers computes: YaRN is then that of transformers, truncated."""
+    exact = rope(head_dim)
+    angles = torch.tensor(exact.inv_freq)
+    read = torch.complex(angles.cos(), angles.sin()).to(torch.complex128).angle().tolist()
+    found = ntk_by_parts(tuple(read), C).kept
+    assert found == pytest.approx(ntk_by_parts(exact.inv_freq, C).kept, abs=1e-3)
+
+
+@pytest.mark.parametrize("rescaling", [ntk_by_parts, yarn])
+def test_fast_pairs_that_stand_still_do_not_move_the_ramp(rescaling):
+    """As a drop of pairs faster than a wavelength leaves them."""
+    whole = rope(64, 1e4, 4096)
+    kept = replace(whole, inv_freq=(0.0,) * 9 + whole.inv_freq[9:])
+    slower = slowed(rescaling, kept, 4.0, 4096)
+    assert slower.inv_freq[9:] == slowed(rescaling, whole, 4.0, 4096).inv_freq[9:]
+
+
+def test_the_full_range_begins_at_the_fastest_pair_that_moves():
+    inv_freq = (0.0, 0.0, *rope(16).inv_freq)
+    assert yarn_full_range(inv_freq, C).kept[2:] == yarn_full_range(inv_freq[2:], C).kept
 
 
 def test_yarn_on_llama_3_frequencies_counts_turns_too():

@@ -17,8 +17,9 @@ import numpy as np
 
 from trainer.positional.spectrum import Frequencies, LongFrequencies, Spectrum, Stretch
 
-GEOMETRIC = 1e-6
-"""Relative difference of the steps between neighbouring pairs of a geometric spectrum."""
+GEOMETRIC = 1e-4
+"""Relative difference of the steps between neighbouring pairs of a geometric spectrum, which may
+have been read from float32 tables."""
 
 
 class Rescaling(Protocol):
@@ -75,6 +76,7 @@ def ntk_by_parts(
     if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))
     moving = [f for f in inv_freq if f > 0]
+    first = next(m for m, f in enumerate(inv_freq) if f > 0)  # a drop may leave slow pairs alone
     step = math.log(moving[0] / moving[-1]) / (len(moving) - 1)
     if not np.allclose(-np.diff(np.log(moving)), step, rtol=GEOMETRIC, atol=0):
         turns = np.maximum(inv_freq, np.finfo(float).tiny) * training_length / (2 * math.pi)
@@ -83,7 +85,7 @@ def ntk_by_parts(
 
     def index(turns: float) -> float:
         """Return the fractional index at which a pair turns so often within C."""
-        return math.log(moving[0] * training_length / (2 * math.pi * turns)) / step
+        return first + math.log(moving[0] * training_length / (2 * math.pi * turns)) / step
 
     low, high = index(beta_fast), index(beta_slow)
     if truncate:
@@ -124,10 +126,11 @@ def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
     which RoPE-ID's code is built, and for its log-spaced pairs the logarithm of the frequency.
     There is no attention factor, since RoPE-ID has the same as a temperature of its own.
     """
-    moving = sum(f > 0 for f in inv_freq)
-    if moving < 2:
+    moving = [m for m, f in enumerate(inv_freq) if f > 0]
+    if len(moving) < 2:
         return _by_share(np.ones(len(inv_freq)))
-    return _by_share(np.clip(1 - np.arange(len(inv_freq)) / (moving - 1), 0, 1))
+    share = (np.arange(len(inv_freq)) - moving[0]) / (moving[-1] - moving[0])
+    return _by_share(np.clip(1 - share, 0, 1))
 
 
 def _over_turns(

@@ -58,16 +58,13 @@ def _export_again(request: ExportRequest, to: Path) -> Exported:
     assert request.checkpoint is not None
     published = read_pretrained(request.checkpoint)
     tokenizer = published.require_tokenizer()
-    first = published.bos_token
-    card = Path(request.checkpoint) / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else None
     log.info("Exporting %s again", request.checkpoint)
     return export_model(
         published.decoder(),
         tokenizer,
-        end_of_text(tokenizer) if first is None else first,
+        published.bos_token or 0,  # what is written of tokens gives way to what is published
         to,
-        card=None if text is None else lambda plan, difference: text,
         tolerance=request.tolerance,
         dtype=request.dtype,
+        like=Path(request.checkpoint),
     )

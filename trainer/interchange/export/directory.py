@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 
 from trainer.errors import UserError
+from trainer.formats import read_plain
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.gate import TEXT, largest_difference, transformers_is_here
 from trainer.interchange.export.plan import Plan, make_plan
@@ -26,6 +27,11 @@ from trainer.stopping import partial_directory
 log = logging.getLogger(__name__)
 
 CODE = Path(__file__).with_name("custom")
+TOKEN_FILES = (
+    *("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
+    *("chat_template.jinja", "chat_template.json", "README.md"),
+)
+"""Files of a published model about its tokens, and its card."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ def export_model(
     card: Callable[[Plan, float | None], str] | None = None,
     tolerance: float = 1e-4,
     dtype: str = "float32",
+    like: Path | None = None,
 ) -> Exported:
     """Write a decoder so that transformers loads it, and compare what it loads.
 
@@ -66,6 +73,8 @@ def export_model(
         card: the text of ``README.md``, from the plan and the largest difference.
         tolerance: of the difference.
         dtype: of the weights, a key of :data:`DTYPES`.
+        like: a published model's directory, whose tokens, chat template and generation settings are
+            kept.
 
     Raises:
         UserError: the directory cannot be written, or what transformers loads differs; nothing is
@@ -73,13 +82,16 @@ def export_model(
     """
     if problem := destination_problem(to):
         raise UserError(problem)
-    tokenizer, plan = prompting(tokenizer, end), make_plan(model.config, model.layout)
+    tokenizer = prompting(tokenizer, end) if like is None else tokenizer
+    plan = make_plan(model.config, model.layout)
     _log_plan(plan)
     made = [parent for parent in to.absolute().parents if not parent.exists()]
     try:
         to.absolute().parent.mkdir(parents=True, exist_ok=True)
         with partial_directory(to.absolute()) as partial:
             write_files(model, plan, tokenizer, end, partial, dtype)
+            if like is not None:
+                _keep_tokens(like, partial)
             difference = _gate(model, plan, tokenizer, partial, tolerance, dtype)
             if card is not None:
                 (partial / "README.md").write_text(card(plan, difference), encoding="utf-8")
@@ -126,6 +138,20 @@ def write_files(
     if not plan.is_native:
         for path in CODE.glob("*_unrope.py"):
             shutil.copyfile(path, directory / path.name)
+
+
+def _keep_tokens(published: Path, directory: Path) -> None:
+    """Replace what the directory says of tokens by what a published model says."""
+    config = read_plain(directory / "config.json")
+    theirs = read_plain(published / "config.json")
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    _write_json(directory / "config.json", config | {k: theirs.get(k) for k in keys})
+    for name in TOKEN_FILES:
+        if (published / name).is_file():
+            shutil.copyfile(published / name, directory / name)
+    path = directory / "tokenizer_config.json"
+    names = {"model_input_names": ["input_ids", "attention_mask"]}
+    _write_json(path, read_plain(path) | names)
 
 
 def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:

@@ -191,7 +191,7 @@ def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "softmax": asdict(config.softmax),
         "layout": layout.to_dict(),
         "alibi_slopes": list(alibi_slopes(config.num_attention_heads)) if biased else None,
-        **(_window_values(windows) if len(sizes) == 1 else {}),
+        **_window_values(windows if len(sizes) == 1 else [None] * len(windows)),
         "code_version": CODE_VERSION,
         "auto_map": {
             "AutoConfig": "configuration_unrope.UnropeConfig",

@@ -20,8 +20,8 @@ class UnropeConfig(PreTrainedConfig):
     and a logit beside them, and ``softcap`` and ``final_softcap``, within which scores and logits
     are kept, or null.
     ``qk_norm_kind``: ``per_head`` or ``full``; ``qk_norm_targets``: ``both``, ``q`` or ``k``.
-    ``layer_types`` and ``sliding_window``: where all windows have one size, for caches and servers
-    that keep no more keys than a window.
+    ``layer_types`` and ``sliding_window``: for caches and servers that keep no more keys than a
+    window; windows of several sizes count as none there.
     ``code_version``: that of the code beside this file; None stands for the first.
     """
 

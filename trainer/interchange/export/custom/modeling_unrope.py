@@ -7,6 +7,7 @@ H query heads, Hkv key-value heads, D channels per head.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,23 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_unrope import UnropeConfig
-from .serving_unrope import serving_problem
+from .serving_unrope import follows_length, serving_problem
 
 Table = tuple[Tensor, Tensor, Tensor]
 
-WRITTEN_OUT = ("eager", "sdpa")
-"""Attention implementations for which this file makes the masks, biases, caps and sinks itself."""
-SERVERS_PASS = ("attention_instances", "forward_batch")
-"""Arguments that vLLM and SGLang hand through the model to their attention."""
+SERVERS = {"vllm": ("attention_instances",), "sglang": ("attention_instances", "forward_batch")}
+"""Attention implementations that mask by themselves, and what they hand through the model."""
 UNUSED = ("cache_position",)
 """Arguments of older ``generate`` loops that repeat what the cache says."""
 
 
-def table(spectrum: dict[str, Any], trained: int, positions: Tensor) -> Table:
+def table(spectrum: dict[str, Any], inv_freq: Tensor, trained: int, positions: Tensor) -> Table:
     """Cosines and sines ``[B, 1, T, pairs]`` and the factor on the queries ``[B, 1, T or 1, 1]``.
 
     With n the length of the sequence, which ends with its highest position, or for ``per`` =
@@ -43,7 +43,6 @@ def table(spectrum: dict[str, Any], trained: int, positions: Tensor) -> Table:
     """
     positions = positions.double()[:, None, :, None]
     length = positions.amax(dim=2, keepdim=True) + 1
-    inv_freq = torch.tensor(spectrum["inv_freq"], dtype=torch.float64, device=positions.device)
     scale = torch.full_like(length, spectrum["rotary_scale"])
     if (long := spectrum["long"]) is not None:
         slow, larger = inv_freq.new_tensor(long["inv_freq"]), scale
@@ -80,13 +79,31 @@ def capped(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def check_arguments(owner: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Raise TypeError for arguments that the model would otherwise ignore."""
-    if unknown := [name for name in given if name not in known]:
+@dataclass(frozen=True)
+class Seen:
+    """What restricts attention beyond causality, once for all layers.
+
+    ``padding``: ``[B, Tk]``, False where a token is padding. ``segments``: ``[B, T]``, the number
+    of the sequence that a token belongs to, where several sequences share a row.
+    """
+
+    padding: Tensor | None = None
+    segments: Tensor | None = None
+
+
+def check_arguments(config: UnropeConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a server's attention.
+
+    Raises:
+        TypeError: for an argument that the model would otherwise ignore.
+    """
+    known = SERVERS.get(config._attn_implementation or "", ())
+    if unknown := [name for name in given if name not in known + UNUSED]:
         raise TypeError(
-            f"{owner} does not know the argument {', '.join(unknown)}. A model that ignored it "
+            f"the model does not know the argument {', '.join(unknown)}. If it ignored it, it "
             "could compute something else than you asked for; a newer export may know it."
         )
+    return {name: value for name, value in given.items() if name in known}
 
 
 def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
@@ -96,7 +113,7 @@ def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | Non
     return cache if past_key_values is None else past_key_values
 
 
-class UnropeAttention(nn.Module):
+class UnropeAttention(torch.nn.Module):  # spelt so that set_attn_implementation accepts the model
     """Causal attention with grouped queries."""
 
     is_causal = True
@@ -135,47 +152,32 @@ class UnropeAttention(nn.Module):
         self,
         hidden_states: Tensor,
         tables: list[Table],
-        padding: Tensor | None,
+        seen: Seen,
         cache: Cache | None,
         **kwargs: Any,
     ) -> Tensor:
-        """``[B, T, hidden_size]`` to the same. ``padding``: ``[B, Tk]``, False where it is."""
+        """``[B, T, hidden_size]`` to the same; ``kwargs``: what a server's attention takes."""
         q = self.heads(self.q_proj(hidden_states), self.q_norm)
-        if self.softmax_scale is not None:
-            q = q * self.softmax_scale.to(q.dtype)[:, None, None]
         k = self.heads(self.k_proj(hidden_states), self.k_norm)
         v = self.heads(self.v_proj(hidden_states), None)
         q, k = self.encode(q, k, tables)
         past = 0
         if cache is not None:
-            past = cache.get_seq_length(self.layer_idx)
+            past = cache.get_seq_length(self.layer_idx) + 0  # a copy: static caches count in place
             k, v = cache.update(k, v, self.layer_idx)
-        out = self.attend(q, k, v, past, padding, kwargs)
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: int,
-        padding: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Return attention as ``[B, T, H, D]``, or in a shape that has the same elements in order.
-
-        ``past``: tokens before the new ones. Soft-caps and sinks, which no fused kernel has, are
-        written out; everything else goes to the implementation that the configuration names.
-        """
         name = self.config._attn_implementation or "eager"
-        if name not in WRITTEN_OUT:
-            # A server makes its own masks; models that it cannot compute raise on construction.
-            attention = ALL_ATTENTION_FUNCTIONS[name]
-            return attention(self, q, k, v, None, scaling=self.scaling, **kwargs)[0]
-        mask = self.mask(q, past, k.shape[2], padding)
-        if name == "eager" or self.sinks is not None or self.softcap is not None:
-            return self.written_out(q, k, v, mask).transpose(1, 2)
-        return ALL_ATTENTION_FUNCTIONS[name](self, q, k, v, mask, scaling=self.scaling)[0]
+        if name in SERVERS:  # a server makes its own masks
+            out = ALL_ATTENTION_FUNCTIONS[name](
+                self, q, k, v, None, scaling=self.scaling, **kwargs
+            )[0]
+        else:
+            mask = self.mask(q, past, k.shape[2], seen)
+            # No fused kernel has soft-caps and sinks.
+            if name == "eager" or self.sinks is not None or self.softcap is not None:
+                out = self.written_out(q, k, v, mask).transpose(1, 2)
+            else:
+                out = ALL_ATTENTION_FUNCTIONS[name](self, q, k, v, mask, scaling=self.scaling)[0]
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1))
 
     def written_out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention ``[B, H, T, D]`` with float32 scores."""
@@ -202,16 +204,22 @@ class UnropeAttention(nn.Module):
         return x.transpose(1, 2)
 
     def encode(self, q: Tensor, k: Tensor, tables: list[Table]) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys and temper queries, each group of heads in its own way."""
-        if len(self.groups) == 1:  # also where tensor parallelism left a part of the heads
-            cos, sin, factor = tables[self.groups[0][0]]
-            return rotate(q, cos, sin) * factor.to(q.dtype), rotate(k, cos, sin)
+        """Rotate queries and keys and temper queries, each group of heads in its own way.
+
+        Raises:
+            ValueError: tensor parallelism left a part of heads that differ.
+        """
         counts = [count for _, count in self.groups]
-        if k.shape[1] != sum(counts):
+        if k.shape[1] != sum(counts) and (len(counts) > 1 or self.softmax_scale is not None):
             raise ValueError(
-                f"layer {self.layer_idx} has groups of heads with different encodings, which "
+                f"layer {self.layer_idx} has heads with encodings or scales of their own, which "
                 "tensor parallelism would cut; load the model on one device."
             )
+        if self.softmax_scale is not None:
+            q = q * self.softmax_scale.to(q.dtype)[:, None, None]
+        if len(counts) == 1:  # also where tensor parallelism left a part of the heads
+            cos, sin, factor = tables[self.groups[0][0]]
+            return rotate(q, cos, sin) * factor.to(q.dtype), rotate(k, cos, sin)
         queries = q.split([self.num_key_value_groups * count for count in counts], dim=1)
         keys = k.split(counts, dim=1)
         turned = []
@@ -222,13 +230,14 @@ class UnropeAttention(nn.Module):
         queries, keys = zip(*turned, strict=True)
         return torch.cat(queries, dim=1), torch.cat(keys, dim=1)
 
-    def mask(self, q: Tensor, past: int, keys: int, padding: Tensor | None) -> Tensor | None:
+    def mask(self, q: Tensor, past: int, keys: int, seen: Seen) -> Tensor | None:
         """Return what a query may see: booleans, or with ALiBi a bias that falls with distance.
 
         None stands for plain causal attention, or for a single query that sees every key.
         """
-        T = q.shape[2]
-        plain = self.window is None and padding is None and not any(self.slopes)
+        T, padding, segments = q.shape[2], seen.padding, seen.segments
+        alone = padding is None and segments is None
+        plain = self.window is None and alone and not any(self.slopes)
         if plain and past + T == keys and T in (1, keys):
             return None
         # A cache of a sliding window holds the last keys only; a static one more than there are.
@@ -243,6 +252,8 @@ class UnropeAttention(nn.Module):
             kept = padding[:, first : first + keys]
             kept = F.pad(kept, (0, keys - kept.shape[1]), value=False)
             allowed = allowed & kept[:, None, None] | (i == j)
+        if segments is not None:  # there is no cache, so that these are the keys too
+            allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
         if not any(self.slopes):
             return allowed.expand(len(q), 1, T, keys)
         bias = torch.tensor(self.slopes, device=q.device)[:, None, None] * (j - i)
@@ -266,7 +277,7 @@ class UnropeMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class UnropeBlock(nn.Module):
+class UnropeBlock(GradientCheckpointingLayer):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: UnropeConfig, index: int) -> None:
@@ -280,25 +291,40 @@ class UnropeBlock(nn.Module):
         self,
         hidden_states: Tensor,
         tables: list[Table],
-        padding: Tensor | None,
+        seen: Seen,
         cache: Cache | None,
         **kwargs: Any,
     ) -> Tensor:
         """See :meth:`UnropeAttention.forward`."""
         x = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + self.self_attn(x, tables, padding, cache, **kwargs)
+        hidden_states = hidden_states + self.self_attn(x, tables, seen, cache, **kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class UnropePreTrainedModel(PreTrainedModel):
     """Base class of both models."""
 
+    config: UnropeConfig
     config_class = UnropeConfig
     base_model_prefix = "model"
     _no_split_modules: Any = ("UnropeBlock",)
     _skip_keys_device_placement: Any = ("past_key_values", "cache")
     _supports_sdpa = True
     _supports_attention_backend = True
+    supports_gradient_checkpointing = True
+
+    def makes_cache(self, use_cache: bool | None) -> bool:
+        """Return whether a forward pass without a cache makes one; training does not."""
+        if self.training and (use_cache is None or self.is_gradient_checkpointing):
+            return False
+        return self.config.use_cache if use_cache is None else use_cache
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: Any, inputs_embeds: Any, attention_mask: Tensor | None, **others: Any
+    ) -> Tensor | None:
+        """Return the mask as it is: ``generate`` makes one of four axes for static caches."""
+        return attention_mask
 
 
 class UnropeModel(UnropePreTrainedModel):
@@ -310,9 +336,11 @@ class UnropeModel(UnropePreTrainedModel):
 
     def __init__(self, config: UnropeConfig) -> None:
         super().__init__(config)
-        name = config._attn_implementation or "eager"
-        if name not in WRITTEN_OUT and (problem := serving_problem(config.to_dict())):
+        name, problem = config._attn_implementation, serving_problem(config.to_dict())
+        if name in SERVERS and problem:
             raise ValueError(f"the attention of {name!r} cannot compute this model: {problem}.")
+        self.spectra: list[dict[str, Any]] = (config.layout or {})["spectra"]
+        self._frequencies: dict[torch.device, list[Tensor]] = {}
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(UnropeBlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -334,16 +362,22 @@ class UnropeModel(UnropePreTrainedModel):
         """Arguments are those of every decoder in transformers; masks are ``[B, Tk]``.
 
         Positions, and with them lengths, count the tokens that the mask keeps, wherever the padding
-        stands; without a mask padding counts as text.
+        stands; without a mask padding counts as text. Without a mask and a cache, positions that
+        begin anew within a row begin another sequence, which does not see the one before.
 
         Raises:
             TypeError: for an argument that this model does not know.
+            ValueError: for a mask of more than two axes, and for several sequences in a row where
+                the encoding follows the length of each.
         """
-        check_arguments("UnropeModel", kwargs, SERVERS_PASS + UNUSED)
-        passed = {name: value for name, value in kwargs.items() if name in SERVERS_PASS}
+        passed = check_arguments(self.config, kwargs)
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask: expected [B, Tk], got {[*attention_mask.shape]}.")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         cache = one_cache(past_key_values, cache)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+        if cache is None and self.makes_cache(use_cache):
             cache = DynamicCache(config=self.config)
         padding = None if attention_mask is None else attention_mask.bool()
         if padding is not None and padding.all():
@@ -353,18 +387,50 @@ class UnropeModel(UnropePreTrainedModel):
         elif position_ids is None:
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
-        layout = self.config.layout
-        trained = layout["training_length"]
-        tables = [table(spectrum, trained, position_ids) for spectrum in layout["spectra"]]
+        seen = Seen(padding, self.segments(position_ids, padding, cache))
+        trained = (self.config.layout or {})["training_length"]
+        own = zip(self.spectra, self.frequencies(x.device), strict=True)
+        tables = [table(spectrum, f, trained, position_ids) for spectrum, f in own]
         states: list[Tensor] = []
         for block in self.layers:
             states.append(x)
-            x = block(x, tables, padding, cache, **passed)
+            x = block(x, tables, seen, cache, **passed)
         x = self.norm(x)
         shown = (*states, x) if output_hidden_states else None
         # Positional: transformers 5.24 renamed the second field from past_key_values to cache.
         outputs = BaseModelOutputWithPast(x, cache, shown)
-        return outputs.to_tuple() if return_dict is False else outputs
+        as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
+        return outputs.to_tuple() if as_tuple else outputs
+
+    def segments(
+        self, position_ids: Tensor, padding: Tensor | None, cache: Cache | None
+    ) -> Tensor | None:
+        """Return the number of each token's sequence ``[B, T]``, or None for one in every row.
+
+        Raises:
+            ValueError: there are several, and the encoding follows the length of each.
+        """
+        begun = cache is not None and cache.get_seq_length() > 0
+        if padding is not None or begun or self.config._attn_implementation in SERVERS:
+            return None
+        begins = position_ids.diff(dim=1) != 1
+        if not begins.any():
+            return None
+        if follows_length(self.spectra):
+            raise ValueError(
+                "position_ids: they begin anew within a row, and this model's encoding follows the "
+                "length of each sequence; give every sequence a row of its own."
+            )
+        return F.pad(begins.cumsum(dim=1), (1, 0))
+
+    def frequencies(self, device: torch.device) -> list[Tensor]:
+        """Return the frequencies of every spectrum, float64, kept on the device."""
+        if device not in self._frequencies:
+            self._frequencies[device] = [
+                torch.tensor(spectrum["inv_freq"], dtype=torch.float64, device=device)
+                for spectrum in self.spectra
+            ]
+        return self._frequencies[device]
 
 
 class UnropeForCausalLM(UnropePreTrainedModel, GenerationMixin):
@@ -402,9 +468,9 @@ class UnropeForCausalLM(UnropePreTrainedModel, GenerationMixin):
         Raises:
             TypeError: for an argument that this model does not know.
         """
-        check_arguments("UnropeForCausalLM", kwargs, SERVERS_PASS + UNUSED)
+        passed = check_arguments(self.config, kwargs)
         cache = one_cache(past_key_values, cache)
-        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+        if cache is None and self.makes_cache(use_cache):
             cache = DynamicCache(config=self.config)
         states = self.model(
             input_ids,
@@ -414,7 +480,8 @@ class UnropeForCausalLM(UnropePreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
-            **kwargs,
+            return_dict=True,
+            **passed,
         )
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(states.last_hidden_state[:, last])
@@ -428,4 +495,5 @@ class UnropeForCausalLM(UnropePreTrainedModel, GenerationMixin):
                 num_items_in_batch=num_items_in_batch,
             )
         outputs = CausalLMOutputWithPast(loss, logits, cache, states.hidden_states)
-        return outputs.to_tuple() if return_dict is False else outputs
+        as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
+        return outputs.to_tuple() if as_tuple else outputs

@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 
+def follows_length(spectra: list[dict[str, Any]]) -> bool:
+    """Return whether any encoding depends on the length of the sequence."""
+    return any(
+        spectrum["long"] is not None
+        or (spectrum["temperature"]["coefficient"] and spectrum["temperature"]["per"] != "query")
+        for spectrum in spectra
+    )
+
+
 def serving_problem(values: dict[str, Any]) -> str | None:
     """Return why a server with an attention of its own (vLLM, SGLang) cannot compute the model.
 
@@ -20,16 +29,11 @@ def serving_problem(values: dict[str, Any]) -> str | None:
     layout, softmax = values["layout"], values.get("softmax") or {}
     windows = [layer["window"] for layer in layout["layers"]]
     spectra = layout["spectra"]
-    by_length = any(
-        spectrum["long"] is not None
-        or (spectrum["temperature"]["coefficient"] and spectrum["temperature"]["per"] != "query")
-        for spectrum in spectra
-    )
     reasons = {
         "it has no ALiBi": any(spectrum["alibi"] for spectrum in spectra),
         "it has no learned attention sinks": softmax.get("sinks"),
         "it has no soft-caps": softmax.get("softcap") or softmax.get("final_softcap"),
-        "it does not tell the model how long each sequence is": by_length,
+        "it does not tell the model how long each sequence is": follows_length(spectra),
         "it has one size of sliding windows": len({*windows} - {None}) > 1,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
