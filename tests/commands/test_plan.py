@@ -46,7 +46,7 @@ def test_operations_of_a_branch_count_from_where_it_branches():
     a_step = 3 * 32 * forward_flops(model.config, model.layout, 64)
     nope, rope = (control_config(plain(config), name) for name in ("nope", "rope"))
     assert flops(config) == flops(nope) == 1280 * a_step
-    assert flops(rope, begin=config.drop_step) == 256 * a_step
+    assert flops(rope, begin=config.drop_step) == 320 * a_step
 
 
 def test_operations_of_phases_are_those_of_their_lengths_and_batches():
