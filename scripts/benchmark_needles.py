@@ -7,7 +7,7 @@
 
 Both have the same weights, prompts, batches, threads and rule for when an answer is long enough,
 and must say the same. They take turns; a ratio is the median over the rounds, with its quartiles.
-Prompts have four times the training length of ``nano`` (random weights in the demo's shape) or of
+Prompts have four times the training length of ``nano`` (random weights in its shape) or of
 the checkpoint, and 2,048 tokens for ``smollm2``, as scripts/fetch_smollm2.py fetches it. The task
 ``statements`` is the demo's own, with one token to answer.
 """
@@ -76,7 +76,7 @@ def exported(name: str, model: Decoder, tokenizer: Tokenizer) -> Pair:
 
 
 def nano() -> Pair:
-    """The demo's shape with random weights."""
+    """The shape of ``model=nano`` with random weights."""
     tokenizer = train_tokenizer(stdlib_docs(), 1024, WORDS)
     shape = read_config(["model=nano"]).model
     config = replace(shape, vocab_size=tokenizer.get_vocab_size(), attention_backend="sdpa")

@@ -123,7 +123,7 @@ def compare(schema, given, path):
         (["drop.at=10", "drop.to=nop"], "drop.to: unknown encoding 'nop'. Did you mean 'nope'?"),
         (
             ["+experiment=drope_demo", "drop=never"],
-            "drop=never: the experiment sets drop.at=0.8, which stands above it; write drop."
+            "drop=never: the experiment sets drop.at=0.75, which stands above it; write drop."
             "enabled=false, and leave out the controls that begin at the drop (controls=null).",
         ),
         (["drop=late", "positional=nope"], "drop.to: 'nope' is what the layers to drop have"),
@@ -216,11 +216,11 @@ def test_overrides_reach_the_configuration():
         [
             "+experiment=drope_demo",
             "seed=3",
-            "trainer.max_steps=50",
+            "trainer.max_steps=40",
             "positional.encodings.rope.base=99",
         ]
     )
-    assert (config.seed, config.trainer.max_steps, config.drop_step) == (3, 50, 40)
+    assert (config.seed, config.trainer.max_steps, config.drop_step) == (3, 40, 30)
     assert config.positional.encodings["rope"]["base"] == 99
     assert config.run_dir == "runs/drope_demo"
 

@@ -45,7 +45,7 @@ def test_operations_of_a_branch_count_from_where_it_branches():
     model = make_decoder(config, 0)
     a_step = 3 * 32 * forward_flops(model.config, model.layout, 64)
     nope, rope = (control_config(plain(config), name) for name in ("nope", "rope"))
-    assert flops(config) == flops(nope) == 1600 * a_step
+    assert flops(config) == flops(nope) == 1280 * a_step
     assert flops(rope, begin=config.drop_step) == 320 * a_step
 
 

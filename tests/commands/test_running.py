@@ -75,7 +75,7 @@ def test_help_is_short_lines_about_words_keys_and_options(name, word, capsys, pl
             "  optimizer.lr=0.003            of AdamW, times the schedule",
         ),
         (["prepare", "positional=nope", "--help"], "  positional.layers=[nope]      repeated over"),
-        (["+experiment=drope_demo", "--help"], "  drop.at=0.8\n"),
+        (["+experiment=drope_demo", "--help"], "  drop.at=0.75\n"),
         (["+experiment=drope_demo", "--help"], "  controls.nope.model.qk_norm.when=never\n"),
     ],
 )

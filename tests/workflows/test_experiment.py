@@ -120,7 +120,7 @@ def test_a_control_of_another_budget_is_named(caplog):
     controls = {name: control_config(plain(config), name) for name in config.controls}
     say_other_budgets({"main": config} | controls)
     assert caplog.messages == [
-        "controls.nope: NoPE from scratch trains on 614,400 tokens, and DroPE on 3,276,800"
+        "controls.nope: NoPE from scratch trains on 614,400 tokens, and DroPE on 2,621,440"
     ]
 
 
