@@ -26,8 +26,8 @@ Table = tuple[Tensor, Tensor, Tensor]
 
 SERVERS = {"vllm": ("attention_instances",), "sglang": ("attention_instances", "forward_batch")}
 """Attention implementations that mask by themselves, and what they hand through the model."""
-UNUSED = ("cache_position",)
-"""Arguments of older ``generate`` loops that repeat what the cache says."""
+CACHE_POSITION = "cache_position"
+"""Argument by which earlier versions of transformers tell a static cache where to write."""
 
 
 def table(spectrum: dict[str, Any], inv_freq: Tensor, trained: int, positions: Tensor) -> Table:
@@ -85,25 +85,27 @@ class Seen:
 
     ``padding``: ``[B, Tk]``, False where a token is padding. ``segments``: ``[B, T]``, the number
     of the sequence that a token belongs to, where several sequences share a row.
+    ``cache_position``: ``[T]``, where earlier versions of transformers write into the cache.
     """
 
     padding: Tensor | None = None
     segments: Tensor | None = None
+    cache_position: Tensor | None = None
 
 
 def check_arguments(config: UnropeConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a server's attention.
+    """Return the arguments for a server's attention or a static cache.
 
     Raises:
         TypeError: for an argument that the model would otherwise ignore.
     """
-    known = SERVERS.get(config._attn_implementation or "", ())
-    if unknown := [name for name in given if name not in known + UNUSED]:
+    known = (*SERVERS.get(config._attn_implementation or "", ()), CACHE_POSITION)
+    if unknown := [name for name in given if name not in known]:
         raise TypeError(
             f"the model does not know the argument {', '.join(unknown)}. If it ignored it, it "
             "could compute something else than you asked for; a newer export may know it."
         )
-    return {name: value for name, value in given.items() if name in known}
+    return given
 
 
 def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
@@ -164,7 +166,9 @@ class UnropeAttention(torch.nn.Module):  # spelt so that set_attn_implementation
         past = 0
         if cache is not None:
             past = cache.get_seq_length(self.layer_idx) + 0  # a copy: static caches count in place
-            k, v = cache.update(k, v, self.layer_idx)
+            where = seen.cache_position
+            options = () if where is None else ({CACHE_POSITION: where},)
+            k, v = cache.update(k, v, self.layer_idx, *options)
         name = self.config._attn_implementation or "eager"
         if name in SERVERS:  # a server makes its own masks
             out = ALL_ATTENTION_FUNCTIONS[name](
@@ -321,7 +325,7 @@ class UnropePreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def create_masks_for_generate(
-        config: Any, inputs_embeds: Any, attention_mask: Tensor | None, **others: Any
+        *, attention_mask: Tensor | None = None, **others: Any
     ) -> Tensor | None:
         """Return the mask as it is: ``generate`` makes one of four axes for static caches."""
         return attention_mask
@@ -387,7 +391,8 @@ class UnropeModel(UnropePreTrainedModel):
         elif position_ids is None:
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
-        seen = Seen(padding, self.segments(position_ids, padding, cache))
+        where = passed.pop(CACHE_POSITION, None)
+        seen = Seen(padding, self.segments(position_ids, padding, cache), where)
         trained = (self.config.layout or {})["training_length"]
         own = zip(self.spectra, self.frequencies(x.device), strict=True)
         tables = [table(spectrum, f, trained, position_ids) for spectrum, f in own]
