@@ -6,17 +6,20 @@ import csv
 import math
 import re
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from trainer.__main__ import main
 from trainer.commands import train
 from trainer.errors import UserError
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.loss import windows_with_common_ends
 from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report
 from trainer.report.statistics import change, sign_test, wilson_interval
 from trainer.report.sweep_figures import axes, sweep_figure
@@ -442,10 +445,77 @@ def test_what_cannot_be_compared_is_one_sentence(words, said, place, capsys):
     assert line.startswith(f"error: {said}")
 
 
+OTHER = {
+    "enabled": False, "tasks": [PERPLEXITY], "windows": 5, "last": 8, "batch_tokens": 4096,
+    "dtype": "bf16", "fit_windows": 3, "needles": {"trials": 5}, "ruler": {"trials": 5},
+    "longbench": {"limit": 5}, "many_shot": {"trials": 5}, "temperature": {"grid": [0.1]},
+    "dynamic_ntk": {"alpha": 2.0}, "longrope": {"seed": 1}, "choice": {"texts": 2},
+    "dope": {"heads": 2}, "weighted_rope": [{"tau": 0.5}],
+}  # fmt: skip
+"""Another value of every setting of an evaluation, but for methods and lengths."""
+LENGTHS = {"lengths": [1, 2, 4, 8]}
+
+
+def held_against_each_other(found):
+    """Whether each pair of figures of the second run is held against the first one's."""
+    run = found.runs[1]
+    return [found.comparison(run, 1.0) is not None, found.loss_change(run, 1.0) is not None]
+
+
+def test_the_settings_that_are_changed_are_all_that_an_evaluation_has():
+    own = {one.name for one in fields(EvaluationConfig)}
+    assert own == {*OTHER, "methods", "lengths"}
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_runs_measured_with_other_settings_are_not_tested_against_each_other(place, key):
+    changed = {"seed": 2, "evaluation": {key: OTHER[key]}}
+    assert held_against_each_other(compared_by({"seed": 1}, changed)) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"methods": ["none", "pi"]}, True),
+        ({"lengths": [1, 4, 8]}, True),
+        ({"lengths": [8, 1]}, True),
+        ({"lengths": [1, 2, 4]}, False),  # other windows: they end where those of 4 C do
+        ({"lengths": [1, 2, 4, 16]}, False),
+        ({"lengths": [0.5, 1, 8]}, False),  # other losses: on the last C / 2 tokens
+        ({"lengths": [0.5, 1, 8], "last": 8}, None),
+    ],
+)
+def test_windows_are_paired_where_they_end_alike_and_as_many_tokens_count(place, changes, same):
+    first, last = {**LENGTHS}, {} if same is not None else {"last": 8}
+    one = {"seed": 1, "evaluation": {**first, **last}}
+    other = {"seed": 2, "evaluation": {**first, **changes}}
+    assert held_against_each_other(compared_by(one, other)) == [same is not False] * 2
+
+
+def test_the_windows_of_a_length_end_elsewhere_with_another_longest_length():
+    """Why lengths are a part of what is compared."""
+    text = np.arange(1000)
+
+    class Stream:
+        def __len__(self):
+            return len(text)
+
+        def windows(self, starts, length):
+            return text[starts[:, None] + np.arange(length)]
+
+    def ends(lengths):
+        return windows_with_common_ends(Stream(), 4, lengths)[8][:, -1].tolist()
+
+    assert ends([8, 16, 64]) == ends([8, 64])
+    assert ends([8, 64]) != ends([8, 128])
+
+
 def test_runs_measured_on_other_text_are_not_tested_against_each_other(place):
-    found = compared_by({"seed": 1}, {"seed": 2, "evaluation": {"windows": 5}})
-    assert found.comparison(found.runs[1], 1.0) is None
-    assert found.loss_change(found.runs[1], 1.0) is None
+    found = compared_by({"seed": 1}, {"seed": 2})
+    assert held_against_each_other(found) == [True, True]
+    path = Path("runs/by_1/report.json")
+    path.write_text(path.read_text().replace('"the same"', '"another"'))
+    assert held_against_each_other(compared(Path("multirun") / found.name)) == [False, False]
 
 
 @pytest.mark.parametrize("lengths", [1, 4, 9])

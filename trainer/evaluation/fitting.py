@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.order import Integers
-from trainer.evaluation.measurements import fingerprint
+from trainer.evaluation.keys import fingerprint
 from trainer.evaluation.needle_loss import AnsweredTexts
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel

@@ -166,6 +166,7 @@ def _find(given: str) -> Candidate:
 
 
 def _files(path: Path) -> str:
-    """Names, sizes and times of a file or of the files in a directory."""
+    """Names, sizes and times of a file or of the files in a directory: their content would take
+    long to read."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     return str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])
