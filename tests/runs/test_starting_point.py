@@ -18,6 +18,7 @@ from trainer.runs.checkpoints import read_state, regular_checkpoints, step_of
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import append_metrics, read_metrics
 from trainer.runs.parsing import merged, parse
+from trainer.runs.phase_config import PhaseConfig
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import (
     check_same_data,
@@ -119,6 +120,27 @@ def test_a_run_that_diverged_leaves_out_what_it_read_since(
 ):
     assert rewind_run(copied, first_bad, broken_at) == skips
     assert steps_of(copied) == left
+
+
+@pytest.mark.parametrize(
+    ("before", "skips"),
+    [
+        ([], [[9, 8]]),
+        ([[3, 4]], [[3, 4], [9, 8]]),  # the checkpoint has read on since
+        ([[9, 12]], [[9, 20]]),  # from the same checkpoint, which does not know of them
+        ([[3, 4], [10, 4]], [[3, 4], [9, 12]]),
+    ],
+)
+def test_a_second_rewind_leaves_out_what_the_first_did_too(copied, before, skips):
+    assert rewind_run(copied, 9, 11, before) == skips
+
+
+def test_a_rewind_over_a_change_of_the_order_leaves_out_samples_of_both(copied):
+    """Of two phases of other lengths, which begin at steps 0 and 10; the last checkpoint is 9."""
+    phases = {"a": PhaseConfig(steps=10), "b": PhaseConfig(steps=5, sequence_length=64)}
+    config = replace(copied, phases=phases)
+    assert rewind_run(config, 9, 12) == [[9, 4], [10, 8]]
+    assert rewind_run(config, 9, 12, [[9, 1], [10, 2]]) == [[9, 5], [10, 10]]
 
 
 def test_texts_are_those_of_the_newest_checkpoint_that_can_be_read(copied, corpus, tmp_path):
