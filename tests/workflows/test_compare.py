@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import re
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import fields, replace
@@ -30,7 +31,7 @@ from trainer.runs.descriptions import label
 from trainer.runs.directory import open_run_directory, plain
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import control_config, merged, parse
-from trainer.runs.sweep import Swept, open_sweep
+from trainer.runs.sweep import Swept, noting_failure, open_sweep
 from trainer.workflows.compare import compare_runs, compared
 from trainer.workflows.compare_request import CompareRequest
 
@@ -235,6 +236,38 @@ def test_rows_of_a_sweep_in_progress_say_how_far_they_are(place):
     ]  # fmt: skip
     assert found.runs[2].loss == 5 - 4 / 100
     assert found.reference is found.runs[1]
+
+
+def test_a_run_that_failed_shows_nothing_of_a_report_from_before(place):
+    """A finished run that is started again, with more to evaluate say, and fails."""
+    config = configured("again")
+    fabricate(config)
+    made = open_sweep(place / "multirun", [Swept(config.run_dir)])
+    report = Path(config.run_dir) / "report.json"
+    assert compared(made).runs[0].state == "finished"
+    with pytest.raises(UserError), noting_failure(made, config.run_dir):
+        raise UserError("evaluation: it does not fit.")
+    (note,) = (made / "failed").iterdir()
+    os.utime(report, ns=(1, 1))
+    (found,) = compared(made).runs
+    assert (found.state, found.problem) == ("failed, step 8 of 8", "evaluation: it does not fit.")
+    assert (found.reached, found.measured_on) == ((), "")
+    assert found.loss == 5 - 8 / 100
+    # Finished since.
+    os.utime(note, ns=(1, 1))
+    os.utime(report, ns=(2, 2))
+    (found,) = compared(made).runs
+    assert (found.state, found.problem, len(found.reached)) == ("finished", "", 3)
+
+
+def test_a_run_that_failed_before_it_began_is_no_run_to_come(place):
+    config = configured("unborn")
+    made = open_sweep(place / "multirun", [Swept(config.run_dir)])
+    assert compared(made).runs[0].state == "not started"
+    with pytest.raises(OSError, match="full"), noting_failure(made, config.run_dir):
+        raise OSError("full")
+    (found,) = compared(made).runs
+    assert (found.state, found.problem) == ("failed", "OSError: full")
 
 
 @pytest.mark.parametrize(("norm", "problem"), [(10.0, ""), (math.nan, DIVERGED), (None, "")])
