@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from tests.training.test_run import checkpoint_of
 from trainer.data.tokenizer import end_of_text
 from trainer.errors import UserError
-from trainer.runs.models import _files, distinct, find_candidate
+from trainer.runs.models import _files_fingerprint, distinct, find_candidate
 
 
 def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
@@ -56,15 +56,15 @@ def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
         for path, data, time in ((file, b"first", 1), (place / name, content, at)):
             path.write_bytes(data)
             os.utime(path, ns=(time, time))
-        return _files(place), _files(place / name)
+        return _files_fingerprint(place), _files_fingerprint(place / name)
 
     first = written()
     others = [written(b"12345"), written(at=6), written(name="c.bin")]
     assert all(a != b for other in others for a, b in zip(first, other, strict=True))
     assert written() == first
-    assert _files(file) != _files(beside)
+    assert _files_fingerprint(file) != _files_fingerprint(beside)
     beside.unlink()
-    assert _files(place) != first[0]
+    assert _files_fingerprint(place) != first[0]
 
 
 def test_a_problem_is_said_of_the_key_that_named_the_model(tmp_path):
