@@ -1,7 +1,7 @@
 """Keys under which results are stored and compared.
 
 A key that leaves an input out takes one result for another. So a key is made of all fields of what
-was asked; what is left out is named, with the reason.
+was asked. What is left out is named, with the reason.
 """
 
 from __future__ import annotations
