@@ -7,11 +7,12 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.training.test_run import checkpoint_of
-from trainer.data.corpus import prepare_corpus
+from trainer.data.corpus import Corpus, Part, prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
 from trainer.runs.checkpoints import read_state, regular_checkpoints, step_of
@@ -148,6 +149,32 @@ def test_texts_are_those_of_the_newest_checkpoint_that_can_be_read(copied, corpu
     (checkpoint_of(copied) / "state.json").write_text("{}")
     (checkpoint_of(copied, 9) / "state.json").write_text("[")
     assert texts_read(Path(copied.run_dir)) == corpus.fingerprints
+
+
+def test_the_order_of_a_phase_changes_with_the_weights_of_its_texts():
+    """The corpus stays the same, with the weights that the run has."""
+    texts = [SimpleNamespace(fingerprint=digit * 16) for digit in "12"]
+    corpus = Corpus(None, 0, tuple(Part(n, 1.0, x) for n, x in zip("ab", texts, strict=True)))
+    mixture = {"a": {"weight": 1.0}, "b": {"weight": 1.0}}
+
+    def order(data=(), **weights):
+        phases = {"first": {"steps": 2, "weights": weights or None}}
+        values = {"data": {"mixture": mixture, **dict(data)}, "phases": phases}
+        config = parse(RunConfig, values)
+        (first,) = phases_of(config)
+        return data_fingerprints(corpus, first)
+
+    assert order(a=1.0, b=1.0) == order()
+    changed = order(a=3.0, b=1.0)
+    assert {k for k, value in changed.items() if value != order()[k]} == {"order"}
+    # And with how samples are made of them.
+    others = (
+        {"packing": "best_fit"},
+        {"shuffle_group": 2},
+        {"sequence_length": 128},
+        {"needles": {"share": 0.5}},
+    )
+    assert len({order()["order"], *(order(data)["order"] for data in others)}) == 5
 
 
 def test_fingerprints_change_with_whatever_changes_the_samples(base, corpus):
