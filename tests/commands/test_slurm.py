@@ -32,6 +32,7 @@ def place(tmp_path, monkeypatch):
 
 
 ONE = "slurm.gpus_per_node=1"
+TWO = "slurm.nodes=2", "strategy=ddp", "trainer.batch_size=8"
 
 
 def script(*words, name="run"):
@@ -296,6 +297,27 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
         (
             ["+callbacks.mine={_target_: my_callbacks.Mine}"],
             ["callbacks.mine: a job does not look for 'my_callbacks' in the directory"],
+        ),
+        (  # in a later phase alone
+            [*TWO, "+phases.a={steps: 2}", "+phases.b={steps: 2, batch_size: 9}"],
+            ["trainer.batch_size: 9 sequences do not divide into micro-batches of 1 on 2 ranks"],
+        ),
+        (  # in a control alone
+            [*TWO, "+controls.odd.trainer.batch_size=9"],
+            ["controls.odd.trainer.batch_size: 9 sequences do not divide"],
+        ),
+        (  # in a phase of a control alone
+            [*TWO, "+controls.odd.phases={a: {steps: 2}, b: {steps: 2, batch_size: 9}}"],
+            ["controls.odd.trainer.batch_size: 9 sequences do not divide"],
+        ),
+        (["+controls.odd.overwrite=true"], ["controls.odd.overwrite: true would start again"]),
+        (
+            [*TWO, "+controls.odd.strategy.name=single"],
+            ["controls.odd.strategy: 'single' uses one worker, and the job starts 2"],
+        ),
+        (
+            ["+controls.odd.callbacks.mine={_target_: my_callbacks.Mine}"],
+            ["controls.odd.callbacks.mine: a job does not look for 'my_callbacks'"],
         ),
         (["--sumbit"], ["unknown option '--sumbit'. Did you mean '--submit'?"]),
         (["sede=1", "slurm.nodes=0"], ["sede: unknown key. Did you mean 'seed'?", "slurm.nodes"]),

@@ -213,6 +213,53 @@ def test_what_was_fitted_is_told_again_when_nothing_is_left_to_measure(
     assert go(lambda: pytest.fail("read again")) == first
 
 
+def test_a_choice_is_kept_where_the_evaluation_ends_between_the_last_cell_and_it(
+    model, corpus, tmp_path, monkeypatch
+):
+    """Ended there, the next one has all cells; it chooses again, and the one after reads that."""
+    config = EvaluationConfig(
+        lengths=[1, 2], temperature=TemperatureSettings(grid=[0.1, 0.3], models="all")
+    )
+    names = ("dope", "temperature")
+    recipes = {"tiny": [recipe(name, model.layout, config) for name in names]}
+    windows = windows_with_common_ends(corpus.validation, 2, LENGTHS)
+    text, loads = FitText(windows, corpus.end_of_text, "text"), []
+
+    def load():
+        loads.append(1)
+        return model
+
+    def go(at):
+        subject = Subject("tiny", "weights", model.config, model.layout, load)
+        plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
+        found = measure_cells(plans, text, Store(tmp_path / at), 4096)
+        return found.notes, found.temperature, [replace(cell, seconds=0.0) for cell in found.cells]
+
+    whole, get = go("whole"), Store.get
+
+    def killed(store, kind, key, make):
+        if kind == "choice":
+            raise KeyboardInterrupt
+        return get(store, kind, key, make)
+
+    for times in (1, 2):  # after the cells of the first method, and of the second
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "get", killed)
+            with pytest.raises(KeyboardInterrupt):
+                go("killed")
+        assert len(list((tmp_path / "killed").glob("cell-*"))) == 2
+        if times == 1:
+            assert not list((tmp_path / "killed").glob("choice-*"))
+    assert go("killed") == whole
+    read = len(loads)
+    assert go("killed") == whole
+    assert len(loads) == read
+    # And where the choices alone are lost.
+    for path in (tmp_path / "killed").glob("choice-*"):
+        path.unlink()
+    assert [go("killed"), go("killed")] == [whole, whole]
+
+
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)])
 def test_processes_share_the_methods_out_and_the_first_has_all_cells(evaluation, tmp_path, order):
     """However late one begins, when others have stored theirs, they agree on who does what. The

@@ -1,10 +1,12 @@
 """Configurations of published models; that logits agree is tested with the weights."""
 
+import copy
 import importlib
 import math
 
 import pytest
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from trainer.errors import UserError
 from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config, named_bos
@@ -101,6 +103,58 @@ def test_the_length_before_extension_may_stand_beside_the_parameters():
     assert spectrum.long.length == 512
     assert spectrum.rotary_scale == pytest.approx(math.sqrt(1 + math.log(4) / math.log(512)))
     assert layout.training_length == 2048
+
+
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0},
+    "longrope": LONG,
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("original", [(None, 512), (512, None), (512, 256), (256, 512)])
+@pytest.mark.parametrize("theta", [(5e4, None), (None, 5e4), (5e4, 7e4)])
+def test_a_key_that_stands_in_two_places_counts_where_transformers_takes_it(
+    kind, key, original, theta
+):
+    """Beside the parameters and among them, with other values. The reference: what the published
+    class computes of the same file."""
+    lengths = {} if kind in ("default", "linear") else {"original_max_position_embeddings": 0}
+    rope = {"rope_type": kind, **SCALINGS[kind], **dict.fromkeys(lengths, original[1])}
+    rope |= {"rope_theta": theta[1]}
+    beside = dict.fromkeys(lengths, original[0]) | {"rope_theta": theta[0]}
+    values = {
+        **{k: v for k, v in beside.items() if v is not None},
+        key: {k: v for k, v in rope.items() if v is not None},
+    }
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+        "max_position_embeddings": 2048,
+    }  # fmt: skip
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes, **copy.deepcopy(values)))
+    _, layout = from_hf_config({"architectures": ["LlamaForCausalLM"], **sizes, **values}, "here")
+    spectrum = layout.spectra[0]
+    assert spectrum.inv_freq == pytest.approx(theirs.original_inv_freq.tolist(), rel=1e-6)
+    assert spectrum.rotary_scale == pytest.approx(theirs.attention_scaling, rel=1e-6)
+    if kind == "longrope":
+        assert (
+            spectrum.long.length
+            == theirs.config.rope_parameters["original_max_position_embeddings"]
+        )
+
+
+def test_the_old_key_counts_where_the_new_one_stands_beside_it():
+    old, new = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 4.0}
+    assert read(rope_scaling=old, rope_parameters=new) == read(rope_scaling=old)
+    config = transformers.LlamaConfig(rope_scaling=dict(old), rope_parameters=dict(new))
+    assert config.rope_parameters["factor"] == 2.0
+    assert read(rope_scaling=None, rope_parameters=new) == read(rope_parameters=new)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from tests.training.test_run import checkpoint_of
 from trainer.data.tokenizer import end_of_text
 from trainer.errors import UserError
-from trainer.runs.models import distinct, find_candidate
+from trainer.runs.models import _files_fingerprint, distinct, find_candidate
 
 
 def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
@@ -41,6 +42,29 @@ def test_published_weights_begin_as_their_tokenizer_does(finished):
     own.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 3)])
     assert replace(run, tokenizer=own).bos_token == replace(run, tokenizer=own, run=None).bos_token
     assert replace(run, tokenizer=own).bos_token == 3
+
+
+def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
+    """Of a directory and of a file, each changed in turn."""
+    place = tmp_path / "model"
+    place.mkdir()
+    file, beside = place / "a.bin", place / "b.bin"
+
+    def written(content=b"1234", at=5, name="b.bin"):
+        for path in place.iterdir():
+            path.unlink()
+        for path, data, time in ((file, b"first", 1), (place / name, content, at)):
+            path.write_bytes(data)
+            os.utime(path, ns=(time, time))
+        return _files_fingerprint(place), _files_fingerprint(place / name)
+
+    first = written()
+    others = [written(b"12345"), written(at=6), written(name="c.bin")]
+    assert all(a != b for other in others for a, b in zip(first, other, strict=True))
+    assert written() == first
+    assert _files_fingerprint(file) != _files_fingerprint(beside)
+    beside.unlink()
+    assert _files_fingerprint(place) != first[0]
 
 
 def test_a_problem_is_said_of_the_key_that_named_the_model(tmp_path):

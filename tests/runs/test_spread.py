@@ -60,6 +60,24 @@ def test_as_many_gpus_of_a_node_fit_as_a_batch_can_be_dealt_out_to(strategy, bat
 
 
 @pytest.mark.parametrize(
+    ("changes", "gpus"),
+    [
+        ({"seed": 3}, 8),
+        ({"trainer": {"batch_size": 4}}, 4),
+        ({"phases": {"a": {"steps": 1}, "b": {"steps": 1, "batch_size": 2}}}, 2),
+        ({"strategy": {"name": "single"}}, 1),
+    ],
+)
+def test_the_batches_of_controls_are_dealt_out_too(changes, gpus):
+    config = RunConfig(
+        trainer=TrainerConfig(batch_size=64),
+        strategy=StrategyConfig("ddp"),
+        controls={"other": changes},
+    )
+    assert gpus_that_fit(config, 1) == gpus
+
+
+@pytest.mark.parametrize(
     ("name", "size", "problems"), [("hsdp", 4, 1), ("hsdp", 3, 0), ("ddp", 4, 0)]
 )
 def test_shards_that_do_not_divide_the_ranks_are_named(name, size, problems):

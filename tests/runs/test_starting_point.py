@@ -7,17 +7,19 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.training.test_run import checkpoint_of
-from trainer.data.corpus import prepare_corpus
+from trainer.data.corpus import Corpus, Part, prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.errors import UserError
 from trainer.runs.checkpoints import read_state, regular_checkpoints, step_of
 from trainer.runs.config import RunConfig
 from trainer.runs.metrics_file import append_metrics, read_metrics
 from trainer.runs.parsing import merged, parse
+from trainer.runs.phase_config import PhaseConfig
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import (
     check_same_data,
@@ -121,11 +123,58 @@ def test_a_run_that_diverged_leaves_out_what_it_read_since(
     assert steps_of(copied) == left
 
 
+@pytest.mark.parametrize(
+    ("before", "skips"),
+    [
+        ([], [[9, 8]]),
+        ([[3, 4]], [[3, 4], [9, 8]]),  # the checkpoint has read on since
+        ([[9, 12]], [[9, 20]]),  # from the same checkpoint, which does not know of them
+        ([[3, 4], [10, 4]], [[3, 4], [9, 12]]),
+    ],
+)
+def test_a_second_rewind_leaves_out_what_the_first_did_too(copied, before, skips):
+    assert rewind_run(copied, 9, 11, before) == skips
+
+
+def test_a_rewind_over_a_change_of_the_order_leaves_out_samples_of_both(copied):
+    """Of two phases of other lengths, which begin at steps 0 and 10; the last checkpoint is 9."""
+    phases = {"a": PhaseConfig(steps=10), "b": PhaseConfig(steps=5, sequence_length=64)}
+    config = replace(copied, phases=phases)
+    assert rewind_run(config, 9, 12) == [[9, 4], [10, 8]]
+    assert rewind_run(config, 9, 12, [[9, 1], [10, 2]]) == [[9, 5], [10, 10]]
+
+
 def test_texts_are_those_of_the_newest_checkpoint_that_can_be_read(copied, corpus, tmp_path):
     assert texts_read(tmp_path / "nothing") is None
     (checkpoint_of(copied) / "state.json").write_text("{}")
     (checkpoint_of(copied, 9) / "state.json").write_text("[")
     assert texts_read(Path(copied.run_dir)) == corpus.fingerprints
+
+
+def test_the_order_of_a_phase_changes_with_the_weights_of_its_texts():
+    """The corpus stays the same, with the weights that the run has."""
+    texts = [SimpleNamespace(fingerprint=digit * 16) for digit in "12"]
+    corpus = Corpus(None, 0, tuple(Part(n, 1.0, x) for n, x in zip("ab", texts, strict=True)))
+    mixture = {"a": {"weight": 1.0}, "b": {"weight": 1.0}}
+
+    def order(data=(), **weights):
+        phases = {"first": {"steps": 2, "weights": weights or None}}
+        values = {"data": {"mixture": mixture, **dict(data)}, "phases": phases}
+        config = parse(RunConfig, values)
+        (first,) = phases_of(config)
+        return data_fingerprints(corpus, first)
+
+    assert order(a=1.0, b=1.0) == order()
+    changed = order(a=3.0, b=1.0)
+    assert {k for k, value in changed.items() if value != order()[k]} == {"order"}
+    # And with how samples are made of them.
+    others = (
+        {"packing": "best_fit"},
+        {"shuffle_group": 2},
+        {"sequence_length": 128},
+        {"needles": {"share": 0.5}},
+    )
+    assert len({order()["order"], *(order(data)["order"] for data in others)}) == 5
 
 
 def test_fingerprints_change_with_whatever_changes_the_samples(base, corpus):

@@ -66,6 +66,124 @@ def test_how_large_something_is_drawn_is_left_alone():
     ]
 
 
+KEYS = """
+def plan_key(model, task, n):
+    return {"model": model, "task": [task, n]}
+
+
+def fingerprint_of(*parts):
+    return sha256(parts[0] + parts[1], seed(0))
+
+
+def stored(config, layout):
+    order = [config, layout]
+    sizes = [config, layout]
+    return digest(dumps(order)), sizes
+
+
+def is_found(a, b, wanted):
+    found = (a.name, a.length) == (b.name, b.length) and a.model == wanted
+    return found and all(getattr(a, one) == getattr(b, one) for one in ("x", "y"))
+"""
+
+
+def changes(source):
+    return [(m.line, m.change) for m in mutants(source.encode(), "a.py")]
+
+
+def test_a_field_is_left_out_of_what_is_hashed_or_compared():
+    found = changes(KEYS)
+    left_out = [
+        (3, "{'model': model, 'task': [task, n]}  ->  {'task': [task, n]}"),
+        (3, "{'model': model, 'task': [task, n]}  ->  {'model': model}"),
+        (3, "[task, n]  ->  [n]"),
+        (3, "[task, n]  ->  [task]"),
+        (7, "sha256(parts[0] + parts[1], seed(0))  ->  sha256(seed(0))"),
+        (7, "sha256(parts[0] + parts[1], seed(0))  ->  sha256(parts[0] + parts[1])"),
+        (7, "parts[0] + parts[1]  ->  parts[0]"),
+        (7, "parts[0] + parts[1]  ->  parts[1]"),
+        (11, "[config, layout]  ->  [layout]"),
+        (11, "[config, layout]  ->  [config]"),
+        (17, "(a.name, a.length) == (b.name, b.length)  ->  (a.length,) == (b.length,)"),
+        (17, "(a.name, a.length) == (b.name, b.length)  ->  (a.name,) == (b.name,)"),
+        (18, "('x', 'y')  ->  ('y',)"),
+        (18, "('x', 'y')  ->  ('x',)"),
+    ]
+    assert [change for change in found if change in left_out] == left_out
+    # Sizes are no key: line 12 stays as it is.
+    assert [change for line, change in found if line == 12] == []
+    both = "(a.name, a.length) == (b.name, b.length) and a.model == wanted"
+    assert (17, f"{both}  ->  (a.name, a.length) == (b.name, b.length)") in found
+    assert (17, f"{both}  ->  a.model == wanted") in found
+
+
+PHASES = """
+def problems(config):
+    found = [spread(phase.config) for phase in phases_of(config)]
+    return found + [memory(arm) for arm in config.arms] + [length(model.config), self.config]
+
+
+def problems_of(phase):
+    return spread(phase.config)
+"""
+
+
+def test_the_configuration_of_the_run_takes_the_place_of_a_phases_and_a_controls():
+    found = changes(PHASES)
+    assert [(line, change) for line, change in found if change.endswith("->  config")] == [
+        (3, "phase.config  ->  config"),
+        (4, "arm  ->  config"),
+    ]
+
+
+RESETS = """
+def batches(rows):
+    batch, size = [], 0
+    for row in rows:
+        batch.append(row)
+        if len(batch) > size:
+            yield batch
+            batch, size = [], 0
+            seen = 0
+    batch = []
+    seen = first(rows)
+
+
+def read(self):
+    total = self.count = self.last = None
+    self.loss[:] = 0.0
+    self.rows.clear()
+"""
+
+
+def test_what_is_reset_keeps_its_value():
+    found = [
+        (line, change.replace("  ->  ", " -> ").split(" -> "))
+        for line, change in changes(RESETS)
+        if " = " in change or "clear" in change
+    ]
+    assert found == [
+        (8, ["batch, size = ([], 0)", "size, = (0,)"]),
+        (8, ["batch, size = ([], 0)", "batch, = ([],)"]),
+        (9, ["seen = 0", "seen = locals().get('seen', 0)"]),
+        (10, ["batch = []", "pass"]),
+        (15, ["total = self.count = self.last = None", "total = self.last = None"]),
+        (15, ["total = self.count = self.last = None", "total = self.count = None"]),
+        (16, ["self.loss[:] = 0.0", "pass"]),
+        (17, ["self.rows.clear()", "pass"]),
+    ]
+
+
+def test_a_variable_that_is_reset_once_in_a_loop_keeps_what_it_had():
+    """What the change does: the first round begins with the value, the second goes on."""
+    source = "def sizes(rows):\n    for row in rows:\n        size = 0\n        size += row\n"
+    source += "        yield size\n"
+    (mutant,) = [m for m in mutants(source.encode(), "a.py") if "locals" in m.change]
+    names = {}
+    exec(compile(mutant.applied(source.encode()), "a.py", "exec"), names)
+    assert [*names["sizes"]([1, 2, 3])] == [1, 3, 6]
+
+
 PACKAGE = {
     "trainer/__init__.py": "",
     "trainer/small/__init__.py": "",

@@ -66,6 +66,21 @@ def test_the_last_sound_step_is_kept_and_the_first_broken_one_is_not(run, monkey
     assert read_state(checkpoint_of(config))["skips"] == [[7, 8]]
 
 
+def test_a_second_broken_stretch_before_the_next_checkpoint_is_left_out_too(run, monkeypatch):
+    """Updates 7 and 8 break, and on the samples after those updates 8 and 9: both times the run
+    goes back to step 6, whose checkpoint knows of neither."""
+    first, second = range(28, 36), range(40, 48)
+    read = poison(monkeypatch, lambda number: number in first or number in second)
+    config, _ = run(trainer={"rewind_after": 2, "log_every": 1})
+    state = read_state(checkpoint_of(config))
+    # Samples 24 to 35, and then 36 to 47.
+    assert state["skips"] == [[6, 24]]
+    assert state["tally"]["_skipped"] == 0
+    assert [n for n in read if n >= 48][:24] == list(range(48, 72))
+    assert [row["step"] for row in rows_of(config)] == list(range(1, 13))
+    assert all(np.isfinite(row["loss"]) for row in rows_of(config))
+
+
 def test_a_run_that_goes_on_breaking_asks_for_a_person(run, monkeypatch):
     poison(monkeypatch, lambda number: number >= 28)
     monkeypatch.setattr("trainer.training.run.MAX_REWINDS", 2)
@@ -124,10 +139,15 @@ def batches(callback, module=None, steps=6):
 
 @pytest.mark.parametrize(
     ("limit", "in_a_row", "broken", "looked"),
-    [(3, 3, (3, 6), [3, 6]), (4, 3, None, [3, 6]), (None, 9, None, [])],
+    [
+        (3, 3, (3, 6), [3, 6]),
+        (3, 5, (1, 6), [3, 6]),  # before the first that was skipped, not the last three
+        (4, 3, None, [3, 6]),
+        (None, 9, None, []),
+    ],
 )
 def test_skipped_updates_are_counted_where_metrics_are_logged(limit, in_a_row, broken, looked):
-    """Every three steps; the sixth finds the last three skipped."""
+    """Every three steps; the sixth finds the last ones skipped."""
     seen, now = [], []
 
     def skipped():

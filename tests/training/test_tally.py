@@ -43,6 +43,39 @@ def test_a_row_is_the_mean_of_the_finite_steps():
     assert math.isnan(tally.read()["loss"])
 
 
+def test_each_row_is_of_the_steps_since_the_one_before():
+    """Losses, their parts and spikes begin anew; updates skipped are counted since the start."""
+    tally, found = Tally(), []
+    for losses in ([1.0, 3.0], [5.0, math.nan, 7.0], [math.nan]):
+        for loss in losses:
+            row = torch.tensor([[loss, loss, 2 * loss, 2 * loss]])
+            tally.add(row, torch.ones(1, 4))
+            value, _ = tally.end_step()
+            tally.end_update(value, torch.tensor(loss), ~value.isfinite())
+        read = tally.read()
+        parts = [read.get(f"loss/quarter_{i}") for i in (1, 4)]
+        found.append((read["loss"], *parts, read["skipped_steps"]))
+    assert found[:2] == [(3.0, 2.0, 4.0, 0), (9.0, 6.0, 12.0, 1)]
+    assert all(map(math.isnan, found[2][:3]))
+    assert found[2][3] == 2
+    # What a checkpoint between two rows has is of the row that has begun.
+    again = Tally()
+    again.load(json.loads(json.dumps(tally.state())), torch.device("cpu"))
+    for one in (tally, again):
+        one.add(torch.full((1, 4), 4.0), torch.ones(1, 4))
+        one.end_update(*one.end_step()[:1], torch.tensor(1.0), torch.tensor(False))
+    assert again.read() == tally.read()
+    assert again.read()["skipped_steps"] == 2
+
+
+def test_micro_batches_count_in_their_own_step():
+    tally = Tally()
+    for loss in (2.0, 8.0):
+        tally.add(torch.full((1, 4), loss), torch.ones(1, 4))
+        value, _ = tally.end_step()
+        assert value.item() == loss
+
+
 def test_the_state_goes_on_in_the_middle_of_a_row():
     whole, first, second = Tally(), Tally(), Tally()
     for index, loss in enumerate((1.1, 2.3, 3.7)):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +172,23 @@ def test_heads_are_chosen_on_a_text_of_their_own(publish, run, place):
     assert second.endswith(", chosen on 3 texts of 64 tokens (file)")
 
 
+def test_the_same_benchmark_takes_its_own_place_and_of_other_weights_another(
+    publish, run, place, tmp_path
+):
+    def files():
+        return sorted(path.name for path in (tmp_path / "out").glob("*.json"))
+
+    model = publish("written")
+    choice = ChoiceSettings(texts=2)
+    for _ in range(2):
+        run(model, methods=["dope"], choice=choice)
+        assert files() == ["multiple_choice.json"]
+    weights = Path(model, "model.safetensors")
+    os.utime(weights, ns=(1, 1))
+    run(model, methods=["dope"], choice=choice)
+    assert files() == ["multiple_choice-2.json", "multiple_choice.json"]
+
+
 def test_cropping_reads_the_last_tokens_alone_where_more_may_be_read(publish, run):
     _, (whole, cropped) = run(publish("plain"), methods=["none", "crop"], max_length=C * 4)
     _, (expected,) = run(publish("plain"), max_length=C)
@@ -187,18 +206,21 @@ def test_validation_text_has_to_be_as_long_as_the_factor_asks(publish, run):
     [
         (None, True),
         ({}, True),
-        ({"scores": [1]}, True),
+        ({"models": [{"scores": [1]}], "notes": ["b"], "versions": {"torch": "older"}}, True),
+        ({"kind": "b"}, False),
+        ({"scores": [1]}, False),
         ({"config": {"limit": 4}}, False),
         ({"text": "b"}, False),
-        ({"models": [{"path": "b"}]}, False),
-        ({"models": [{"path": "a"}, {"path": "b"}]}, False),
-        ({"models": 3}, False),
+        ({"weights": {"A": "2"}}, False),
+        ({"weights": {"B": "1"}}, False),
+        ({"weights": {"A": "1", "B": "2"}}, False),
+        ({"weights": 3}, False),
         ([], False),
         ("{", False),
     ],
 )
 def test_a_table_is_replaced_by_one_of_the_same_settings_and_models(tmp_path, older, same):
-    record = {"config": {"limit": 3}, "text": "a", "models": [{"path": "a"}]}
+    record = {"config": {"limit": 3}, "text": "a", "weights": {"A": "1"}, "kind": "a"}
     path = tmp_path / "piqa.json"
     if older is not None:
         changed = record | older if isinstance(older, dict) else older

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import re
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from trainer.__main__ import main
 from trainer.commands import train
 from trainer.errors import UserError
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.loss import windows_with_common_ends
 from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report
 from trainer.report.statistics import change, sign_test, wilson_interval
 from trainer.report.sweep_figures import axes, sweep_figure
@@ -27,7 +31,7 @@ from trainer.runs.descriptions import label
 from trainer.runs.directory import open_run_directory, plain
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import control_config, merged, parse
-from trainer.runs.sweep import Swept, open_sweep
+from trainer.runs.sweep import Swept, noting_failure, open_sweep
 from trainer.workflows.compare import compare_runs, compared
 from trainer.workflows.compare_request import CompareRequest
 
@@ -232,6 +236,38 @@ def test_rows_of_a_sweep_in_progress_say_how_far_they_are(place):
     ]  # fmt: skip
     assert found.runs[2].loss == 5 - 4 / 100
     assert found.reference is found.runs[1]
+
+
+def test_a_run_that_failed_shows_nothing_of_a_report_from_before(place):
+    """A finished run that is started again, with more to evaluate say, and fails."""
+    config = configured("again")
+    fabricate(config)
+    made = open_sweep(place / "multirun", [Swept(config.run_dir)])
+    report = Path(config.run_dir) / "report.json"
+    assert compared(made).runs[0].state == "finished"
+    with pytest.raises(UserError), noting_failure(made, config.run_dir):
+        raise UserError("evaluation: it does not fit.")
+    (note,) = (made / "failed").iterdir()
+    os.utime(report, ns=(1, 1))
+    (found,) = compared(made).runs
+    assert (found.state, found.problem) == ("failed, step 8 of 8", "evaluation: it does not fit.")
+    assert (found.reached, found.measured_on) == ((), "")
+    assert found.loss == 5 - 8 / 100
+    # Finished since.
+    os.utime(note, ns=(1, 1))
+    os.utime(report, ns=(2, 2))
+    (found,) = compared(made).runs
+    assert (found.state, found.problem, len(found.reached)) == ("finished", "", 3)
+
+
+def test_a_run_that_failed_before_it_began_is_no_run_to_come(place):
+    config = configured("unborn")
+    made = open_sweep(place / "multirun", [Swept(config.run_dir)])
+    assert compared(made).runs[0].state == "not started"
+    with pytest.raises(OSError, match="full"), noting_failure(made, config.run_dir):
+        raise OSError("full")
+    (found,) = compared(made).runs
+    assert (found.state, found.problem) == ("failed", "OSError: full")
 
 
 @pytest.mark.parametrize(("norm", "problem"), [(10.0, ""), (math.nan, DIVERGED), (None, "")])
@@ -442,10 +478,77 @@ def test_what_cannot_be_compared_is_one_sentence(words, said, place, capsys):
     assert line.startswith(f"error: {said}")
 
 
+OTHER = {
+    "enabled": False, "tasks": [PERPLEXITY], "windows": 5, "last": 8, "batch_tokens": 4096,
+    "dtype": "bf16", "fit_windows": 3, "needles": {"trials": 5}, "ruler": {"trials": 5},
+    "longbench": {"limit": 5}, "many_shot": {"trials": 5}, "temperature": {"grid": [0.1]},
+    "dynamic_ntk": {"alpha": 2.0}, "longrope": {"seed": 1}, "choice": {"texts": 2},
+    "dope": {"heads": 2}, "weighted_rope": [{"tau": 0.5}],
+}  # fmt: skip
+"""Another value of every setting of an evaluation, but for methods and lengths."""
+LENGTHS = {"lengths": [1, 2, 4, 8]}
+
+
+def held_against_each_other(found):
+    """Whether each pair of figures of the second run is held against the first one's."""
+    run = found.runs[1]
+    return [found.comparison(run, 1.0) is not None, found.loss_change(run, 1.0) is not None]
+
+
+def test_the_settings_that_are_changed_are_all_that_an_evaluation_has():
+    own = {one.name for one in fields(EvaluationConfig)}
+    assert own == {*OTHER, "methods", "lengths"}
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_runs_measured_with_other_settings_are_not_tested_against_each_other(place, key):
+    changed = {"seed": 2, "evaluation": {key: OTHER[key]}}
+    assert held_against_each_other(compared_by({"seed": 1}, changed)) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"methods": ["none", "pi"]}, True),
+        ({"lengths": [1, 4, 8]}, True),
+        ({"lengths": [8, 1]}, True),
+        ({"lengths": [1, 2, 4]}, False),  # other windows: they end where those of 4 C do
+        ({"lengths": [1, 2, 4, 16]}, False),
+        ({"lengths": [0.5, 1, 8]}, False),  # other losses: on the last C / 2 tokens
+        ({"lengths": [0.5, 1, 8], "last": 8}, None),
+    ],
+)
+def test_windows_are_paired_where_they_end_alike_and_as_many_tokens_count(place, changes, same):
+    first, last = {**LENGTHS}, {} if same is not None else {"last": 8}
+    one = {"seed": 1, "evaluation": {**first, **last}}
+    other = {"seed": 2, "evaluation": {**first, **changes}}
+    assert held_against_each_other(compared_by(one, other)) == [same is not False] * 2
+
+
+def test_the_windows_of_a_length_end_elsewhere_with_another_longest_length():
+    """Why lengths are a part of what is compared."""
+    text = np.arange(1000)
+
+    class Stream:
+        def __len__(self):
+            return len(text)
+
+        def windows(self, starts, length):
+            return text[starts[:, None] + np.arange(length)]
+
+    def ends(lengths):
+        return windows_with_common_ends(Stream(), 4, lengths)[8][:, -1].tolist()
+
+    assert ends([8, 16, 64]) == ends([8, 64])
+    assert ends([8, 64]) != ends([8, 128])
+
+
 def test_runs_measured_on_other_text_are_not_tested_against_each_other(place):
-    found = compared_by({"seed": 1}, {"seed": 2, "evaluation": {"windows": 5}})
-    assert found.comparison(found.runs[1], 1.0) is None
-    assert found.loss_change(found.runs[1], 1.0) is None
+    found = compared_by({"seed": 1}, {"seed": 2})
+    assert held_against_each_other(found) == [True, True]
+    path = Path("runs/by_1/report.json")
+    path.write_text(path.read_text().replace('"the same"', '"another"'))
+    assert held_against_each_other(compared(Path("multirun") / found.name)) == [False, False]
 
 
 @pytest.mark.parametrize("lengths", [1, 4, 9])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.report.examples import report as reported
+from trainer.data.config import DataConfig
 from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Perplexity
@@ -26,6 +27,7 @@ from trainer.evaluation.settings import (
     WeightedRopeSettings,
 )
 from trainer.model.backends import BACKENDS
+from trainer.report.results import Report
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.models import distinct, find_candidate
@@ -43,18 +45,29 @@ from trainer.workflows.evaluation_request import EvaluationRequest
         ({"config": {"evaluation": {"seed": 1}}}, False),
         ({"made": {"Of": "y"}}, False),
         ({"made": {}}, False),
+        ({"training_length": 7}, False),
+        ({"methods": {"none": "as is"}}, False),
+        ({"tasks": {}}, False),
+        ({"task": {"needles": 9}}, False),
+        ({"environment": {"corpus": "b", "models": {"A": "1"}}}, False),
+        ({"environment": {"corpus": "a", "models": {"A": "2"}}}, False),
+        ({"environment": {"corpus": "a", "models": {"B": "1"}}}, False),
+        ({"environment": {"corpus": "a"}}, False),
+        ({"environment": {"corpus": "a", "models": {"A": "1"}, "torch": "older"}}, True),
+        ({"cells": (), "notes": ("other",), "timing": {"a": 1.0}, "temperature": {}}, True),
         ("damaged", False),
     ],
 )
 def test_a_report_of_the_same_takes_the_place_of_an_older_one(tmp_path, older, same):
-    report = reported(made={"Of": "x", "Made": "today"})
+    asked = {"corpus": "a", "models": {"A": "1"}}
+    report = reported(made={"Of": "x", "Made": "today"}, environment=asked)
     if older is not None:
         made = {"Of": "x", "Made": "before"}
         path = tmp_path / "report.json"
         if older == "damaged":
             path.write_text("{}")
         else:
-            reported(**{"made": made, **older}).write(path)
+            reported(**{"made": made, "environment": asked, **older}).write(path)
     assert _is_same(report, tmp_path) is same
 
 
@@ -161,6 +174,29 @@ def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):
     timeless = [replace(c, seconds=0.0) for c in second.cells]
     assert timeless == [replace(c, seconds=0.0) for c in first.cells]
     assert len((output / "report.json").read_bytes()) == pytest.approx(len(written), abs=200)
+
+
+def test_an_evaluation_on_other_text_or_of_other_weights_leaves_the_first_where_it_is(
+    runs, base, tmp_path
+):
+    other = tmp_path / "b.jsonl"
+    other.write_text(Path(base["data"]["files"][0]).read_text().replace("Sentence", "Phrase"))
+    text = DataConfig(source="files", files=[str(other)], cache_dir=str(tmp_path / "cache"))
+    asked = request(runs, tmp_path / "out", methods=["none"], tasks=["perplexity"], lengths=[1])
+    first, place = evaluate_lengths(asked)
+    second, beside = evaluate_lengths(replace(asked, text=text))
+    assert (place, beside) == (tmp_path / "out", tmp_path / "out-2")
+    assert first.cells[0].last_loss != second.cells[0].last_loss
+    assert evaluate_lengths(asked)[1] == place
+    assert Report.read(place / "report.json").cells == first.cells
+    # A run of the same name that was trained anew.
+    checkpoint = tmp_path / "again"
+    shutil.copytree(runs, checkpoint)
+    moved = replace(asked, checkpoint=str(checkpoint), compare=[])
+    assert evaluate_lengths(moved)[1] == tmp_path / "out-3"
+    manifest = find_candidate(str(checkpoint)).path / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    assert evaluate_lengths(moved)[1] == tmp_path / "out-4"
 
 
 def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_runs_here(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from trainer.runs.descriptions import checkpoint_label, label, role
 from trainer.runs.directory import plain
 from trainer.runs.fitted_temperature import FILE
 from trainer.runs.models import find_candidate
-from trainer.runs.parsing import control_config, parse
+from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.workflows import experiment, remarks
 from trainer.workflows.evaluate import evaluate_lengths
@@ -194,7 +195,10 @@ def measured(monkeypatch):
 
 
 def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monkeypatch):
-    checks = ("device", "label", "spread", "memory", "logger", "vocabulary", "length", "benchmark")
+    checks = (
+        *("device", "logger", "vocabulary", "benchmark", "spread", "memory"),
+        *("label", "length", "text"),
+    )
     for check in checks:
 
         def problems(config, *_, check=check):
@@ -207,9 +211,61 @@ def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monk
     values = {**base, "name": "x", "run_dir": str(tmp_path), "controls": controls}
     with pytest.raises(UserError) as error:
         run_experiment(parse(RunConfig, values))
-    both = {"label", "length"}
+    both = {"label", "length", "text"}
     said = [f"{check} of {'main, other' if check in both else 'x'}" for check in checks]
     assert error.value.problems == (*said, f"writing to {tmp_path}")
+
+
+PHASES = {"a": {"steps": 6}, "b": {"steps": 6, "batch_size": 3}}
+WRONG = {
+    "logger": {"logger": {"tensorboard": True}},
+    "vocabulary": {"model": {"vocab_size": 9}},
+    "text": {"data": {"revision": "another"}},
+    "spread": {"trainer": {"batch_size": 3}},
+    "length": {"data": {"sequence_length": 24}},
+    "benchmark": {"monitor": {"benchmarks": {"every_tokens": 512, "harness": ["x"]}}},
+    "phase": {"phases": PHASES},
+}
+"""What is wrong with a configuration."""
+SAID = {
+    "logger": "logger.tensorboard: TensorBoard is not installed",
+    "vocabulary": "model.vocab_size: 9 embeddings, but a tokenizer",
+    "text": "data: a control reads the text of its run",
+    "spread": "trainer.batch_size: 3 sequences do not divide",
+    "length": " its longest sequences have 24 tokens",
+    "benchmark": "monitor.benchmarks: lm-eval is not installed",
+    "phase": "trainer.batch_size: 3 sequences do not divide",
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "in_a_control"),
+    [
+        *((wrong, True) for wrong in WRONG),
+        # Text and length of a control are held against its run.
+        *((wrong, False) for wrong in WRONG if wrong not in ("text", "length")),
+    ],
+)
+def test_a_fault_in_a_control_or_a_later_phase_alone_is_refused_before_anything_runs(
+    base, tmp_path, monkeypatch, wrong, in_a_control
+):
+    for name in ("trainer.training.loggers", "trainer.training.callbacks.benchmarks"):
+        monkeypatch.setattr(f"{name}.find_spec", lambda _: None)
+    for heavy in ("open_corpus", "open_run_directory", "train"):
+        monkeypatch.setattr(experiment, heavy, lambda *_, **__: pytest.fail("began"))
+    ranks = Ranks(world_size=2, local_size=2)
+    monkeypatch.setattr(experiment, "process_group", lambda _: nullcontext(ranks))
+    values = {**base, "drop": {"at": None}, "model": {**base["model"], "qk_norm": {}}}
+    controls = {"odd": {"label": "Odd", **WRONG[wrong]}}
+    changes = {"controls": controls} if in_a_control else WRONG[wrong]
+    values = merged(values, {"run_dir": str(tmp_path / "x"), **changes})
+    with pytest.raises(UserError) as error:
+        run_experiment(parse(RunConfig, values))
+    (problem,) = error.value.problems
+    begin = "controls.odd" if in_a_control else ""
+    assert problem.removeprefix(begin).lstrip(".:").startswith(SAID[wrong])
+    assert problem.startswith(begin)
+    assert not (tmp_path / "x").exists()
 
 
 def test_what_another_process_may_train_is_locked_before_it_is_opened(base, tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from trainer.errors import UserError
@@ -13,7 +15,7 @@ from trainer.evaluation.settings import (
     TemperatureSettings,
     WeightedRopeSettings,
 )
-from trainer.workflows.subjects import applicable
+from trainer.workflows.subjects import applicable, subject_of
 
 
 @pytest.fixture
@@ -93,6 +95,17 @@ def test_texts_to_choose_on_are_as_long_as_what_is_chosen_needs(models, changes,
             applicable(models[:1], config)
         (problem,) = error.value.problems
         assert said in problem
+
+
+def test_a_subject_is_told_from_others_by_its_weights_and_their_type():
+    def print_of(dtype, device="cpu", **changes):
+        own = {"fingerprint": "1", "name": "a", "computed_by": None, "config": 1, "layout": 2}
+        return subject_of(SimpleNamespace(**{**own, **changes}), dtype, device).fingerprint
+
+    first = print_of("fp32")
+    assert print_of("bf16") != first
+    assert print_of("fp32", fingerprint="2") != first
+    assert print_of("fp32", name="b") == print_of("fp32", device="cuda") == first
 
 
 def test_where_nothing_is_done_to_any_model_it_is_said_why(models):

@@ -6,14 +6,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from trainer.errors import UserError
+from trainer.runs.arms import arms_of
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.workflows import training_text
 from trainer.workflows.training_text import (
     check_evaluated_text,
+    check_vocabularies,
     readings,
+    text_problems,
     tokenizer_of_weights,
     vocabulary_problems,
 )
@@ -117,13 +122,73 @@ def test_what_an_evaluation_will_read_is_checked_on_one_of_each(monkeypatch):
 
 
 def test_a_model_has_an_embedding_for_every_token(monkeypatch):
-    monkeypatch.setattr(training_text, "prepare_corpus", lambda *_, **__: SimpleNamespace(
-        tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 299})))  # fmt: skip
+    """Of the run and of a control."""
+    corpus = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 299}))
     config = RunConfig()
     for size in (None, 300, 299):
         sized = replace(config, model=replace(config.model, vocab_size=size))
-        if size == 299:
-            with pytest.raises(UserError, match=r"model\.vocab_size: 299 embeddings, but .* 300"):
-                training_text.open_corpus(sized, True)
-        else:
-            assert training_text.open_corpus(sized, True).tokenizer
+        for begin, arms in (
+            ("", {"main": sized, "small": sized}),
+            ("controls.small.", {"main": config, "small": sized}),
+        ):
+            if size == 299:
+                with pytest.raises(UserError) as error:
+                    check_vocabularies(arms, corpus)
+                (problem,) = error.value.problems
+                assert problem.startswith(f"{begin}model.vocab_size: 299 embeddings, but the")
+            else:
+                check_vocabularies(arms, corpus)
+
+
+def test_weights_of_other_tokens_are_refused(monkeypatch):
+    def tokenizer(word):
+        return Tokenizer(WordLevel({word: 0}, unk_token=word))
+
+    own = {"main": None, "begun": "a"}
+    monkeypatch.setattr(
+        training_text,
+        "tokenizer_of_weights",
+        lambda arm: own[arm.name] and tokenizer(own[arm.name]),
+    )
+    arms = {name: RunConfig(name=name) for name in own}
+    check_vocabularies(arms, SimpleNamespace(tokenizer=tokenizer("a")))
+    with pytest.raises(UserError, match=r"^controls\.begun\.model: its weights came with another"):
+        check_vocabularies(arms, SimpleNamespace(tokenizer=tokenizer("b")))
+
+
+MIXED = {"mixture": {"a": {"weight": 1, "revision": "1"}, "b": {"weight": 2, "revision": "2"}}}
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "said"),
+    [
+        ({}, {"optimizer": {"lr": 0.1}}, []),
+        ({}, {"data": {"document_mask": True, "needles": {"share": 0.5}}}, []),
+        ({}, {"data": {"bad_rows": 0.5, "about": "words", "num_workers": 1}}, []),
+        ({}, {"data": {"source": "files", "files": ["other.txt"]}}, ["data"]),
+        ({}, {"data": {"revision": "other"}}, ["data"]),
+        ({}, {"data": {"min_characters": 9}}, ["data"]),
+        ({}, {"data": {"test": 0.2}}, ["data"]),
+        ({}, {"data": {"prepared": "elsewhere"}}, ["data"]),
+        ({}, {"tokenizer": {"vocab_size": 300}}, ["tokenizer"]),
+        (MIXED, {"data": {"mixture": {"a": {"weight": 5}}}}, []),
+        (MIXED, {"data": {"mixture": {"b": {"revision": "3"}}}}, ["data"]),
+        (MIXED, {"data": {"mixture": {"c": {"weight": 1}}}}, ["data"]),
+    ],
+)
+def test_a_control_of_other_text_than_its_run_is_refused(data, changes, said):
+    """It would be trained on the run's."""
+    config = parse(RunConfig, {"run_dir": "x", "data": data, "controls": {"other": changes}})
+    found = text_problems(arms_of(config))
+    assert [problem.split(": ")[0] for problem in found] == [f"controls.other.{k}" for k in said]
+
+
+def test_text_is_packed_for_the_phases_of_controls_too():
+    packed = {"data": {"packing": "best_fit"}}
+    controls = {"packed": packed, "longer": {**packed, "phases": PHASES}, "as_is": {"seed": 1}}
+    config = parse(
+        RunConfig, {"run_dir": "x", "data": {"sequence_length": 32}, "controls": controls}
+    )
+    assert [(data.packing, data.sequence_length) for data in readings(config)] == [
+        ("best_fit", 16), ("best_fit", 32), ("best_fit", 64), ("stream", 32),
+    ]  # fmt: skip

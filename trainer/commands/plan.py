@@ -39,8 +39,8 @@ OWN = ("gpu", "mfu", "exact", "slurm")
 
 def read(composed: Composed) -> PlanRequest:
     """The checked request; published weights need not be here, if the model's shape is given."""
+    from trainer.runs.arms import arm_problems, arms_of
     from trainer.runs.numbers import number_problems
-    from trainer.runs.phases import phases_of
     from trainer.runs.spread import spread_problems
     from trainer.runs.validation import validated
 
@@ -63,8 +63,10 @@ def read(composed: Composed) -> PlanRequest:
             f"strategy: 'single' uses one GPU, but slurm.nodes is {own.slurm.nodes}; choose "
             "strategy=ddp, fsdp2 or hsdp."
         )
-    for phase in phases_of(config):
-        problems += spread_problems(phase.config, ranks, on_a_node)
+    problems += arm_problems(
+        arms_of(config, weights=not missing),
+        of_phase=[lambda phase: spread_problems(phase, ranks, on_a_node)],
+    )
     if problems:
         raise UserError(*dict.fromkeys(problems))
     return PlanRequest(config, ranks, min(on_a_node, ranks), own.gpu, own.mfu, own.exact, missing)

@@ -47,8 +47,9 @@ class Job:
 
 def read(composed: Composed, trains: bool = True) -> Job:
     """The checked job; ``trains``: whether it is the run's own."""
+    from trainer.runs.arms import arm_problems, arms_of
+    from trainer.runs.directory import plain
     from trainer.runs.numbers import number_problems
-    from trainer.runs.phases import phases_of
     from trainer.runs.spread import spread_problems
     from trainer.runs.validation import validated
 
@@ -59,11 +60,14 @@ def read(composed: Composed, trains: bool = True) -> Job:
     problems += _misfits(group.slurm, values) if trains else []
     config = read_run(replace(composed, values=values), problems)
     settings = group.slurm.on(config)
-    if trains:
-        for phase in phases_of(config):
-            problems += spread_problems(phase.config, *_workers(settings))
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    if trains and (
+        problems := arm_problems(
+            arms_of(config),
+            of_run=[lambda arm: _misfits(settings, plain(arm))],
+            of_phase=[lambda phase: spread_problems(phase, *_workers(settings))],
+        )
+    ):
+        raise UserError(*problems)
     words = tuple(word for word in composed.words if not _is_setting(word))
     words = words or (f"name={config.name}",)  # without any the job would ask for one
     return Job(settings, config, words, composed.files, SUBMIT in composed.flags)

@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from trainer.data.order import Integers
-from trainer.evaluation.measurements import fingerprint
+from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.needle_loss import AnsweredTexts
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
+
+_NOT_OF_FITS = {
+    "windows": "their sizes stand for them: they end at places that follow from the sizes",
+    "needles": "made of the text by the settings of the search, which its key has",
+    "choice": "read by choices alone: see FitText.choice_key",
+}
+"""Fields of the text that the key of a fit leaves out, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class FitText:
     def key(self) -> dict[str, Any]:
         """What a fit depends on."""
         sizes = {length: len(windows) for length, windows in self.windows.items()}
-        return {"text": self.fingerprint, "windows": sizes}
+        return {**all_fields(self, _NOT_OF_FITS), "windows": sizes}
 
     @property
     def choice_key(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from hashlib import sha256
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +15,7 @@ from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
 from trainer.evaluation.answering import answers
+from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.loss import by_bucket, measured_losses, windows_with_common_ends
 from trainer.evaluation.prompts import Prompt, Task
 from trainer.evaluation.retrieval import successes
@@ -30,12 +30,18 @@ def _no_progress(sequences: int) -> None:
     """The default progress callback, which does nothing."""
 
 
-def fingerprint(*parts: Any) -> str:
-    """A hash of arrays, or of values with a plain ``repr``."""
-    digest = sha256()
-    for part in parts:
-        digest.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
-    return digest.hexdigest()[:16]
+_NAMES = {
+    "key": "the key of a cell names its task",
+    "title": "a heading, which is no part of what is measured",
+}
+_OF_WINDOWS = {
+    **_NAMES,
+    "windows": "a cell reads those of its own length",
+    "last": "it is resolved for all lengths: see Perplexity._last",
+}
+_OF_TRIALS = {**_NAMES, "trials": "a cell reads those of its own length"}
+_OF_PROMPT = {"group": "prompts of a group share their first forward pass: a matter of time alone"}
+"""Fields that the fingerprints leave out, with the reason."""
 
 
 class Measurement(Protocol):
@@ -90,7 +96,7 @@ class Perplexity:
 
     def fingerprint(self, length: int) -> str:
         """Of the windows, and of what is averaged."""
-        return fingerprint(self.windows[length], self._last, self.training_length)
+        return fingerprint(self.windows[length], self._last, all_fields(self, _OF_WINDOWS))
 
     def part(self, rank: int, ranks: int) -> Perplexity:
         """One rank's share of the windows."""
@@ -153,8 +159,7 @@ class Statements:
 
     def fingerprint(self, length: int) -> str:
         """Of the trials."""
-        trials = self.trials[length]
-        return fingerprint(trials.prompts, trials.answers)
+        return fingerprint(self.trials[length], all_fields(self, _OF_TRIALS))
 
     def part(self, rank: int, ranks: int) -> Statements:
         """One rank's share of the trials."""
@@ -230,8 +235,11 @@ class Prompted:
 
     def _look(self, length: int) -> tuple[int, str]:
         prompts = self._prompts(length)
-        said = [(p.answers, p.new_tokens, p.label, *p.never_first) for p in prompts]
-        return len(prompts), fingerprint(said, *(np.array(prompt.tokens) for prompt in prompts))
+        asked = [
+            {**all_fields(prompt, _OF_PROMPT), "tokens": np.array(prompt.tokens)}
+            for prompt in prompts
+        ]
+        return len(prompts), fingerprint(asked)
 
     def measure(
         self,

@@ -121,7 +121,7 @@ def _find(given: str) -> Candidate:
             adapted.tokenizer,
             adapted.config,
             adapted.layout,
-            f"{adapted.computed_by} {_files(adapted.path)}",
+            f"{adapted.computed_by} {_files_fingerprint(adapted.path)}",
             None,
             adapted.load,
             computed_by=adapted.computed_by,
@@ -141,7 +141,7 @@ def _find(given: str) -> Candidate:
             published.require_tokenizer(),
             published.config,
             published.layout,
-            _files(path),
+            _files_fingerprint(path),
             None,
             published.decoder,
             named_bos=published.bos_token,
@@ -165,7 +165,8 @@ def _find(given: str) -> Candidate:
     )
 
 
-def _files(path: Path) -> str:
-    """Names, sizes and times of a file or of the files in a directory."""
+def _files_fingerprint(path: Path) -> str:
+    """Names, sizes and times of a file or of the files in a directory: their content would take
+    long to read."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     return str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trainer.runs.arms import arms_of, phase_configs
 from trainer.runs.config import RunConfig
-from trainer.runs.phases import phases_of
 from trainer.runs.training_config import StrategyConfig
 
 
@@ -27,14 +27,15 @@ def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[s
 
 
 def gpus_that_fit(config: RunConfig, nodes: int) -> int:
-    """GPUs of a node of eight that the batches of every phase can be dealt out to, over ``nodes``
-    nodes: one for the strategy ``single``."""
-    if config.strategy.name == "single":
+    """GPUs of a node of eight that the batches of every phase, of the controls too, can be dealt
+    out to, over ``nodes`` nodes: one for the strategy ``single``."""
+    arms = arms_of(config, weights=False)
+    if any(arm.strategy.name == "single" for arm in arms.values()):
         return 1
-    phases = phases_of(config)
+    configs = [one for _, one in phase_configs(arms)]
 
     def fits(gpus: int) -> bool:
-        return not any(spread_problems(phase.config, nodes * gpus, gpus) for phase in phases)
+        return not any(spread_problems(one, nodes * gpus, gpus) for one in configs)
 
     return next(filter(fits, (8, 4, 2)), 1)
 

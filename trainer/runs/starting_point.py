@@ -90,10 +90,19 @@ def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
     return Start(start, state)
 
 
-def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[int]]:
+def rewind_run(
+    config: RunConfig, first_bad: int, broken_at: int, skips: Sequence[Sequence[int]] = ()
+) -> list[list[int]]:
     """Set aside the checkpoints since a run diverged; returns the samples to skip on resuming.
 
     All ranks call it.
+
+    Args:
+        config: the run.
+        first_bad: its last sound step.
+        broken_at: the step it stopped at.
+        skips: what it has left out so far. The checkpoint does not know of samples that were left
+            out since: a second rewind to it would read those of the first again.
 
     Returns:
         Pairs (step, number of samples) for the steps from there on.
@@ -105,9 +114,22 @@ def rewind_run(config: RunConfig, first_bad: int, broken_at: int) -> list[list[i
     found = newest_sound_checkpoint(Path(config.run_dir))
     state = on_rank_zero(lambda: read_state(found)) if found is not None else {}
     step = state.get("step", 0)
-    lost = samples_between(phases_of(config), step, broken_at)
-    log.warning("Going back to step %d; %d samples are left out", step, lost)
-    return [*state.get("skips", []), [step, lost]]
+    phases = phases_of(config)
+    left_out = [[*skip] for skip in skips if skip[0] < step]
+    later = [skip for skip in skips if skip[0] >= step]
+    for order, start in _orders_between(phases, step, broken_at).items():
+        since = sum(n for at, n in later if phase_at(phases, at).order == order)
+        lost = since + samples_between(phases, start, broken_at)
+        log.warning("Going back to step %d; %d samples are left out", step, lost)
+        left_out.append([start, lost])
+    return left_out
+
+
+def _orders_between(phases: Sequence[Phase], first: int, end: int) -> dict[int, int]:
+    """Return the orders of samples that the steps from ``first`` to before ``end`` read, and the
+    step from which each is read."""
+    read = [phase for phase in phases if phase.start < end and phase.end > first]
+    return {phase.order: max(phase.order_start, first) for phase in read}
 
 
 def data_fingerprints(corpus: Corpus, phase: Phase) -> dict[str, Any]:

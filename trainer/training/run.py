@@ -91,7 +91,8 @@ def train(
                     f"trainer.rewind_after: the run went back {MAX_REWINDS} times and diverges "
                     "again; lower the learning rate, or look at the text."
                 )
-            skips = rewind_run(config, *trained.broken)
+            left_out = start.state.get("skips", []) if skips is None else skips
+            skips = rewind_run(config, *trained.broken, left_out)
         else:
             config = with_ends(given, trained.ends)
             if trained.step == config.trainer.max_steps:

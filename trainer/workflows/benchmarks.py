@@ -23,6 +23,7 @@ from trainer.evaluation.benchmarks import (
     comparisons,
 )
 from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.methods import CHOICE, Method, Recipe
 from trainer.evaluation.multiple_choice import missing_tasks
 from trainer.evaluation.requests import Encoder
@@ -39,6 +40,13 @@ from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.subjects import applicable, subject_of
 
 log = logging.getLogger(__name__)
+
+NOT_ASKED = {
+    "models": "results; their weights are a key of their own",
+    "notes": "results",
+    "versions": "they change no more than rounding",
+}
+"""Keys of a record in which two of the same benchmarks may differ, with the reason."""
 
 
 @dataclass
@@ -103,12 +111,14 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
         del model  # before the next one is read
     record = {
         "kind": name,
-        "config": json.loads(json.dumps(asdict(config))),
+        "config": asdict(config),
         "text": None if request.text is None else asdict(request.text),
+        "weights": {one.name: fingerprint(one.fingerprint) for one in candidates},
         "versions": versions(),
         "models": found.to_dicts(),
         "notes": found.notes,
     }
+    record = json.loads(json.dumps(record, allow_nan=False))  # lists for tuples, as it is read
     path = free_place(output / f"{name}.json", lambda older: _is_same(record, older))
     write_atomically(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
     return found, path
@@ -158,16 +168,16 @@ def _notes(
 
 
 def _is_same(record: dict[str, Any], path: Path) -> bool:
-    """Whether there is no such file, or one of the same settings and models."""
+    """Whether there is no such file, or one of the same settings, text and weights."""
     if not path.exists():
         return True
     try:
         older = json.loads(path.read_text(encoding="utf-8"))
-        models = [model["path"] for model in older["models"]]
-        same = all(older[key] == record[key] for key in ("config", "text"))
-        return same and models == [model["path"] for model in record["models"]]
-    except (ValueError, KeyError, TypeError):  # another file than these
+    except ValueError:  # another file than these
         return False
+    if not isinstance(older, dict):
+        return False
+    return all_fields(older, NOT_ASKED) == all_fields(record, NOT_ASKED)
 
 
 def _scores(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, did_you_mean, said_of
+from trainer.evaluation.keys import all_fields
 from trainer.report.results import Report, is_known
 from trainer.report.sweep import Sweep, SweptRun, reached
 from trainer.report.sweep_page import write_sweep_report
@@ -23,6 +24,12 @@ from trainer.workflows.compare_request import CompareRequest
 
 PARENT = Path("multirun")
 NOT_COMPARED = (*FREE_TO_CHANGE, "controls")
+NOT_OF_TRIALS = {
+    "methods": "every method is asked the same trials",
+    "lengths": "a length is paired by itself; what it owes to the others is in the key: the end of "
+    "its windows to the longest, and how many tokens count to the shortest",
+}
+"""Settings of an evaluation on which trials and windows do not depend, with the reason."""
 
 
 @said_of("runs", "run_dir")
@@ -164,5 +171,11 @@ def _report(place: Path) -> Report | None:
 def _measured_on(report: Report) -> str:
     """What decides on trials and windows: the text and the settings of the evaluation."""
     settings = report.config.get("evaluation", {})
-    chosen = {key: value for key, value in settings.items() if key not in ("methods", "lengths")}
-    return json.dumps([report.environment.get("corpus"), chosen], sort_keys=True)
+    tokens = [round(report.training_length * factor) for factor in settings.get("lengths", ())]
+    key = {
+        "corpus": report.environment.get("corpus"),
+        "settings": all_fields(settings, NOT_OF_TRIALS),
+        "longest": max(tokens, default=None),
+        "last": settings.get("last") or min([report.training_length, *tokens]),
+    }
+    return json.dumps(key, sort_keys=True)

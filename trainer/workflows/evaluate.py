@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainer.cores import usual_threads
 from trainer.errors import UserError
+from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.report.results import Report
 from trainer.report.writing import write_renderings
 from trainer.runs.descriptions import reference_first
@@ -25,12 +27,21 @@ log = logging.getLogger(__name__)
 
 DEFAULT = "default"
 """The option of the group that a run ends with."""
+_RESULT = "a result, of what the key holds"
+NOT_ASKED = {
+    "name": "a heading",
+    **dict.fromkeys(("cells", "notes", "observations", "temperature", "timing"), _RESULT),
+    **dict.fromkeys(("arms", "drop", "reach", "milestones"), "of training, which is not reported"),
+    "environment": "versions and devices change no more than rounding; text and models are taken",
+    "made": "when and by which command; of what is taken",
+}
+"""Fields of a report in which two evaluations of the same may differ, with the reason."""
 
 
 def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[Report, Path]:
     """Measure every method on every model, write the report, return it with its directory.
 
-    A report of other settings or checkpoints stays where it is; this one then goes beside it.
+    A report of other settings, text or checkpoints stays where it is; this one then goes beside it.
 
     ``name``: what the evaluation is called, and its directory among those of the run.
 
@@ -56,7 +67,12 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name
     report = measure_models(title, candidates, request.evaluation, text, output / "cells")
-    report = replace(with_observations(report, candidates), made=origin(candidates))
+    models = {candidate.name: fingerprint(candidate.fingerprint) for candidate in candidates}
+    report = replace(
+        with_observations(report, candidates),
+        made=origin(candidates),
+        environment={**report.environment, "models": models},
+    )
     place = free_place(output, lambda older: _is_same(report, older))
     if place != output:
         log.info("%s holds another evaluation, which stays; this one is in %s", output, place)
@@ -67,11 +83,17 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
 
 
 def _is_same(report: Report, directory: Path) -> bool:
-    """Whether the directory holds no report, or one of the same settings and checkpoints."""
+    """Whether the directory holds no report, or one of the same settings, text and checkpoints."""
     if not (directory / "report.json").exists():
         return True
     try:
         older = Report.read(directory / "report.json")
     except UserError:  # of an earlier version, or not a report at all
         return False
-    return older.config == report.config and older.made.get("Of") == report.made["Of"]
+    return _asked(older) == _asked(report)
+
+
+def _asked(report: Report) -> dict[str, Any]:
+    """Return all that an evaluation was asked for."""
+    taken = {key: report.environment.get(key) for key in ("corpus", "models")}
+    return {**all_fields(report, NOT_ASKED), **taken, "of": report.made.get("Of")}

@@ -15,6 +15,7 @@ from trainer.evaluation.sharing import Share
 from trainer.report.outcomes import Outcomes
 from trainer.report.results import Report
 from trainer.report.writing import write_renderings
+from trainer.runs.arms import arm_problems, arms_of
 from trainer.runs.checkpoint_files import MANIFEST, damage_together
 from trainer.runs.checkpoints import BEFORE_DROP, step_name
 from trainer.runs.config import RunConfig
@@ -23,13 +24,10 @@ from trainer.runs.directory import (
     check_run_directory,
     log_to_file,
     open_run_directory,
-    plain,
     writable_problem,
 )
 from trainer.runs.job_files import say_run_directory
 from trainer.runs.memory import memory_problems
-from trainer.runs.parsing import control_config
-from trainer.runs.phases import phases_of
 from trainer.runs.ranks import (
     Ranks,
     all_gather,
@@ -60,7 +58,9 @@ from trainer.workflows.remarks import (
 )
 from trainer.workflows.training_text import (
     check_evaluated_text,
+    check_vocabularies,
     open_corpus,
+    text_problems,
     vocabulary_problems,
 )
 
@@ -87,9 +87,7 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
 
 
 def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | None:
-    configs = {"main": config} | {
-        name: control_config(plain(config), name) for name in config.controls
-    }
+    configs = arms_of(config)
     set_environment(config)
     with process_group(config) as ranks:
         set_threads(config, ranks)
@@ -184,13 +182,15 @@ def _open(
     Raises:
         UserError: with all that is wrong.
     """
-    problems = device_problems(config) + label_problems(configs)
-    for phase in (phase for arm in configs.values() for phase in phases_of(arm)):
-        problems += spread_problems(phase.config, ranks.world_size, ranks.local_size)
-        problems += memory_problems(phase.config, ranks.world_size)
-    problems += logger_problems(config) + vocabulary_problems(config)
-    problems += length_problems(configs)
-    problems += [problem for arm in configs.values() for problem in benchmark_problems(arm)]
+    problems = arm_problems(
+        configs,
+        of_run=[device_problems, logger_problems, vocabulary_problems, benchmark_problems],
+        of_phase=[
+            lambda phase: spread_problems(phase, ranks.world_size, ranks.local_size),
+            lambda phase: memory_problems(phase, ranks.world_size),
+        ],
+    )
+    problems += label_problems(configs) + length_problems(configs) + text_problems(configs)
     if problem := writable_problem(config.run_dir):
         problems.append(problem)
     if problems:
@@ -206,6 +206,7 @@ def _open(
     opened.append(open_corpus(config, ranks.world_size == 1))
     for arm in configs.values():
         check_monitored_text(arm, opened[0])
+    check_vocabularies(configs, opened[0])
     check_evaluated_text(configs, opened[0])
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():

@@ -15,10 +15,9 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.errors import UserError
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
+from trainer.runs.arms import MAIN, arms_of
 from trainer.runs.config import RunConfig
-from trainer.runs.directory import plain
 from trainer.runs.memory import GIB, gib
-from trainer.runs.parsing import control_config
 from trainer.runs.phases import kept_steps, phases_of, tokens_at
 from trainer.runs.ranks import Ranks
 from trainer.runs.starting_point import epochs_read
@@ -76,9 +75,9 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     counted = parameters(model)
     yield Section("Parameters", [(name, f"{count:,}") for name, count in counted.items()])
     operations = {config.name: flops(config)}
-    weights, controls = not request.missing, {}
+    controls = arms_of(config, weights=not request.missing)
+    del controls[MAIN]
     for name, changes in config.controls.items():
-        controls[name] = control_config(plain(config), name, weights)
         begin = changes.get("branch") or 0
         begin = config.drop_step or 0 if begin == "drop" else begin
         operations[name] = flops(controls[name], begin)

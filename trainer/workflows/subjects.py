@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
 from trainer.errors import UserError
 from trainer.evaluation.head_units import heads_problems
+from trainer.evaluation.keys import fingerprint
 from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.methods import Recipe, recipe
 from trainer.evaluation.plan import Subject
@@ -32,10 +32,10 @@ def subject_of(candidate: Candidate, dtype: str, device: str) -> Subject:
         log.info("%s: %s, attention %s (%s)", candidate.name, kind, *backend)
         return model
 
-    print_of = hashlib.sha256(candidate.fingerprint.encode() + dtype.encode())
-    fingerprint = print_of.hexdigest()[:16]
+    # Not the device: it computes the same but for rounding.
+    weights = fingerprint(candidate.fingerprint, dtype)
     own = candidate.computed_by is None
-    return Subject(candidate.name, fingerprint, candidate.config, candidate.layout, load, own)
+    return Subject(candidate.name, weights, candidate.config, candidate.layout, load, own)
 
 
 def applicable(

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from trainer.data.config import DataConfig
+from trainer.data.config import DataConfig, SourceConfig
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.tokenizer import SMALLEST_VOCABULARY, vocabulary_size
+from trainer.data.tokenizer import SMALLEST_VOCABULARY, same_tokens, vocabulary_size
 from trainer.errors import UserError
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.recalibration.drop import shrunk
+from trainer.runs.arms import MAIN, arm_problems, arms_of, phase_configs
 from trainer.runs.checkpoints import read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import phases_of
@@ -36,20 +38,71 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     ``alone``: whether the run has one process, which may prepare small text.
 
     Raises:
-        UserError: text or tokenizer cannot be read, the text is not prepared, or the model has
-            fewer embeddings than the tokenizer has tokens.
+        UserError: text or tokenizer cannot be read, or the text is not prepared.
     """
     tokenizer = tokenizer_of_weights(config)
     wanted = None if config.overwrite else texts_read(Path(config.run_dir))
     for data in readings(config):
         corpus = prepare_corpus(data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
-    tokens, embeddings = vocabulary_size(corpus.tokenizer), config.model.vocab_size
-    if embeddings is not None and embeddings < tokens:
-        raise UserError(
+    return corpus
+
+
+def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
+    """Check that the tokens of the text are those of every arm's model.
+
+    Raises:
+        UserError: a model has fewer embeddings than there are tokens, or weights of other tokens.
+    """
+    tokens = vocabulary_size(corpus.tokenizer)
+
+    def problems(arm: RunConfig) -> list[str]:
+        embeddings, own = arm.model.vocab_size, tokenizer_of_weights(arm)
+        if own is not None and not same_tokens(own, corpus.tokenizer):
+            return ["model: its weights came with another tokenizer than the run's text has."]
+        if embeddings is None or embeddings >= tokens:
+            return []
+        return [
             f"model.vocab_size: {embeddings} embeddings, but the tokenizer has {tokens} tokens; "
             f"give {tokens} or more, or null."
-        )
-    return corpus
+        ]
+
+    if found := arm_problems(arms, of_run=[problems]):
+        raise UserError(*found)
+
+
+NOT_OF_TEXT = {
+    "about": "words for a reader",
+    "bad_rows": "how many rows may be malformed; they are left out all the same",
+}
+"""Keys of a source on which its text does not depend, with the reason."""
+
+
+def text_problems(arms: Mapping[str, RunConfig]) -> list[str]:
+    """Return which controls name other text or another tokenizer than the run, whose text all arms
+    read; a control may leave texts of a mixture out, and weigh them otherwise."""
+    texts, tokenizer = _texts_of(arms[MAIN]), arms[MAIN].tokenizer
+    found = [
+        f"controls.{name}.data: a control reads the text of its run, and {text!r} is another; "
+        "train it as a run of its own."
+        for name, arm in arms.items()
+        for text, source in _texts_of(arm).items()
+        if texts.get(text) != source
+    ]
+    return found + [
+        f"controls.{name}.tokenizer: a control reads the tokens of its run, and {arm.tokenizer} "
+        f"is not its {tokenizer}; train it as a run of its own."
+        for name, arm in arms.items()
+        if arm.tokenizer != tokenizer
+    ]
+
+
+def _texts_of(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return what each text of a run is made of, by its name."""
+    keys = [one.name for one in fields(SourceConfig) if one.name not in NOT_OF_TEXT] + ["prepared"]
+    return {
+        name: {key: getattr(text, key) for key in keys}
+        for name, (text, _) in config.data.texts.items()
+    }
 
 
 def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
@@ -122,13 +175,20 @@ def _not_trained_yet() -> LanguageModel:
 
 
 def readings(config: RunConfig) -> list[DataConfig]:
-    """The texts with every length that they are packed for, in any phase, the run's own last; where
-    they are not, with the longest, which no split may fall short of."""
-    if config.data.packing == "stream":
-        return [replace(config.data, sequence_length=config.training_length)]
-    lengths = {phase.config.data.sequence_length for phase in phases_of(config)}
-    others = sorted(lengths - {config.data.sequence_length})
-    return [*(replace(config.data, sequence_length=n) for n in others), config.data]
+    """The texts with every length that they are packed for, in any phase of the run or of a
+    control, the run's own last; where they are not, with the longest, which no split may fall short
+    of."""
+    arms = arms_of(config, weights=False)
+    packed = {
+        (phase.data.packing, phase.data.sequence_length)
+        for _, phase in phase_configs(arms)
+        if phase.data.packing != "stream"
+    }
+    own = config.data
+    if own.packing == "stream":
+        own = replace(own, sequence_length=config.training_length)
+    others = sorted(packed - {(own.packing, own.sequence_length)})
+    return [*(replace(own, packing=kind, sequence_length=n) for kind, n in others), own]
 
 
 def vocabulary_problems(config: RunConfig) -> list[str]:

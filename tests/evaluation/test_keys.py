@@ -1,0 +1,122 @@
+"""Keys are made of all fields: each input that changes is another key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.data.needles import Trials
+from trainer.evaluation.keys import all_fields, fingerprint
+from trainer.evaluation.measurements import Perplexity, Prompted, Statements
+from trainer.evaluation.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Asked:
+    first: int = 1
+    second: str = "a"
+    inner: dict[str, Any] = field(default_factory=dict)
+
+
+def test_a_key_has_every_field_but_those_that_are_named():
+    assert all_fields(Asked()) == {"first": 1, "second": "a", "inner": {}}
+    assert all_fields(Asked(), {"inner": "a reason"}) == {"first": 1, "second": "a"}
+    assert all_fields({"a": 1, "b": 2}, {"b": "a reason", "c": "of another version"}) == {"a": 1}
+    with pytest.raises(ValueError, match="Asked has no field thrid"):
+        all_fields(Asked(), {"thrid": "a field that was renamed"})
+
+
+A = np.arange(6)
+DIFFERENT = [
+    (), ("",), (0,), (0.0,), (False,), (None,), ("0",), (12, 3), (1, 23), ("12", "3"), ((12,), 3),
+    ((12, 3),), ([],), ({},), ({"a": 1},), ({"a": 2},), ({"b": 1},), (("a", 1),), (A,),
+    (A.reshape(2, 3),), (A.astype(np.int32),), (A + 1,), (A[:3], A[3:]), (A.tolist(),), (Asked(),),
+    (Asked(2),), (Asked(second="b"),), (Asked(inner={"x": Asked()}),),
+    (Asked(inner={"x": Asked(2)}),),
+]  # fmt: skip
+
+
+def test_only_equal_values_have_equal_fingerprints():
+    found = [fingerprint(*parts) for parts in DIFFERENT]
+    assert len(set(found)) == len(found)
+    assert found == [fingerprint(*parts) for parts in DIFFERENT]
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert fingerprint(A[::2]) == fingerprint(A[::2].copy())
+    with pytest.raises(TypeError, match="no key can be made of <object"):
+        fingerprint({"a": [object()]})
+
+
+def changed(value, others):
+    """Return a copy for each field, with that field changed, by the field's name."""
+    assert {one.name for one in fields(value)} == {*others}
+    return {name: replace(value, **{name: other}) for name, other in others.items()}
+
+
+def told_apart(task, others, length=4):
+    """Return the fields that the fingerprint of a task depends on."""
+    before = task.fingerprint(length)
+    return {
+        name for name, one in changed(task, others).items() if one.fingerprint(length) != before
+    }
+
+
+def test_a_perplexity_depends_on_all_that_it_reads():
+    windows = {4: np.arange(8).reshape(2, 4), 8: np.arange(16).reshape(2, 8)}
+    task = Perplexity(windows, 0, 4, last=2)
+    others = {
+        "windows": {**windows, 4: windows[4] + 1},
+        "end_of_text": 1,
+        "training_length": 5,
+        "last": 3,
+        "key": "other",
+        "title": "Other",
+    }
+    assert told_apart(task, others) == {"windows", "end_of_text", "training_length", "last"}
+    # Each cell reads the windows of its own length.
+    longer = replace(task, windows={**windows, 8: windows[8] + 1})
+    assert longer.fingerprint(4) == task.fingerprint(4)
+    assert longer.fingerprint(8) != task.fingerprint(8)
+    # By default as many tokens count as the shortest length has.
+    all_lengths, shorter = (
+        Perplexity(read, 0, 6) for read in (windows, {**windows, 2: windows[4][:, 2:]})
+    )
+    assert all_lengths.fingerprint(8) != shorter.fingerprint(8)
+
+
+def test_statements_depend_on_all_that_they_read():
+    trials = Trials(np.arange(8).reshape(2, 4), np.arange(2), np.arange(2) + 1)
+    task = Statements({4: trials}, 0)
+    others = {"trials": None, "end_of_text": 1, "key": "other", "title": "Other"}
+    for name in ("prompts", "answers", "depths"):
+        others["trials"] = {4: replace(trials, **{name: getattr(trials, name) + 1})}
+        assert told_apart(task, others) == {"trials", "end_of_text"}, name
+
+
+def test_prompts_depend_on_every_field_but_their_group():
+    prompt = Prompt((1, 2, 3), ("a", "b"), 4, depth=0.5, group=1, label="x", never_first=(7,))
+    others = {
+        "tokens": (1, 2, 4),
+        "answers": ("a,b",),
+        "new_tokens": 5,
+        "depth": 0.25,
+        "group": 2,
+        "label": "y",
+        "never_first": (),
+    }
+
+    def print_of(asked):
+        class Task:
+            name, stop, score = "task", None, None
+
+            def prompts(self, length):
+                return asked
+
+        return Prompted(Task(), None).fingerprint(4)
+
+    before = print_of([prompt])
+    depends = {k for k, one in changed(prompt, others).items() if print_of([one]) != before}
+    assert depends == {*others} - {"group"}
+    assert print_of([prompt, prompt]) != before
