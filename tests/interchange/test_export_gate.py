@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tests import program
+from tests.interchange.test_export import dynamic_ntk
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import UserError
 from trainer.interchange.export import directory as export_directory
@@ -60,7 +61,10 @@ def test_the_gate_loads_code_in_a_fresh_process(bilingual, tmp_path):
     assert (values["bos_token_id"], values["eos_token_id"]) == (0, 0)
 
 
-@pytest.mark.parametrize("heads", [{}, {"nope": 0.5}], ids=["native", "custom"])
+@pytest.mark.parametrize(
+    "heads",
+    [pytest.param({}, marks=dynamic_ntk, id="native"), pytest.param({"nope": 0.5}, id="custom")],
+)
 def test_frequencies_that_follow_the_length_are_compared_without_a_cache_beyond_it(
     bilingual, tmp_path, caplog, heads, request
 ):
@@ -152,10 +156,10 @@ def test_the_gate_sees_padding_and_lengths_beyond_the_training(bilingual, tmp_pa
 
     forward = modeling_unrope.UnropeModel.forward
 
-    def counts_padding(self, input_ids, past_key_values=None, **others):
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    def counts_padding(self, input_ids, cache=None, **others):
+        past = 0 if cache is None else cache.get_seq_length()
         others["position_ids"] = torch.arange(past, past + input_ids.shape[1])[None]
-        return forward(self, input_ids, past_key_values=past_key_values, **others)
+        return forward(self, input_ids, cache=cache, **others)
 
     with monkeypatch.context() as wrong:
         wrong.setattr(modeling_unrope.UnropeModel, "forward", counts_padding)
@@ -163,7 +167,7 @@ def test_the_gate_sees_padding_and_lengths_beyond_the_training(bilingual, tmp_pa
 
     table = modeling_unrope.table
     with monkeypatch.context() as wrong:
-        wrong.setattr(modeling_unrope, "table", lambda s, trained, at: table(s, 10 * trained, at))
+        wrong.setattr(modeling_unrope, "table", lambda s, f, C, at: table(s, f, 10 * C, at))
         assert difference() > 1e-3
 
 

@@ -25,6 +25,9 @@ from trainer.positional.encodings import geometric
 
 CLOSE = 1e-6
 """Relative difference below which two frequencies are one."""
+OLDEST_TRANSFORMERS = {"proportional": "5.5", "dynamic": "5.15.1"}
+"""Version from which transformers has a rope type, or computes it without an error: up to 5.12.1
+``dynamic`` gives other logits than its own formula (those between were not tried)."""
 LLAMA_CPP_STEP = 4
 """llama.cpp's SmolLM3 rotates all but every fourth layer; no key of its files can change that."""
 LLAMA_CPP_LENGTH = 8192
@@ -67,7 +70,7 @@ def verdicts(values: Values, architecture: str) -> list[Verdict]:
     """
     if architecture not in ARCHITECTURES:
         return _of_own_code(values)
-    needs = "5.5" if values["rope_parameters"]["rope_type"] == "proportional" else "5.0"
+    needs = OLDEST_TRANSFORMERS.get(values["rope_parameters"]["rope_type"], "5.0")
     found = [Verdict("transformers", True, f"{needs} or newer")]
     for engine, replay in ENGINES.items():
         try:
