@@ -27,7 +27,8 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch, given, expected):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [("3", 3), ("4,2", 4), ("0", 5), ("all", 5), ("", 5), (None, 5)]
+    ("given", "expected"),
+    [("3", 3), ("99999999", 1024), ("4,2", 4), ("0", 5), ("all", 5), ("", 5), (None, 5)],
 )
 def test_threads_are_those_that_the_environment_asks_for_or_one_a_core(
     monkeypatch, given, expected

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+MOST_THREADS = 1024
+"""With many more, threads cannot be started."""
+
 
 def core_numbers() -> frozenset[int]:
     """Numbers of the cores that this process may use."""
@@ -21,4 +24,6 @@ def usual_threads() -> int:
     """CPU threads of a command that is given none: as many as ``OMP_NUM_THREADS`` says, or one for
     each core."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(asked) if asked.isdecimal() and int(asked) else cores()
+    if not asked.isdecimal() or not int(asked):
+        return cores()
+    return min(int(asked), MOST_THREADS)

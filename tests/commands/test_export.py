@@ -104,7 +104,8 @@ def test_an_export_is_written_anew(trained, tmp_path, monkeypatch):
     path.write_text(json.dumps(values | {"rope_parameters": zero}))
     run_command(command.COMMAND, [f"checkpoint={first}", f"to={again}", "threads=1"])
     assert json.loads((again / "config.json").read_text())["rope_parameters"] == written
-    assert (again / "README.md").read_text() == (first / "README.md").read_text()
+    cards = [(place / "README.md").read_text() for place in (first, again)]
+    assert cards[0] == cards[1]
     assert_loads_as(again, find_checkpoint(str(trained)), "Qwen3ForCausalLM")
 
 
@@ -154,6 +155,20 @@ def test_what_is_asked_of_an_export_is_done(trained, tmp_path, monkeypatch):
     assert asked == {
         "to": tmp_path / "out", "end": END_OF_TEXT, "tolerance": 0.25, "dtype": "bfloat16",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ['{"a":', "[1]"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+def test_a_damaged_file_of_a_published_model_is_named(
+    trained, tmp_path, monkeypatch, name, content
+):
+    monkeypatch.setattr(export_directory, "transformers_is_here", lambda: False)
+    published, again = tmp_path / "published", tmp_path / "again"
+    run_command(command.COMMAND, [f"checkpoint={trained}", f"to={published}", "threads=1"])
+    (published / name).write_text(content)
+    with pytest.raises(UserError, match=f"{name}' is damaged"):
+        run_command(command.COMMAND, [f"checkpoint={published}", f"to={again}", "threads=1"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["published"]
 
 
 MISTAKES = {

@@ -349,6 +349,7 @@ def test_the_code_refuses_arguments_that_it_does_not_know(tiny_decoder, tmp_path
     for name in ("past_keys", "output_attentions", "token_type_ids", "attention_instances"):
         with pytest.raises(TypeError, match=f"does not know the argument {name}"):
             module(IDS, **{name: True})
+    module(IDS, output_attentions=False, token_type_ids=None)  # which ask for nothing
     with pytest.raises(
         ValueError, match=r"attention_mask: expected \[B, Tk\], got \[1, 1, 50, 50\]"
     ):
@@ -642,6 +643,12 @@ def test_an_export_of_the_first_version_is_named_with_the_way_out(tiny_decoder, 
     (said,) = caplog.messages
     assert "transformers 5.24 or newer" in said
     assert said.endswith(f"python -m trainer export checkpoint={tmp_path} to=DIRECTORY")
+    for version in (3, "two"):
+        caplog.clear()
+        path.write_text(json.dumps(values | {"code_version": version}))
+        read_pretrained(str(tmp_path))
+        (said,) = caplog.messages
+        assert f"code_version is {version!r}, and this program writes 2" in said
 
 
 @pytest.mark.parametrize(

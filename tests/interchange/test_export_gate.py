@@ -141,6 +141,7 @@ def test_the_gate_keeps_nothing_that_differs(bilingual, tmp_path, monkeypatch):
 def test_the_gate_sees_padding_and_lengths_beyond_the_training(bilingual, tmp_path, monkeypatch):
     """A temperature that follows the length, in code that gets the length wrong."""
     model, tokenizer = bilingual(layers=["rope_id"], training_length=80)
+    model.layout = model.layout.map(lambda s: s.with_temperature(reference=None))
     write_files(model, make_plan(model.config, model.layout), tokenizer, 0, tmp_path, "float32")
     theirs = UnropeForCausalLM.from_pretrained(tmp_path).eval()
     text_ids = tokenizer.encode(gate.TEXT).ids

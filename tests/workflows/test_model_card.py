@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ from trainer.interchange.export.plan import make_plan
 from trainer.model.config import SoftmaxConfig
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.report.atomic import write_atomically
 from trainer.report.results import PERPLEXITY, STATEMENTS, Cell
 from trainer.runs.config import RunConfig, TrainerConfig
-from trainer.workflows.model_card import _padding, describe, model_card
+from trainer.workflows import model_card as card_module
+from trainer.workflows.model_card import _padding, describe, model_card, renewed_card
 
 NOPE, ALIBI = Spectrum(), Spectrum(alibi=True)
 ROPE = Spectrum((1.0, 0.001))
@@ -143,12 +146,12 @@ def test_a_model_that_transformers_has(card, tiny_decoder):
 
         | engine | computes this model | note |
         | --- | --- | --- |
-        | transformers | yes | 5.0 or newer |
+        | transformers | yes | 5.0 to 5.24 tried |
         | vLLM | yes |  |
         | SGLang | yes |  |
         | llama.cpp | yes |  |
 
-        transformers was run where logits were compared; the other rows follow from the engines' sources of November 2026. llama.cpp's converter must also know the tokenizer.
+        transformers was run where logits were compared; the other rows follow from the engines' sources of November 2026. llama.cpp's converter must also know the tokenizer. `max_position_embeddings` is the training length, from which vLLM takes its longest prompt; `--max-model-len` with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 goes beyond.
 
         ## Licence
 
@@ -213,3 +216,45 @@ def test_own_code_that_does_not_follow_the_length_needs_no_mask(card, tiny_decod
     assert "positional encoding | layers 0 to 1: ALiBi |" in said
     assert "trust_remote_code" in said
     assert said.count("before a prompt.\n") == 1
+
+
+CARD = "# Mine\n\nAbout.\n\n## Engines\n\nold\n\n## Licence\n\nMIT\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "after"),
+    [
+        (CARD, "# Mine\n\nAbout.\n\n", "\n\n## Licence\n\nMIT\n"),
+        (
+            CARD.replace("Engines\n\nold\n\n## ", ""),
+            "# Mine\n\nAbout.\n\n",
+            "\n\n## Licence\n\nMIT\n",
+        ),
+        ("# Mine\n", "# Mine\n\n", "\n"),
+        ("", "# again\n\n", "\n"),
+    ],
+)
+def test_a_card_is_renewed_where_it_speaks_of_engines(tiny_decoder, text, before, after):
+    model = tiny_decoder(layers=["alibi"])
+    renewed = renewed_card(text, "again", make_plan(model.config, model.layout))
+    assert renewed.startswith(before + "## Engines\n\n| engine |")
+    assert renewed.endswith("goes beyond." + after)
+    assert "| vLLM | no | it has no ALiBi |" in renewed
+    assert "old" not in renewed
+
+
+def test_a_fitted_temperature_is_said_to_be_no_part_of_an_export(
+    card, tiny_decoder, caplog, monkeypatch
+):
+    model = tiny_decoder()
+    fitted = {"coefficient": 0.25, "per": "sequence", "lengths": [64], "text": "0", "tokens": 9}
+    read = card_module.with_fitted_temperature
+
+    def with_a_file(layout, path):
+        write_atomically(path / "temperature.json", json.dumps(fitted))
+        return read(layout, path)
+
+    monkeypatch.setattr(card_module, "with_fitted_temperature", with_a_file)
+    text = card(RunConfig(), model)
+    assert "(logits times 1 + 0.25 ln(n / 32) beyond) is no part of it" in text
+    assert "is not exported" in caplog.text

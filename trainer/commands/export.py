@@ -37,9 +37,11 @@ def execute(request: ExportRequest) -> None:
 HELP = """
 python -m trainer export checkpoint=PATH to=DIRECTORY [KEY=VALUE ...]
 
-Writes config.json, model.safetensors, the tokenizer and a model card. A native architecture of
-transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM3) is chosen wherever one computes the same; else
-the model's code goes with it. Where transformers is installed, what was written is loaded in a
-fresh process and its logits are compared; nothing is kept if they differ by more than tolerance.
+Writes config.json, model.safetensors, the tokenizer and a model card, from a run or, anew, from
+an earlier export or a published model. A temperature that was fitted for a run is no part of it.
+A native architecture of transformers (Llama, Mistral, Qwen2, Qwen3, SmolLM3) is chosen wherever one
+computes the same; else the model's code goes with it. Where transformers is installed, what was
+written is loaded in a fresh process and its logits are compared; nothing is kept if they differ by
+more than tolerance.
 """
 COMMAND = Command("export", HELP, read, execute, output=lambda request: request.to)

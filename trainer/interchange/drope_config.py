@@ -49,6 +49,10 @@ def is_unused(values: Mapping[str, Any], tensor: str) -> bool:
     return is_drope(values) and unused is not None and tensor.endswith(unused)
 
 
+SMALLEST, LARGEST = 1e-6, 1e6
+"""Bounds of a factor on attention scores."""
+
+
 def from_drope_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
     """Return shape and positions; C is ``max_position_embeddings``.
 
@@ -63,11 +67,14 @@ def from_drope_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig
     base = {key: value for key, value in values.items() if key not in _ROTATIONS}
     problems: list[str] = []
     attention, scale = values.get("attention_type", "nope"), values.get("softmax_scale")
-    if attention not in TARGETS:
+    if not isinstance(attention, str) or attention not in TARGETS:
         expected = " or ".join(map(repr, TARGETS))
         problems.append(f"{name}: attention_type: expected {expected}, got {attention!r}.")
-    if scale is not None and (type(scale) not in (int, float) or not 0 < scale < math.inf):
-        problems.append(f"{name}: softmax_scale: expected a positive number, got {scale!r}.")
+    if scale is not None and (type(scale) not in (int, float) or not SMALLEST < scale < LARGEST):
+        problems.append(
+            f"{name}: softmax_scale: expected a number from {SMALLEST:g} to {LARGEST:g}, got "
+            f"{str(scale)[:40]}."
+        )
     try:
         architecture = BASES[str(_architecture(values))]
         config, layout = from_hf_config(base | {"architectures": [architecture]}, name)

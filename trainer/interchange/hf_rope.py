@@ -89,7 +89,7 @@ def spectrum_from_rope_parameters(
     """
     given = {key: value for key, value in values.items() if value is not None}
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         hint = did_you_mean(str(kind), ROPE_TYPES)
         raise UserError(f"rope_parameters.rope_type: unknown type {kind!r}.{hint}")
     if problems := _problems(given, kind, head_dim):

@@ -41,8 +41,15 @@ def code_remark(values: Mapping[str, Any], given: str) -> str | None:
         values: what its ``config.json`` says.
         given: its directory, as the user named it.
     """
-    if not is_own(values) or values.get("code_version") == CODE_VERSION:
+    version = values.get("code_version", 1)
+    if not is_own(values) or version == CODE_VERSION:
         return None
+    if type(version) is not int or version > CODE_VERSION:
+        return (
+            f"{given}: config.json: code_version is {version!r}, and this program writes "
+            f"{CODE_VERSION}; the code in that directory may compute something else than this "
+            "program does with its weights."
+        )
     return (
         f"The code in {given!r} is of an earlier version, which generates wrong text under "
         "transformers 5.24 or newer without an error. Export it again: "

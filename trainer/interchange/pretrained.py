@@ -109,8 +109,7 @@ class Pretrained:
         """
         if self.tokenizer is None:
             raise UserError(
-                f"{self.name}: there is no tokenizer.json; put the model's beside its weights, or "
-                "give tokenizer.path=/path/to/tokenizer.json."
+                f"{self.name}: there is no tokenizer.json; put the model's beside its weights."
             )
         return self.tokenizer
 

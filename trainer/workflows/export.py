@@ -17,7 +17,7 @@ from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 from trainer.runs.directory import writable_problem
 from trainer.runs.saved_config import saved_config
 from trainer.workflows.export_request import ExportRequest
-from trainer.workflows.model_card import model_card
+from trainer.workflows.model_card import model_card, renewed_card
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +58,17 @@ def _export_again(request: ExportRequest, to: Path) -> Exported:
     assert request.checkpoint is not None
     published = read_pretrained(request.checkpoint)
     tokenizer = published.require_tokenizer()
+    path = Path(request.checkpoint)
+    card = path / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     log.info("Exporting %s again", request.checkpoint)
     return export_model(
         published.decoder(),
         tokenizer,
         published.bos_token or 0,  # what is written of tokens gives way to what is published
         to,
+        card=lambda plan, _: renewed_card(text, path.resolve().name, plan),
         tolerance=request.tolerance,
         dtype=request.dtype,
-        like=Path(request.checkpoint),
+        like=path,
     )

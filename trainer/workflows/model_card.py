@@ -18,6 +18,7 @@ from trainer.report.outcomes import Outcomes
 from trainer.report.results import Report
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
+from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.saved_config import saved_config
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,9 @@ def model_card(
         *_figures(config, state["step"], report),
         "## Loading",
         f"```python\n{_usage(plan)}```",
-        f"{_reason(plan)} {compared} Every sequence of the training began with the end-of-text "
-        f"token; the tokenizer puts it before a prompt.{_padding(plan, model.layout)}",
+        f"{_reason(plan)} {compared}{_temperature(path, model.layout)} Every sequence of the "
+        "training began with the end-of-text token; the tokenizer puts it before a prompt."
+        f"{_padding(plan, model.layout)}",
         "## Engines",
         _engines(plan),
         "## Licence",
@@ -166,6 +168,31 @@ def _usage(plan: Plan) -> str:
     )
 
 
+def renewed_card(text: str, name: str, plan: Plan) -> str:
+    """Return a published model's card with the table of engines of what is written now.
+
+    Args:
+        text: the card, empty if there is none.
+        name: of the model, for a card that does not exist yet.
+        plan: how the model is written.
+    """
+    parts = (text or f"# {name}\n").rstrip("\n").split("\n## ")
+    kept = [part for part in parts if not part.startswith("Engines\n")]
+    place = next((i for i, part in enumerate(kept) if part.startswith("Licence\n")), len(kept))
+    kept.insert(place, f"Engines\n\n{_engines(plan)}")
+    return "\n\n## ".join(part.strip("\n") for part in kept) + "\n"
+
+
+def _temperature(path: Path, layout: Layout) -> str:
+    """Return a sentence about a fitted temperature, which an export does not have."""
+    _, words = with_fitted_temperature(layout, path)
+    if not words:
+        return ""
+    said = f"The temperature that was fitted for the run ({words.removeprefix(', ')})"
+    log.warning("%s is not exported; `generate` uses it with the checkpoint alone.", said)
+    return f" {said} is no part of it: rows with `temperature` are of the run."
+
+
 def _engines(plan: Plan) -> str:
     """Return a table of the inference engines that compute the model."""
     rows = [
@@ -176,7 +203,9 @@ def _engines(plan: Plan) -> str:
         "| engine | computes this model | note |\n| --- | --- | --- |\n"
         + "\n".join(rows)
         + "\n\ntransformers was run where logits were compared; the other rows follow from the "
-        "engines' sources of November 2026. llama.cpp's converter must also know the tokenizer."
+        "engines' sources of November 2026. llama.cpp's converter must also know the tokenizer. "
+        "`max_position_embeddings` is the training length, from which vLLM takes its longest "
+        "prompt; `--max-model-len` with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 goes beyond."
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from trainer.data.config import DataConfig, SourceConfig
+from trainer.data.config import DataConfig, SourceConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, same_tokens, vocabulary_size
 from trainer.errors import UserError
@@ -89,8 +89,8 @@ def text_problems(arms: Mapping[str, RunConfig]) -> list[str]:
         if texts.get(text) != source
     ]
     return found + [
-        f"controls.{name}.tokenizer: a control reads the tokens of its run, and {arm.tokenizer} "
-        f"is not its {tokenizer}; train it as a run of its own."
+        f"controls.{name}.tokenizer: a control reads the tokens of its run, and has another "
+        f"{', '.join(_differing(arm.tokenizer, tokenizer))}; train it as a run of its own."
         for name, arm in arms.items()
         if arm.tokenizer != tokenizer
     ]
@@ -214,3 +214,8 @@ def tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
     if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
     return start.require_tokenizer()
+
+
+def _differing(one: TokenizerConfig, other: TokenizerConfig) -> list[str]:
+    """Return the fields in which two configurations differ."""
+    return [f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)]

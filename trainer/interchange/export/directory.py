@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 CODE = Path(__file__).with_name("custom")
 TOKEN_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
-    *("chat_template.jinja", "chat_template.json", "README.md"),
+    *("chat_template.jinja", "chat_template.json"),
 )
-"""Files of a published model about its tokens, and its card."""
+"""Files of a published model about its tokens."""
 
 
 @dataclass(frozen=True)
@@ -142,16 +142,33 @@ def write_files(
 
 def _keep_tokens(published: Path, directory: Path) -> None:
     """Replace what the directory says of tokens by what a published model says."""
-    config = read_plain(directory / "config.json")
-    theirs = read_plain(published / "config.json")
+    config = _read_keys(directory / "config.json")
+    theirs = _read_keys(published / "config.json")
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     _write_json(directory / "config.json", config | {k: theirs.get(k) for k in keys})
     for name in TOKEN_FILES:
         if (published / name).is_file():
+            if name.endswith(".json"):
+                _read_keys(published / name)
             shutil.copyfile(published / name, directory / name)
     path = directory / "tokenizer_config.json"
     names = {"model_input_names": ["input_ids", "attention_mask"]}
-    _write_json(path, read_plain(path) | names)
+    _write_json(path, _read_keys(path) | names)
+
+
+def _read_keys(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds keys and values.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        values = read_plain(path)
+    except ValueError as error:
+        raise UserError(f"{str(path)!r} is damaged: {error}.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{str(path)!r} is damaged: expected keys and values.")
+    return values
 
 
 def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:

@@ -28,6 +28,8 @@ CLOSE = 1e-6
 OLDEST_TRANSFORMERS = {"proportional": "5.5", "dynamic": "5.15.1"}
 """Version from which transformers has a rope type, or computes it without an error: up to 5.12.1
 ``dynamic`` gives other logits than its own formula (those between were not tried)."""
+NEWEST_TRANSFORMERS = "5.24"
+"""Newest version with which exports were loaded."""
 LLAMA_CPP_STEP = 4
 """llama.cpp's SmolLM3 rotates all but every fourth layer; no key of its files can change that."""
 LLAMA_CPP_LENGTH = 8192
@@ -71,7 +73,7 @@ def verdicts(values: Values, architecture: str) -> list[Verdict]:
     if architecture not in ARCHITECTURES:
         return _of_own_code(values)
     needs = OLDEST_TRANSFORMERS.get(values["rope_parameters"]["rope_type"], "5.0")
-    found = [Verdict("transformers", True, f"{needs} or newer")]
+    found = [Verdict("transformers", True, f"{needs} to {NEWEST_TRANSFORMERS} tried")]
     for engine, replay in ENGINES.items():
         try:
             rotations = replay(values, architecture)
@@ -86,7 +88,9 @@ def _of_own_code(values: Values) -> list[Verdict]:
     problem = serving_problem(dict(values))
     served = problem or "through its Transformers backend, with the model's code"
     return [
-        Verdict("transformers", True, "5.0 or newer, with trust_remote_code=True"),
+        Verdict(
+            "transformers", True, f"with trust_remote_code=True, 5.0 to {NEWEST_TRANSFORMERS} tried"
+        ),
         *(Verdict(engine, problem is None, served) for engine in ("vLLM", "SGLang")),
         Verdict("llama.cpp", False, "its converter has no such class"),
     ]

@@ -100,12 +100,18 @@ def check_arguments(config: UnropeConfig, given: dict[str, Any]) -> dict[str, An
         TypeError: for an argument that the model would otherwise ignore.
     """
     known = (*SERVERS.get(config._attn_implementation or "", ()), CACHE_POSITION)
-    if unknown := [name for name in given if name not in known]:
+    # None and False ask for nothing.
+    unknown = [
+        name
+        for name, value in given.items()
+        if not (name in known or value is None or value is False)
+    ]
+    if unknown:
         raise TypeError(
-            f"the model does not know the argument {', '.join(unknown)}. If it ignored it, it "
-            "could compute something else than you asked for; a newer export may know it."
+            f"the model does not know the argument {', '.join(unknown)}. Ignored, it could make "
+            "the model compute something else than you asked for."
         )
-    return given
+    return {name: value for name, value in given.items() if name in known}
 
 
 def one_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
