@@ -63,7 +63,8 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
             project=settings.project,
             entity=settings.entity,
             id=identity,
-            resume="allow",
+            # Offline there is nothing to resume, and some versions warn of it.
+            resume=None if mode == "offline" else "allow",
             save_dir=config.run_dir,
             # Not Lightning's `offline`, which sets a deprecated variable for the whole process.
             mode=mode,
