@@ -389,6 +389,8 @@ class UnropeModel(UnropePreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if cache is None and self.makes_cache(use_cache):
             cache = DynamicCache(config=self.config)
+        # Looked at only where positions are the caller's: it is a host sync.
+        packs = position_ids is not None and attention_mask is None
         padding = None if attention_mask is None else attention_mask.bool()
         if padding is not None and padding.all():
             padding = None
@@ -398,13 +400,14 @@ class UnropeModel(UnropePreTrainedModel):
             past = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
         where = passed.pop(CACHE_POSITION, None)
-        seen = Seen(padding, self.segments(position_ids, padding, cache), where)
+        seen = Seen(padding, self.segments(position_ids, cache) if packs else None, where)
         trained = (self.config.layout or {})["training_length"]
         own = zip(self.spectra, self.frequencies(x.device), strict=True)
         tables = [table(spectrum, f, trained, position_ids) for spectrum, f in own]
         states: list[Tensor] = []
         for block in self.layers:
-            states.append(x)
+            if output_hidden_states:
+                states.append(x)
             x = block(x, tables, seen, cache, **passed)
         x = self.norm(x)
         shown = (*states, x) if output_hidden_states else None
@@ -413,16 +416,14 @@ class UnropeModel(UnropePreTrainedModel):
         as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
         return outputs.to_tuple() if as_tuple else outputs
 
-    def segments(
-        self, position_ids: Tensor, padding: Tensor | None, cache: Cache | None
-    ) -> Tensor | None:
+    def segments(self, position_ids: Tensor, cache: Cache | None) -> Tensor | None:
         """Return the number of each token's sequence ``[B, T]``, or None for one in every row.
 
         Raises:
             ValueError: there are several, and the encoding follows the length of each.
         """
         begun = cache is not None and cache.get_seq_length() > 0
-        if padding is not None or begun or self.config._attn_implementation in SERVERS:
+        if begun or self.config._attn_implementation in SERVERS:
             return None
         begins = position_ids.diff(dim=1) != 1
         if not begins.any():
