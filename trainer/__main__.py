@@ -27,7 +27,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def split_command(words: list[str]) -> tuple[str, list[str]]:
-    """The command and its words; without one it is ``train``. ``help WORDS``: ``WORDS --help``.
+    """Split the command line into a command, ``train`` if none is named, and its arguments.
+
+    ``help WORDS`` is read as ``WORDS --help``.
 
     Raises:
         UserError: the first word is neither an override, an option nor a command.

@@ -113,8 +113,12 @@ def weights(
 
 
 def channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> tuple[Factors, int]:
-    """A factor for every channel of every head, ``[H][D]``, from those of the pairs ``[H, pairs]``;
-    pairs that do not rotate have 1. And how many have another."""
+    """Turn the weights of rotated pairs, ``[H, pairs]``, into one factor per channel.
+
+    Returns:
+        the factors ``[H][D]``, 1 where a pair does not rotate, and the number of pairs whose
+        factor differs from 1.
+    """
     rows, changed = torch.ones(len(weights), head_dim, dtype=torch.float64), 0
     per_key = len(weights) // len(encoding.spectra)
     for head, row in enumerate(rows):

@@ -34,9 +34,9 @@ class Bounds:
 
 
 def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
-    """What the frequencies at the context length C, and C, alone predict.
+    """Predict offset features from the frequencies and the context length C alone.
 
-    A pair that stands still never falls below its value at distance 0, and is no offset feature.
+    A pair that does not rotate keeps its value at every distance, so it is no offset feature.
     """
     inv_freq = np.array(spectrum.inv_freq)
     possible = (inv_freq > 0) & (inv_freq < TURN / context_length)
@@ -108,7 +108,7 @@ class OffsetFeatureSearch:
         )
 
     def result(self) -> OffsetFeatures:
-        """The features of the means over all positions and texts taken in."""
+        """Compute the features from the means over all positions and texts seen so far."""
         q, k = self._averages.stacked("q"), self._averages.stacked("k")
         group = q.shape[1] // k.shape[1]
         layers = self._averages.layers
@@ -186,8 +186,10 @@ def _recall(columns: Mapping[str, Array], radius: float) -> Recall:
 
 
 def shared(one: OffsetFeatures, other: OffsetFeatures) -> tuple[OffsetFeatures, OffsetFeatures]:
-    """The entries that both have, by layer, head and pair, in the same order; what is counted over
-    entries is of these."""
+    """Restrict both to the entries (layer, head, pair) they share, in the same order.
+
+    The counts are recomputed over these entries.
+    """
     keys = [np.rec.fromarrays([x.layer, x.head, x.pair]) for x in (one, other)]
     _, *places = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
     first, second = (_only(x, at) for x, at in zip((one, other), places, strict=True))
@@ -195,7 +197,7 @@ def shared(one: OffsetFeatures, other: OffsetFeatures) -> tuple[OffsetFeatures, 
 
 
 def judged(found: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatures:
-    """The means of ``found`` by the bounds of ``by``, which has the same entries."""
+    """Combine the means of ``found`` with the bounds of ``by``; both have the same entries."""
     columns = {name: getattr(found, name) for name in COLUMNS}
     columns |= {name: getattr(by, name) for name in ("inv_freq", "possible", "lower_bound")}
     return _counted(by.context_length, found.scale, columns)

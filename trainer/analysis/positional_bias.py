@@ -153,7 +153,7 @@ def _score_gradients(heads: Heads, head: int, shift: int) -> tuple[Tensor, Tenso
 
 @contextmanager
 def _graph_of_one_layer(model: Decoder, observe: Callable[..., None]) -> Iterator[None]:
-    """Within it ``observe`` gets queries and keys that remember their own projections only."""
+    """Call ``observe`` in every layer, with inputs detached so no gradient crosses layers."""
     hooks = [
         block.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
         for block in model.layers
@@ -194,9 +194,9 @@ def prefix_spreads(model: LanguageModel, ids: Tensor) -> Array:
 
 
 def _prefix_spread(states: Tensor) -> Tensor:
-    """Of ``states`` ``[T, d]``, in blocks of prefixes."""
+    """Compute max over j <= i of |mean(h_1 .. h_i) - h_j|, ``states`` being h ``[T, d]``."""
     T = len(states)
-    # What all have in common would drown the differences in rounding.
+    # The common mean is subtracted first; otherwise rounding hides the small differences.
     states = states.double()
     states = states - states.mean(dim=0)
     means = states.cumsum(dim=0) / torch.arange(1, T + 1, device=states.device)[:, None]
