@@ -366,6 +366,7 @@ def main() -> None:
         options.keep = options.keep.resolve()
         options.keep.mkdir(parents=True, exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ.pop("PYTEST_ADDOPTS", None)  # options of the caller's project, unknown to this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its copy goes with it
     for name in options.preload:  # once, and not in every process
         if importlib.util.find_spec(name.partition(".")[0]):

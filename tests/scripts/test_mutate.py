@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import pickle
 import shutil
 import subprocess
@@ -219,10 +220,18 @@ def test_a_run_works_in_a_copy_and_says_what_no_test_noticed(tmp_path):
     script = tmp_path / "scripts" / "mutate.py"
     words = [sys.executable, script, "--rooms", "small", "--preload"]
     words += ["--keep", "kept"]
+    # Options meant for the project that runs this test must not reach the copy's pytest.
+    environment = os.environ | {"PYTEST_ADDOPTS": "--no-such-option"}
 
     def run():
         done = subprocess.run(
-            words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+            words,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         return done
