@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from trainer.__main__ import main
-from trainer.data.certificate import as_text
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
+from trainer.data.order import as_text
 from trainer.data.preparing import prepare_command
 from trainer.errors import UserError
 from trainer.report.progress import Progress

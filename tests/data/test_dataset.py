@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from trainer.data.certificate import sample_hashes
 from trainer.data.config import DataConfig, NeedlesConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import (
@@ -22,6 +21,7 @@ from trainer.data.dataset import (
     TrainingSamples,
     as_batch,
     held_out_windows,
+    sample_hashes,
 )
 from trainer.model.masks import bounds_of
 

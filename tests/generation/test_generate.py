@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.model.test_cache import MODELS
 from tests.model.test_decoder import published
-from trainer.generation.generate import generate
-from trainer.generation.sampler import Sampler
+from trainer.generation.generate import Sampler, generate
 from trainer.generation.sampling import Sampling
 from trainer.model.linear import HAS_ONEDNN, Linear
 from trainer.positional.rescaling import ntk_aware

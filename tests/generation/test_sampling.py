@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.generation.sampler import Sampler
+from trainer.generation.generate import Sampler
 from trainer.generation.sampling import Sampling
 
 LOGITS = torch.tensor([2.0, 0.5, 1.5, -1.0, 0.0, 1.4])

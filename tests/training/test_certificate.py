@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer.data.certificate import as_text
+from trainer.data.order import as_text
 from trainer.training import certificate as certificates
 from trainer.training.certificate import Certificate
 

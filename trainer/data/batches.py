@@ -1,4 +1,4 @@
-"""Documents in batches, and their tokens, in order, from as many processes as there are cores."""
+"""Group documents into batches and tokenize them in order, with one process per core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH = 1 << 18
 
 @dataclass
 class Batch:
-    """Documents to tokenise together, and the rows of the unit up to their end."""
+    """Documents to tokenize together, and row counts of the unit up to the last of them."""
 
     texts: list[str] = field(default_factory=list)
     rows: int = 0
@@ -35,7 +35,7 @@ Map = Callable[[Iterator[Batch]], Iterator[tuple[Batch, dict[Split, Encoded]]]]
 
 
 def batches_of(rows: Iterable[str | BadRow], config: SourceConfig, start: Batch) -> Iterator[Batch]:
-    """Documents in batches; the last one has what is left, and may have no documents.
+    """Group documents into batches; the last batch holds the rest and may be empty.
 
     Raises:
         UserError: too many rows are malformed.
@@ -66,7 +66,7 @@ def _check_bad(batch: Batch, config: SourceConfig, rows: Iterator[str | BadRow])
     allowed = config.allowed_bad
     if allowed and batch.bad <= max(NAMED, allowed * batch.rows):
         return
-    for row in rows if not allowed else ():  # name more of them at once
+    for row in rows if not allowed else ():  # report several bad rows in one error
         batch.rows += 1
         if isinstance(row, BadRow):
             batch.bad += 1
@@ -82,7 +82,7 @@ def _check_bad(batch: Batch, config: SourceConfig, rows: Iterator[str | BadRow])
 
 @contextmanager
 def encoders(plan: Plan, workers: int) -> Iterator[Map]:
-    """Something that tokenises batches in their order, in other processes where it is worth it."""
+    """Yield a function that tokenizes batches in order, in other processes if the text is large."""
     arguments = (plan.tokenizer, plan.end, plan.thresholds, plan.dtype)
     few = plan.tokens is not None and plan.tokens * BYTES_PER_TOKEN <= SMALL // 4
     if workers == 1 or few:
@@ -95,7 +95,7 @@ def encoders(plan: Plan, workers: int) -> Iterator[Map]:
         waiting: deque[tuple[Batch, Future[dict[Split, Encoded]]]] = deque()
         for batch in batches:
             waiting.append((batch, pool.submit(encode, batch.texts)))
-            batch.texts = []  # they are on their way; memory is for what is not
+            batch.texts = []  # the pool has a copy: free the memory
             if len(waiting) > 3 * workers:
                 first, encoded = waiting.popleft()
                 yield first, encoded.result()

@@ -32,7 +32,7 @@ class NeedlesConfig:
     weight: float = 10.0
 
     def problems(self, sequence_length: int) -> list[str]:
-        """What is impossible in sequences of that length, one sentence each."""
+        """Check the values for sequences of this length; return one sentence per problem."""
         if not 0 <= self.share <= 1:
             return [f"data.needles.share: expected a share from 0 to 1, got {self.share}."]
         found = [
@@ -96,7 +96,7 @@ class SourceConfig:
         return 0.001 if self.source == "hub" else 0.0
 
     def source_problems(self, at: str) -> list[str]:
-        """What is impossible; ``at`` is how the keys begin."""
+        """Check the source's keys, which begin with ``at``; return one sentence per problem."""
         found = []
         if self.source == "files" and not self.files:
             found.append(f"{at}.files: {at}.source is 'files', but no file is named.")
@@ -159,11 +159,11 @@ class DataConfig(SourceConfig):
     cache_dir: str | None = None
 
     def source_problems(self, at: str) -> list[str]:
-        """Nothing of a source is read where the text is prepared."""
+        """Check the source's keys; prepared text needs no source."""
         return [] if self.prepared else super().source_problems(at)
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = []
         if not 2 <= self.sequence_length < 1 << 31:
             found.append(
@@ -221,7 +221,7 @@ class DataConfig(SourceConfig):
         ]
 
     def of(self, name: str) -> DataConfig:
-        """The configuration of one text of the mixture."""
+        """Return the configuration of one text of the mixture."""
         changes = {key: value for key, value in self.mixture[name].items() if key != "weight"}
         return replace(self, mixture={}, **changes)
 
@@ -246,7 +246,7 @@ class TokenizerConfig:
     sample_megabytes: int = 64
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = []
         if self.path == "":
             found.append("tokenizer.path: expected a file, or null to train one, got ''.")

@@ -1,4 +1,4 @@
-"""The text of a run: one prepared text or a mixture of several, opened, or prepared where small."""
+"""Text of a run: one prepared text or a mixture; small texts are prepared on the way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """One text of a run and its weight among them."""
+    """One text of a run and its sampling weight."""
 
     name: str
     weight: float
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The texts of a run, with one tokenizer; ``end_of_text``: the id behind every document."""
+    """Texts of a run with their common tokenizer; ``end_of_text`` is the id after each document."""
 
     tokenizer: Tokenizer
     end_of_text: int
@@ -40,7 +40,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change whenever the tokens do."""
+        """Sixteen hexadecimal digits that change whenever the tokens change."""
         if len(self.parts) == 1:
             return self.parts[0].text.fingerprint
         weights = [part.weight for part in self.parts]
@@ -49,12 +49,12 @@ class Corpus:
 
     @property
     def fingerprints(self) -> list[str]:
-        """Those of its texts."""
+        """Fingerprint of each text."""
         return [part.text.fingerprint for part in self.parts]
 
     @property
     def train(self) -> TokenStream:
-        """The training text of all parts, one after the other."""
+        """Training text of all parts, concatenated."""
         return _joined([part.text.train for part in self.parts])
 
     @property
@@ -69,17 +69,17 @@ class Corpus:
 
     @property
     def directories(self) -> list[str]:
-        """Where the parts lie; see :func:`corpus_at`."""
+        """Directory of each part, as :func:`corpus_at` takes them."""
         return [str(part.text.directory) for part in self.parts]
 
     def mixed(self, config: DataConfig) -> Corpus:
-        """Those of its texts that ``config`` mixes, with the weights they have there."""
+        """Return the corpus with only the texts that ``config`` mixes, weighted as it says."""
         weights = {name: weight for name, (_, weight) in config.texts.items()}
         parts = (part for part in self.parts if part.name in weights)
         return replace(self, parts=tuple(replace(p, weight=weights[p.name]) for p in parts))
 
     def documents(self, stream: TokenStream, tokens: int) -> list[str]:
-        """The first documents of a split as text, so many that they have at most ``tokens``."""
+        """Decode the first documents of a split, at most ``tokens`` tokens in total."""
         ids = stream.documents(tokens)
         return self.tokenizer.decode_batch([of_one[:-1].tolist() for of_one in ids])
 
@@ -96,19 +96,19 @@ def prepare_corpus(
     alone: bool = True,
     wanted: list[str] | None = None,
 ) -> Corpus:
-    """Open the configured text; where it is small and on this machine, prepare it first.
+    """Open the configured text; prepare it first if it is small and on this machine.
 
     Args:
-        config: where the text comes from.
+        config: source of the text.
         tokenizer_config: its tokenizer.
-        tokenizer: one to use where ``tokenizer_config`` names none, instead of training one.
-        alone: whether no other process waits for this one; text is prepared by itself only then.
-        wanted: fingerprints of the texts as they were read before, taken where they are prepared,
-            whatever the sources are now.
+        tokenizer: tokenizer to use if ``tokenizer_config`` names none, instead of training one.
+        alone: whether no other process waits for this one; only then is text prepared here.
+        wanted: fingerprints of the texts as they were read before. A text that is prepared with its
+            fingerprint is used even if its source has changed since.
 
     Raises:
-        UserError: the text or tokenizer cannot be read, the text is too short, it has to be
-            prepared by a command of its own, or a newer version of this program prepared it.
+        UserError: the text or tokenizer cannot be read, the text is too short, it must be prepared
+            by a separate command, or a newer version of this program prepared it.
     """
     directories = []
     texts = config.texts
@@ -128,7 +128,7 @@ def prepare_corpus(
                     log.info("Preparing %s once, in %s", describe(text), work.directory)
                 work.run(wait=True)
             directories.append(str(work.directory))
-            if len(directories) < len(texts):  # those to come have the tokenizer of the first
+            if len(directories) < len(texts):  # later texts use the first one's tokenizer
                 tokenizer = tokenizer or open_prepared(work.directory).tokenizer
     corpus = corpus_at(config, directories)
     if any(text.prepared for text, _ in texts.values()):
@@ -137,7 +137,7 @@ def prepare_corpus(
 
 
 def _check_sources(texts: list[DataConfig]) -> None:
-    """See that what will be read later is there, before long work on what is read first.
+    """Check that the sources still to be read exist, before spending time on the first.
 
     Raises:
         UserError: a source on this machine is missing.
@@ -148,11 +148,12 @@ def _check_sources(texts: list[DataConfig]) -> None:
 
 
 def _check_tokenizer(corpus: Corpus, path: str | None, given: Tokenizer | None) -> None:
-    """See that text that is taken as it is has the tokens of the model; one of the hub is known by
-    its name alone, without a network.
+    """Check that prepared text was tokenized with the model's tokenizer.
+
+    A tokenizer on the hub is not loaded: it is known by its name alone, without a network.
 
     Raises:
-        UserError: it was prepared with another tokenizer than is configured or given.
+        UserError: the text was prepared with a tokenizer other than the configured or given one.
     """
     wanted = load_tokenizer(path) if path and Path(path).is_file() else given
     if wanted is not None and not same_tokens(wanted, corpus.tokenizer):
@@ -164,10 +165,10 @@ def _check_tokenizer(corpus: Corpus, path: str | None, given: Tokenizer | None) 
 
 
 def corpus_at(config: DataConfig, directories: Sequence[str]) -> Corpus:
-    """The corpus whose texts lie in ``directories``, one for each that is configured.
+    """Open the corpus whose texts lie in ``directories``, one per configured text.
 
     Raises:
-        UserError: something is missing or damaged, or holds too little.
+        UserError: something is missing or damaged, or a split is shorter than one sequence.
     """
     parts = []
     for (name, (_, weight)), directory in zip(config.texts.items(), directories, strict=True):

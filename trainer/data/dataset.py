@@ -11,17 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from trainer.data.certificate import sample_hashes
 from trainer.data.config import DataConfig
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary, mix_needles
-from trainer.data.order import Integers, Mixture, keys, sample_indices
+from trainer.data.order import Integers, Mixture, keys, sample_hashes, sample_indices
 from trainer.data.packing import BestFitBlocks, Blocks, StreamBlocks
 from trainer.data.shards import TokenStream
 
 
 class Batch(TypedDict):
-    """What :func:`as_batch` makes."""
+    """One batch of training samples; see :func:`as_batch`."""
 
     input_ids: Tensor
     labels: Tensor
@@ -38,10 +37,10 @@ MOST_AT_ONCE = 64
 
 
 class TrainingSamples(Dataset[Batch]):
-    """Sample ``counter`` as a pure function of (seed, counter); fetched a batch at a time.
+    """Training samples by counter, each a pure function of (seed, counter), read a batch at a time.
 
-    A sample is an end-of-text token followed by one packed block, with needles mixed in where the
-    configuration says so; token t predicts token t + 1.
+    A sample is an end-of-text token followed by one packed block. Needles are mixed in if the
+    configuration asks for them. Token t predicts token t + 1.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig, seed: int) -> None:
@@ -57,7 +56,7 @@ class TrainingSamples(Dataset[Batch]):
         self.vocabulary = NeedleVocabulary.of(corpus.tokenizer) if config.needles.share else None
 
     def where(self, counters: Integers) -> tuple[Integers, Integers]:
-        """For each sample number the part of the corpus it is from, and the block there."""
+        """Return for each sample number its part of the corpus and the block within that part."""
         parts, numbers = self.mixture.assign(self.seed, counters)
         blocks = np.empty_like(counters)
         for part in np.unique(parts):
@@ -69,7 +68,7 @@ class TrainingSamples(Dataset[Batch]):
         return parts, blocks
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each part has been read after so many samples."""
+        """Return how many times each part has been read after ``samples`` samples."""
         shares = np.array(self.mixture.quotas) / sum(self.mixture.quotas)
         return {
             part.name: samples * share / len(blocks)
@@ -77,18 +76,18 @@ class TrainingSamples(Dataset[Batch]):
         }
 
     def __getitems__(self, counters: list[int]) -> Batch:
-        """The samples of these numbers as one batch of tensors ``[B, sequence_length]``."""
+        """Return these samples as one batch of ``[B, sequence_length]`` tensors."""
         targets, weights = self.targets(np.asarray(counters, dtype=np.int64))
         return as_batch(targets, self.corpus.end_of_text, weights, self.config)
 
     def hashes(self, counters: Sequence[int]) -> NDArray[np.uint64]:
-        """The hashes of these samples, as their batches carry them."""
+        """Return the hashes of these samples, equal to those in their batches."""
         parts = [counters[i : i + MOST_AT_ONCE] for i in range(0, len(counters), MOST_AT_ONCE)]
         numbers = [np.asarray(part, dtype=np.int64) for part in parts]
         return np.concatenate([sample_hashes(self.targets(part)[0]) for part in numbers])
 
     def targets(self, numbers: Integers) -> tuple[Integers, NDArray[np.float32]]:
-        """Tokens to predict and their weights in the loss, both ``[B, sequence_length]``."""
+        """Return the tokens to predict and their loss weights, both ``[B, sequence_length]``."""
         parts, blocks = self.where(numbers)
         targets = np.empty((len(numbers), self.config.sequence_length), np.int64)
         filled = np.empty_like(numbers)
@@ -107,13 +106,13 @@ class TrainingSamples(Dataset[Batch]):
 def as_batch(
     targets: Integers, end: int, weights: NDArray[np.float32], config: DataConfig | None = None
 ) -> Batch:
-    """Inputs, targets and weights, all ``[B, T]``, and a hash of every sample's targets ``[B]``.
+    """Build a batch: inputs, targets and weights, all ``[B, T]``, and a hash per sample ``[B]``.
 
-    The inputs are the targets moved by one, behind an end-of-text token. With document masks there
-    are ``documents`` ``[B, T]``, how many end-of-text tokens came up to each input, and ``bounds``,
-    where documents begin in the B T tokens, filled up with B T to a multiple of
-    :data:`BOUNDS`, and ``longest``, a power of two that is no less than any document's length;
-    where positions restart, ``positions`` ``[B, T]``.
+    The inputs are the targets shifted by one, after an end-of-text token. With document masks, the
+    batch also has ``documents`` ``[B, T]``, the number of end-of-text tokens up to each input;
+    ``bounds``, the starts of documents within the B T tokens, padded with B T to a multiple of
+    :data:`BOUNDS`; and ``longest``, a power of two of at least the longest document's length. If
+    positions restart per document, it has ``positions`` ``[B, T]``.
     """
     inputs = np.concatenate([np.full_like(targets[:, :1], end), targets[:, :-1]], axis=1)
     begins = inputs == end
@@ -142,7 +141,7 @@ BOUNDS = 64
 
 
 def _bounds(begins: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Where documents begin in all rows together; every row begins with one."""
+    """Return the starts of documents in the concatenated rows; each row starts one."""
     starts = np.flatnonzero(begins)
     bounds = np.full(-(-(len(starts) + 1) // BOUNDS) * BOUNDS, begins.size, dtype=np.int32)
     bounds[: len(starts)] = starts
@@ -150,11 +149,11 @@ def _bounds(begins: NDArray[np.bool_]) -> NDArray[np.int32]:
 
 
 class CountingSampler(Sampler[list[int]]):
-    """Sample numbers of one rank's micro-batches, from step ``start`` of ``steps`` on.
+    """Sample numbers of one rank's micro-batches, from step ``start`` to ``steps``.
 
-    Step s reads the samples s B to (s + 1) B - 1, B the batch size, on however many ranks: the
-    batch is cut into ``micro_batches`` equal parts, and each of these into one part a rank.
-    ``first``: other numbers of the first sample that a step reads.
+    Step s reads samples s B to (s + 1) B - 1 for batch size B, on any number of ranks: the batch is
+    split into ``micro_batches`` equal parts, and each part is split among the ranks. ``first``
+    gives the first sample of a step if it differs from s B.
     """
 
     def __init__(
@@ -175,11 +174,11 @@ class CountingSampler(Sampler[list[int]]):
         self.first = first or (lambda step: step * batch_size)
 
     def __len__(self) -> int:
-        """Micro-batches that are left."""
+        """Return the number of micro-batches left."""
         return (self.steps - self.start) * self.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The micro-batches that are left."""
+        """Iterate over the micro-batches left."""
         size = self.batch_size // (self.micro_batches * self.ranks)
         for step in range(self.start, self.steps):
             first = self.first(step)
@@ -189,7 +188,7 @@ class CountingSampler(Sampler[list[int]]):
 
 
 def held_out_windows(stream: TokenStream, count: int, length: int) -> Integers:
-    """``[count, length]`` tokens, evenly spread over a held-out stream (overlapping if they must).
+    """Return ``[count, length]`` tokens, evenly spaced in a held-out stream; windows may overlap.
 
     Raises:
         ValueError: the stream is shorter than one window.

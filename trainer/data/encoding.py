@@ -1,6 +1,6 @@
-"""Documents to token ids of the split that each belongs to.
+"""Tokenization of documents, and the split each one belongs to.
 
-This is what the processes of a pool run, so it imports little.
+Worker processes import this module, so it imports little itself.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ LONGEST_WORK = 1 << 20
 
 
 def document_hash(text: str) -> int:
-    """The first 64 bits of SHA-256 of a document's UTF-8."""
+    """Return the first 64 bits of the SHA-256 of a document's UTF-8 bytes."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Which hashes belong to which split: from ``validation`` on, and from ``test`` on."""
+    """Smallest hashes of the validation and of the test split."""
 
     validation: int
     test: int
 
     def split_of(self, text: str) -> Split:
-        """``train``, ``validation`` or ``test``; equal documents are always in the same one."""
+        """Return the split of a document; equal documents always share a split."""
         found = document_hash(text)
         if found < self.validation:
             return "train"
@@ -47,26 +47,26 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents of one split: ``ids`` one after the other, an end-of-text token behind each, and
-    their ``lengths`` in tokens with it."""
+    """Documents of one split: concatenated ``ids`` with an end-of-text token after each document,
+    and ``lengths`` in tokens, end-of-text included."""
 
     ids: NDArray[Any]
     lengths: NDArray[np.uint32]
 
 
 class Encoder:
-    """Tokenises batches of documents; ``ids`` have the type ``dtype``."""
+    """Tokenizer of batches of documents; ``ids`` have the type ``dtype``."""
 
     def __init__(self, tokenizer: str, end: int, thresholds: Thresholds, dtype: str) -> None:
         self.tokenizer = Tokenizer.from_str(tokenizer)
-        # Text may hold what looks like a special token; it is text all the same.
+        # Documents may contain the text of special tokens; treat it as text.
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.end, self.thresholds, self.dtype = end, thresholds, np.dtype(dtype)
 
     def __call__(self, texts: list[str]) -> dict[Split, Encoded]:
-        """The documents of each split that has any, in their order."""
+        """Tokenize documents; return them by split, in order, without empty splits."""
         parts = [cut(text) for text in texts]
         flat = [part for of_text in parts for part in of_text]
         found = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
@@ -85,8 +85,11 @@ class Encoder:
 
 
 def cut(text: str) -> list[str]:
-    """A text in parts of at most :data:`LONGEST_WORK` characters, cut in front of a space where
-    there is one: the parts are tokenised alone, so that memory does not grow with a document."""
+    """Split a text into parts of at most :data:`LONGEST_WORK` characters, before a space if
+    possible.
+
+    The parts are tokenized separately, so that memory does not grow with document length.
+    """
     parts = []
     begin = 0
     while len(text) - begin > LONGEST_WORK:
@@ -101,13 +104,13 @@ _encoder: Encoder | None = None
 
 
 def start_worker(*arguments: Any) -> None:
-    """Make the encoder of this process, which ends when the one that reads ends.
+    """Create this worker's encoder; exit when the parent process exits.
 
-    Signals that all processes of a job get are for the reader to answer; when it is killed, the
-    queue between them would never say so.
+    Workers ignore signals sent to the whole job, which the parent handles. They watch the parent
+    because a killed parent leaves no message in the queue.
     """
     global _encoder  # noqa: PLW0603  a pool's initializer has no other place
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core, not all cores each
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_reader, daemon=True).start()
@@ -122,6 +125,6 @@ def _end_with_reader() -> None:
 
 
 def encode(texts: list[str]) -> dict[Split, Encoded]:
-    """What a process of the pool does with a batch."""
+    """Tokenize a batch in a worker process."""
     assert _encoder is not None
     return _encoder(texts)

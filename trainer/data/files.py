@@ -1,4 +1,4 @@
-"""Files of text by address, directory or glob, on this machine or behind a network."""
+"""Text files by address, directory or glob, local or remote."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ AT_ONCE = 16
 
 
 def kind_of(path: str) -> tuple[str, str | None]:
-    """The suffix that says how a file is read, and its compression.
+    """Return the suffix that selects a file's reader, and its compression.
 
     Raises:
-        ValueError: the name tells no kind that is read.
+        ValueError: the suffix is unknown.
     """
     bare, compression = path, None
     for suffix, name in COMPRESSIONS.items():
         if path.endswith(suffix):
             bare, compression = path.removesuffix(suffix), name
-    if bare.endswith(".json") and compression:  # as C4 and Dolma name theirs
+    if bare.endswith(".json") and compression:  # naming of C4 and Dolma
         return ".jsonl", compression
     for kind in KINDS:
         if bare.endswith(kind) and not (compression and kind in (".parquet", ".arrow")):
@@ -41,7 +41,7 @@ def kind_of(path: str) -> tuple[str, str | None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, without its later lines; of an address that is not found, why."""
+    """Return the first line of an error's message; for a missing address, its cause's message."""
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     said = str(error).strip().splitlines()
@@ -50,7 +50,7 @@ def one_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class File:
-    """A file of a source: its address, its name in a listing, its size in bytes."""
+    """One file of a source: its address, its name in a listing, and its size in bytes."""
 
     path: str
     name: str
@@ -58,16 +58,16 @@ class File:
 
     @property
     def text_bytes(self) -> int:
-        """About how much text it holds."""
+        """Estimated bytes of text in the file after decompression."""
         suffix = self.path.rpartition(".")[2]
         return int(self.size * {"gz": 3.0, "zst": 3.2, "parquet": 2.0}.get(suffix, 1.0))
 
 
 def find_files(patterns: list[str], key: str) -> list[File]:
-    """The files that addresses, directories and globs name, ordered by name.
+    """Return the files that addresses, directories and globs name, sorted by name.
 
     Raises:
-        UserError: with every pattern that names nothing, or nothing that is read.
+        UserError: some patterns match no file, or files of unknown type; names all of them.
     """
     found: dict[str, tuple[str, int]] = {}
     problems: list[str] = []
@@ -84,7 +84,7 @@ def find_files(patterns: list[str], key: str) -> list[File]:
             else:
                 if not size:
                     problems.append(f"{key}: {path!r} is empty.")
-                # One file may be named twice, in two spellings.
+                # The same file may be named in two spellings.
                 whole = path if "://" in path else str(Path(path).absolute())
                 found.setdefault(whole, (path, size))
     if problems:
@@ -94,8 +94,10 @@ def find_files(patterns: list[str], key: str) -> list[File]:
 
 
 def _attempt(pattern: str) -> tuple[dict[str, int], str]:
-    """Sizes by address of what a pattern names, or why it names nothing; of a directory or a glob
-    only files of a kind that is read."""
+    """Return the size of each file that a pattern matches, or the reason why it matches none.
+
+    Directories and globs match only files whose type can be read.
+    """
     try:
         if not pattern:
             return {}, "an empty address names no file"
@@ -112,7 +114,7 @@ def _attempt(pattern: str) -> tuple[dict[str, int], str]:
 
 
 def _local(pattern: Path) -> dict[str, int]:
-    if pattern.is_dir():  # a name may hold what globs mean
+    if pattern.is_dir():  # the directory's name may contain glob characters
         paths = list(_below(pattern))
     elif os.path.lexists(pattern):
         return {str(pattern): _size(pattern)}
@@ -123,10 +125,10 @@ def _local(pattern: Path) -> dict[str, int]:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """Files in a directory and those in it, but hidden ones; links are followed.
+    """Yield the files below a directory, except hidden ones; symbolic links are followed.
 
     Raises:
-        OSError: one of them cannot be read.
+        OSError: a directory cannot be read.
     """
 
     def fail(error: OSError) -> None:
@@ -134,7 +136,7 @@ def _below(directory: Path) -> Iterator[Path]:
 
     seen = set()
     for place, below, names in os.walk(directory, onerror=fail, followlinks=True):
-        if (real := Path(place).resolve()) in seen:  # a link to where it lies
+        if (real := Path(place).resolve()) in seen:  # a link to one of its parents
             below.clear()
             continue
         seen.add(real)
@@ -181,7 +183,7 @@ def _is_read(path: str) -> bool:
 
 
 def _common_root(paths: list[str]) -> str:
-    """The directory that all lie in, with its slash."""
+    """Return the directory that contains all paths, with its trailing slash."""
     shared = paths[0] if paths else ""
     for path in paths:
         while not path.startswith(shared):

@@ -1,7 +1,7 @@
-"""What stands in the JSON files of prepared text, and whether it does.
+"""JSON files of prepared text, checked when they are read.
 
-A file may be damaged, or come from somebody else: it is read into these types or refused, and the
-only names in it that become paths are those of shards.
+A file may be damaged or come from someone else. It is parsed into these types or refused, and the
+only names in it that become paths are the names of shards.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished file of ids: ``name`` without suffix, what it holds, and the checksums (SHA-256)
-    of it and of its document ends."""
+    """A finished file of ids: ``name`` without suffix, its contents, and the SHA-256 checksums of
+    the ids and of the document ends."""
 
     name: Annotated[str, Field(pattern=r"^(train|validation|test)-\d{5,9}-\d{4,9}$")]
     tokens: Count
@@ -35,8 +35,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is finished of a unit, and its rows until there, ``bad`` of them malformed, the first of
-    which are ``named``; ``last``: the unit is done."""
+    """One finished piece of a unit.
+
+    ``rows`` counts the unit's rows up to the end of this piece, ``bad`` the malformed ones among
+    them, of which ``named`` describes the first. ``last``: the unit ends with this piece.
+    """
 
     rows: Count
     bad: Count
@@ -47,7 +50,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole text: what was asked for, what the source was, and every shard in order."""
+    """Contents of a prepared text: its request, source and shards."""
 
     format: int
     request: dict[str, Any]
@@ -63,7 +66,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Table:
-    """A file of a packing: how many numbers it has, and its checksum (SHA-256)."""
+    """One file of a packing: its number of entries and its SHA-256 checksum."""
 
     count: Count
     sha256: Checksum
@@ -71,18 +74,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Packing:
-    """The files of best fit for one length, by name."""
+    """Files of the best-fit packing for one sequence length, by name."""
 
     tables: dict[TableName, Table]
 
 
 def read_json(path: Path, kind: type[T], newest: int | None = None, what: str = "") -> T:
-    """A file as ``kind``; ``newest``: the last format that is read, ``what``: how to call it.
+    """Parse a file as ``kind``; ``newest`` is the newest format supported, ``what`` names the file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged; says where, in one line.
-        UserError: it is of another format.
+        OSError: the file cannot be read.
+        ValueError: the file is damaged; the message says where, in one line.
+        UserError: the file has another format.
     """
     if newest is not None:
         plain = read_plain(path)

@@ -1,7 +1,7 @@
-"""Needles: statements ``<name> <number>.`` hidden in text, for training and for evaluation.
+"""Needles: statements ``<name> <number>.`` hidden in text, for training and evaluation.
 
-A statement is three tokens. Without it in training a tiny model cannot know the task, so a stated
-share of the training sequences carries statements and questions, at the training length only.
+A statement has three tokens. A tiny model cannot know the task without training, so a share of the
+training sequences contains statements and questions, at the training length only.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class NeedleVocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> NeedleVocabulary:
-        """Look the words up.
+        """Look up the token ids.
 
         Raises:
-            UserError: the tokenizer splits some of them.
+            UserError: the tokenizer splits some of the words.
         """
         ids = [tokenizer.encode(word, add_special_tokens=False).ids for word in [*WORDS, "."]]
         split = [word for word, tokens in zip([*WORDS, "."], ids, strict=True) if len(tokens) > 1]
@@ -60,17 +60,16 @@ class NeedleVocabulary:
 
 
 def insert(text: Integers, statements: Integers, cuts: Integers) -> tuple[Integers, Integers]:
-    """Push statements into text.
+    """Insert statements into text.
 
     Args:
         text: ``[B, T]`` tokens.
         statements: ``[B, M, 3]`` tokens.
-        cuts: ``[B, M]`` ascending; statement m stands before text token ``cuts[m]``. A cut beyond
-            T leaves its statement out.
+        cuts: ``[B, M]``, ascending; statement m precedes text token ``cuts[m]``. Statements with a
+            cut beyond T are omitted.
 
     Returns:
-        Sequences ``[B, T]``, the overhanging text cut off, and the positions ``[B, M]`` at which
-        the statements begin.
+        Sequences ``[B, T]``, truncated to T, and the start positions ``[B, M]`` of the statements.
     """
     B, T = text.shape
     M = cuts.shape[1]
@@ -95,17 +94,17 @@ def mix_needles(
     config: NeedlesConfig,
     seed: int,
 ) -> tuple[Integers, NDArray[np.float32]]:
-    """Training sequences with statements, and the weight of every token in the loss.
+    """Return training sequences with statements, and each token's weight in the loss.
 
-    Every sequence has its own number of names and of mentions; a name keeps its number within a
-    sequence, so that each mention but the first is a question the sequence has answered.
+    Each sequence has its own number of names and of mentions. A name keeps its number within a
+    sequence, so every mention after the first is a question that the sequence has answered.
 
     Args:
         text: ``[B, T]`` tokens.
-        counters: ``[B]`` sample numbers, from which all randomness comes.
+        counters: ``[B]`` sample numbers, the only source of randomness besides ``seed``.
         vocabulary: names and numbers.
         config: share, numbers of names and mentions, weight.
-        seed: of the run.
+        seed: seed of the run.
 
     Returns:
         ``[B, T]`` tokens and ``[B, T]`` weights.
@@ -141,15 +140,15 @@ def mix_needles(
 
 
 def _between(u: NDArray[np.float64], low: int, high: int) -> Integers:
-    """Integers from low to high, both included."""
+    """Return integers from low to high, both included."""
     return low + (u * (high - low + 1)).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Trials:
-    """Retrieval trials: ``prompts`` ``[N, L]`` that end with the name asked for, and the
-    ``answers`` ``[N]``, the number stated for it; ``depths`` ``[N]`` say how far before the
-    question the right statement begins, in tokens."""
+    """Retrieval trials: ``prompts`` ``[N, L]`` that end with the queried name, the ``answers``
+    ``[N]`` stated for it, and ``depths`` ``[N]``, the distance in tokens from the question back to
+    the start of the right statement."""
 
     prompts: Integers
     answers: Integers
@@ -159,14 +158,17 @@ class Trials:
 def make_trials(
     text: Integers, counters: Integers, vocabulary: NeedleVocabulary, needles: int, seed: int
 ) -> Trials:
-    """Multi-key trials (DroPE, App. C.2): several needles, one of them asked for.
+    """Make multi-key trials (DroPE, App. C.2): several needles, one of them queried.
 
     Args:
         text: ``[N, L]`` tokens, the haystacks; the first token stays first.
-        counters: ``[N]`` trial numbers, from which all randomness comes.
+        counters: ``[N]`` trial numbers, the only source of randomness besides ``seed``.
         vocabulary: names and numbers.
-        needles: statements with different names and different numbers in every trial.
-        seed: of the trials.
+        needles: number of statements per trial, with distinct names and numbers.
+        seed: seed of the trials.
+
+    Raises:
+        UserError: the statements do not fit the length.
     """
     N, L = text.shape
     n_values = len(vocabulary.numbers)

@@ -1,8 +1,8 @@
-"""The order of samples and their randomness, as pure functions of (seed, counter).
+"""Order of samples and their randomness, as pure functions of (seed, counter).
 
-Sample number ``counter`` is the same whatever came before it, however samples are batched, and on
-however many workers and ranks: resuming is starting to count elsewhere. Nothing here needs memory
-that grows with the number of samples.
+Sample ``counter`` does not depend on earlier samples, on the batch size, or on the number of
+workers and ranks. Resuming means counting from another number. No function here needs memory that
+grows with the number of samples.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ PERIOD = 10_000
 
 
 def _mix(x: Words) -> Words:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), a bijection that scatters bits."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood 2014), a bijection that scatters
+    bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def keys(*numbers: int | Integers) -> Words:
-    """64 bits that depend on all the numbers, and on their order."""
+    """Return 64 bits that depend on all the numbers and on their order."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is the point
         found = np.asarray(0, np.uint64)
         for number in numbers:
@@ -42,11 +43,11 @@ def keys(*numbers: int | Integers) -> Words:
 
 
 def permuted(numbers: Integers, size: int, key: Words) -> Integers:
-    """Where a permutation of 0 .. ``size`` - 1 sends ``numbers``; ``key`` chooses it, for all or
-    for each.
+    """Apply a permutation of 0 .. ``size`` - 1, chosen by ``key``, to ``numbers``.
 
-    A Feistel network of two halves permutes the next power of four; what lands at or beyond
-    ``size`` goes through it again until it is below ("cycle walking", Black and Rogaway 2002).
+    ``key`` is one key for all numbers or one per number. A Feistel network of two halves permutes
+    the next power of four. Values of at least ``size`` pass through it again until they are smaller
+    ("cycle walking", Black and Rogaway 2002).
     """
     half = max(((size - 1).bit_length() + 1) // 2, 1)
     shift, low = np.uint64(half), np.uint64((1 << half) - 1)
@@ -66,11 +67,10 @@ def permuted(numbers: Integers, size: int, key: Words) -> Integers:
 
 
 def sample_indices(seed: int, counters: Integers, size: int, group: int | None = None) -> Integers:
-    """Which of ``size`` items the samples ``counters`` are: every item once an epoch, shuffled anew
-    in each.
+    """Return the index, among ``size`` items, of each sample; every epoch shuffles all items anew.
 
-    ``group``: items are shuffled within groups of so many neighbours, and the groups among each
-    other; what does not fill a group comes last. None: all items at once.
+    ``group``: shuffle within groups of this many neighbours, and shuffle the groups; an incomplete
+    last group comes last. None shuffles all items together.
     """
     epochs, places = np.divmod(counters, size)
     if group is None or group >= size:
@@ -90,17 +90,17 @@ def sample_indices(seed: int, counters: Integers, size: int, group: int | None =
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which of several texts a sample is of: each :data:`PERIOD` samples hold every text in
-    proportion to its weight, in an order drawn anew.
+    """Assignment of samples to the texts of a mixture.
 
-    ``quotas``: samples of each text in a period.
+    Each :data:`PERIOD` samples hold every text in proportion to its weight, in a new random order.
+    ``quotas`` counts the samples of each text in a period.
     """
 
     quotas: tuple[int, ...]
 
     @classmethod
     def of(cls, weights: Sequence[float]) -> Mixture:
-        """The nearest shares, by largest remainders; every text has one sample at least."""
+        """Round weights to quotas by largest remainders; every text gets at least one sample."""
         total = sum(weights)
         exact = [weight / total * PERIOD for weight in weights]
         quotas = [max(int(share), 1) for share in exact]
@@ -108,12 +108,12 @@ class Mixture:
         order = sorted(range(len(exact)), key=lambda i: exact[i] - quotas[i], reverse=True)
         for index in order[: max(left, 0)]:
             quotas[index] += 1
-        # The one sample of texts that have a smaller share comes from the largest.
+        # Texts with a smaller share take their one sample from the largest.
         quotas[quotas.index(max(quotas))] += min(left, 0)
         return cls(tuple(quotas))
 
     def assign(self, seed: int, counters: Integers) -> tuple[Integers, Integers]:
-        """For each sample its text, and how many samples of that text come before it."""
+        """Return each sample's text, and the number of earlier samples of that text."""
         if len(self.quotas) == 1:
             return np.zeros_like(counters), counters
         periods, places = np.divmod(counters, PERIOD)
@@ -124,10 +124,28 @@ class Mixture:
 
 
 def uniforms(seed: int, counters: Integers, draws: int) -> NDArray[np.float64]:
-    """``[len(counters), draws]`` numbers in [0, 1); row i depends on seed and counters[i] alone."""
+    """Return ``[len(counters), draws]`` numbers in [0, 1); row i depends only on seed and
+    counters[i]."""
     with np.errstate(over="ignore"):
         key = _mix(np.asarray(seed, np.uint64) * _GOLDEN + _GOLDEN)
         rows = _mix(counters.astype(np.uint64) * _GOLDEN + key)
         columns = np.arange(1, draws + 1, dtype=np.uint64) * _GOLDEN
         bits = _mix(rows[:, None] + columns)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample_hashes(tokens: Integers) -> NDArray[np.uint64]:
+    """Return a 64-bit hash per row of ``[B, T]`` tokens, dependent on tokens and positions.
+
+    The sum of the hashes of all samples, modulo 2^64, certifies what was read. It depends on
+    neither order nor number of ranks nor gradient accumulation. Two runs, or an uninterrupted run
+    and a resumed one, can therefore be shown to have read the same tokens.
+    """
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is the point
+        places = np.arange(1, tokens.shape[1] + 1, dtype=np.uint64) * _GOLDEN
+        return _mix(_mix(tokens.astype(np.uint64) * _GOLDEN + places).sum(axis=1))
+
+
+def as_text(total: int) -> str:
+    """Format a sum, which may be a signed 64-bit integer, as sixteen hexadecimal digits."""
+    return f"{total % 2**64:016x}"

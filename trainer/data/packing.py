@@ -1,9 +1,9 @@
-"""Sequences as views of a stream of tokens: cut from it, or filled with whole documents.
+"""Training sequences as views of a token stream: cut from it, or filled with whole documents.
 
-Best fit puts each document, longest first, where the least room is left that holds it, among the
-documents of a shard (best-fit decreasing; Ding et al. 2024, "Fewer Truncations Improve Language
-Modeling"). A document longer than a sequence fills whole sequences, and its rest is packed. What
-stays empty is filled with end-of-text tokens that do not count in the loss.
+Best fit takes the documents of a shard, longest first, and puts each into the sequence with the
+least room that still holds it (best-fit decreasing; Ding et al. 2024, "Fewer Truncations Improve
+Language Modeling"). A document longer than a sequence fills whole sequences, and its remainder is
+packed. Empty room is padded with end-of-text tokens that do not count in the loss.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.flat_file import FlatFile, wrong_bytes, wrong_size
 from trainer.data.manifest import Packing, Table, TableName, read_json
 from trainer.data.order import Integers
 from trainer.data.prepared import Prepared
-from trainer.data.shards import TokenStream, write_synchronised
+from trainer.data.shards import FlatFile, TokenStream, write_synchronised, wrong_bytes, wrong_size
 from trainer.errors import UserError
 from trainer.lock import locked
 
 
 class Blocks(Protocol):
-    """Sequences of one length by number."""
+    """Sequences of one length, by index."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of sequences."""
         ...
 
     def read(self, indices: Integers) -> tuple[Integers, NDArray[np.int64]]:
-        """Tokens ``[n, T]`` of these sequences, and how many of each are text ``[n]``."""
+        """Return tokens ``[n, T]`` of these sequences, and how many tokens of each are text
+        ``[n]``."""
         ...
 
 
 @dataclass(frozen=True)
 class StreamBlocks:
-    """The stream cut every ``length`` tokens; what does not fill a block at the end is left out."""
+    """The stream cut every ``length`` tokens; an incomplete last block is omitted."""
 
     stream: TokenStream
     length: int
 
     def __len__(self) -> int:
-        """Whole blocks."""
+        """Return the number of whole blocks."""
         return len(self.stream) // self.length
 
     def read(self, indices: Integers) -> tuple[Integers, NDArray[np.int64]]:
-        """All of every block is text."""
+        """Return tokens ``[n, T]``; all of each block is text."""
         tokens = self.stream.windows(indices * self.length, self.length)
         return tokens, np.full(len(indices), self.length)
 
 
 class BestFitBlocks:
-    """Sequences of whole documents, as :func:`pack` wrote them down."""
+    """Sequences of whole documents, read from the tables that :func:`pack` wrote."""
 
     def __init__(self, text: Prepared, length: int) -> None:
         self.text, self.length = text, length
@@ -77,11 +77,11 @@ class BestFitBlocks:
         }
 
     def __len__(self) -> int:
-        """Sequences."""
+        """Return the number of sequences."""
         return self._sequences
 
     def read(self, indices: Integers) -> tuple[Integers, NDArray[np.int64]]:
-        """Documents one after the other, then end-of-text tokens."""
+        """Return documents one after the other, padded with end-of-text tokens."""
         found = np.full((len(indices), self.length), self.text.end_of_text, np.int64)
         filled = np.zeros(len(indices), np.int64)
         for row, index in enumerate(indices.tolist()):
@@ -101,18 +101,18 @@ and a length."""
 
 
 def packing_path(directory: Path, length: int, table: str) -> Path:
-    """Where a table of the packing for one length lies."""
+    """Return the path of one table of the packing for one length."""
     return directory / f"best_fit-{length}.{table}"
 
 
 def is_packed(directory: Path, length: int) -> bool:
-    """Whether best fit has been computed for this length, and is all there."""
+    """Whether the packing for this length is complete."""
     tables = _tables(directory, length)
     return bool(tables) and _size_problem(directory, length, tables) is None
 
 
 def packing_problems(directory: Path) -> list[str]:
-    """What is wrong with the bytes of the packings of a prepared text, a clause each."""
+    """Return a clause for each damaged packing file of a prepared text."""
     found = []
     for path in sorted(directory.glob("best_fit-*.json")):
         length = int(path.stem.partition("-")[2])
@@ -128,7 +128,7 @@ def packing_problems(directory: Path) -> list[str]:
 
 
 def _tables(directory: Path, length: int) -> dict[TableName, Table]:
-    """What was written of each table; empty where not all were."""
+    """Return what was written of each table; empty if any table is missing."""
     try:
         return read_json(packing_path(directory, length, "json"), Packing).tables
     except (OSError, ValueError):
@@ -144,7 +144,7 @@ def _size_problem(directory: Path, length: int, tables: dict[TableName, Table]) 
 
 
 def pack(text: Prepared, length: int) -> None:
-    """Compute best fit for one length and write it beside the shards; nothing is half there."""
+    """Compute the best-fit packing for one length and write it atomically beside the shards."""
     lock = text.directory / f".best_fit-{length}.lock"
     with locked(lock, f"{{holder}} packs {str(text.directory)!r}", wait=True):
         for leftover in text.directory.glob(f".best_fit-{length}.*.tmp"):
@@ -197,7 +197,7 @@ def _pack(text: Prepared, length: int) -> None:
 def _best_fit(
     ends: NDArray[np.uint32], length: int
 ) -> Iterator[tuple[list[Integers], list[Integers]]]:
-    """Starts and lengths of the pieces of every sequence of one shard."""
+    """Yield the starts and lengths of the pieces of each sequence of one shard."""
     stops = ends.astype(np.int64)
     begins = np.concatenate([[0], stops[:-1]])
     sizes = stops - begins
@@ -217,7 +217,7 @@ def _best_fit(
         return
     blocks: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(length + 1)]
-    rooms: list[int] = []  # those that some block has, ascending
+    rooms: list[int] = []  # distinct free lengths of open blocks, ascending
     for document, size in zip(order.tolist(), rest[order].tolist(), strict=True):
         at = bisect_left(rooms, size)
         if at < len(rooms):

@@ -1,7 +1,7 @@
-"""What prepared text will be, decided before the first token: its name, parts, split, tokenizer.
+"""Plan of a prepared text, fixed before the first token: name, parts, split and tokenizer.
 
-A plan is written once and followed by every process that shares the work, now or later, so that
-all of them write the same bytes.
+A plan is written once. Every process that shares the work, now or later, follows it, so that all of
+them write the same bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SAMPLED_FILES = 16
 def request_of(
     config: SourceConfig, tokenizer: TokenizerConfig, given: Tokenizer | None
 ) -> dict[str, Any]:
-    """What was asked for, in plain values: equal requests of one source give equal tokens."""
+    """Return the request in plain values; equal requests of one source give equal tokens."""
     keys = {
         "hub": ("hub_name", "hub_config", "hub_split", "hub_files", "text_field"),
         "files": ("files", *(["allow_patterns"] if config.allow_patterns else []), "text_field"),
@@ -72,27 +72,28 @@ def request_of(
 
 
 def digest(value: Any) -> str:
-    """Eight hexadecimal digits of plain values."""
+    """Return eight hexadecimal digits that identify plain values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def directory_name(request: dict[str, Any], listing: Listing) -> str:
-    """A readable word, and hashes of what was asked for and of what the source consists of."""
+    """Build the directory's name: a readable word, and hashes of the request and of the source's
+    files."""
     first = listing.files[0].name if listing.files else request["source"]
     word = request.get("hub_config") or request.get("hub_name") or Path(first).stem
     readable = re.sub(r"[^\w.-]+", "-", str(word).rpartition("/")[2]).strip("-.")[:40].lower()
-    # Where the files lie is left out: elsewhere, the same files are the same text.
+    # Leave out locations: the same files elsewhere are the same text.
     asked = {key: value for key, value in request.items() if key != "files"}
     return f"{readable or 'text'}-{digest(asked)}-{digest(listing.identity)}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a source becomes shards.
+    """Division of a source into shards.
 
-    ``units``: indices of the files that are prepared together. ``tokenizer``: its JSON; ``end``:
-    the id behind every document; ``dtype``: of the ids. ``tokens``: about how many there will be
-    (None: the source does not say how large it is).
+    ``units`` lists the indices of the files that are prepared together. ``tokenizer`` is JSON,
+    ``end`` the id after each document, ``dtype`` the type of the ids. ``tokens`` is an estimate of
+    their number (None: the source does not report its size).
     """
 
     request: dict[str, Any]
@@ -106,7 +107,7 @@ class Plan:
     tokens: int | None
 
     def write(self, directory: Path) -> None:
-        """Write it, unless another process has done so first."""
+        """Write the plan, unless another process has already done so."""
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".plan.{os.uname().nodename}.{os.getpid()}.tmp"
         try:
@@ -128,10 +129,10 @@ class Plan:
 
     @classmethod
     def read(cls, directory: Path) -> Plan:
-        """The plan that is followed in a directory.
+        """Read the plan of a directory.
 
         Raises:
-            UserError: it is damaged, or of another version.
+            UserError: the plan is damaged or has another version.
         """
         where = f"data.cache_dir: the plan in {str(directory)!r}"
         try:
@@ -152,9 +153,9 @@ def make_plan(
     given: Tokenizer | None,
     listing: Listing,
 ) -> Plan:
-    """Decide everything that the tokens depend on; small text is read for it once.
+    """Decide everything that the tokens depend on; small texts are read once to do so.
 
-    ``given``: a tokenizer to use where ``tokenizer_config`` names none, instead of training one.
+    ``given``: tokenizer to use if ``tokenizer_config`` names none, instead of training one.
 
     Raises:
         UserError: the text or the tokenizer cannot be read, or there is too little text.
@@ -191,7 +192,7 @@ def make_plan(
 def plan_for(
     config: SourceConfig, tokenizer_config: TokenizerConfig, given: Tokenizer | None
 ) -> tuple[str, Listing]:
-    """The name of the directory for a source as it is now, and what it consists of."""
+    """Return the directory name for the source's present state, and that state."""
     listing = list_source(config)
     return directory_name(request_of(config, tokenizer_config, given), listing), listing
 
@@ -209,18 +210,18 @@ def _units(files: tuple[File, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def documents_of(config: SourceConfig, files: Iterable[File]) -> Iterator[str]:
-    """Documents as they are prepared: malformed, empty and short ones left out."""
+    """Yield the documents to prepare, without malformed, empty and short ones."""
     rows = chain.from_iterable(read_source(config, file) for file in files)
     return (row for row in rows if isinstance(row, str) and is_kept(row, config))
 
 
 def is_kept(text: str, config: SourceConfig) -> bool:
-    """Whether a document has text, and enough of it."""
+    """Whether a document has enough text."""
     return len(text) >= config.min_characters and not text.isspace() and bool(text)
 
 
 def _small(config: SourceConfig, listing: Listing) -> list[str] | None:
-    """All documents, or None where they are more than :data:`SMALL`."""
+    """Return all documents, or None if they exceed :data:`SMALL`."""
     found, size = [], 0
     for text in documents_of(config, listing.files):
         found.append(text)
@@ -231,10 +232,10 @@ def _small(config: SourceConfig, listing: Listing) -> list[str] | None:
 
 
 def _check_enough(documents: list[str], config: SourceConfig, listing: Listing) -> None:
-    """Refuse text of too few documents, and say why there are not more.
+    """Check that there are enough documents; otherwise say why there are not more.
 
     Raises:
-        UserError: there are fewer than three different ones.
+        UserError: there are fewer than three distinct documents.
     """
     if (count := len(set(documents))) >= 3:
         return
@@ -259,8 +260,10 @@ def _check_enough(documents: list[str], config: SourceConfig, listing: Listing) 
 
 
 def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
-    """Bounds between which the hashes of held-out documents lie, with their share of the
-    characters; there are three different documents at least."""
+    """Choose hash bounds that hold out the configured shares of the characters.
+
+    There are at least three distinct documents.
+    """
     hashes = {document_hash(text): 0 for text in documents}
     for text in documents:
         hashes[document_hash(text)] += len(text)
@@ -270,7 +273,7 @@ def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
     validation = min(config.validation, config.validation_tokens / tokens)
     ordered = sorted(hashes)
     before = np.cumsum([0] + [hashes[value] for value in ordered[:-1]])
-    # A document that is longer than a share still leaves one for each of the others.
+    # A document longer than its split's share must leave one document for each other split.
     ends = np.searchsorted(before, np.array([1 - validation - test, 1 - test]) * total)
     first = min(max(int(ends[0]), 1), len(ordered) - 2)
     second = min(max(int(ends[1]), first + 1), len(ordered) - 1)
@@ -278,7 +281,7 @@ def exact_thresholds(documents: list[str], config: SourceConfig) -> Thresholds:
 
 
 def _estimated_thresholds(config: SourceConfig, tokens: int | None) -> Thresholds:
-    """Those of the shares, and of the numbers of tokens where the size is known."""
+    """Derive hash bounds from the shares, limited by the token counts if the size is known."""
     test, validation = config.test, config.validation
     if tokens is not None:
         test = min(test, config.test_tokens / tokens)
@@ -287,7 +290,7 @@ def _estimated_thresholds(config: SourceConfig, tokens: int | None) -> Threshold
 
 
 def _sample(config: SourceConfig, listing: Listing, tokenizer: TokenizerConfig) -> Iterator[str]:
-    """The first documents of files spread over the source."""
+    """Yield the first documents of files spread over the source."""
     count = min(SAMPLED_FILES, len(listing.files))
     chosen = [listing.files[i * len(listing.files) // count] for i in range(count)]
     most = (tokenizer.sample_megabytes << 20) // count

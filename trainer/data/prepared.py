@@ -1,4 +1,4 @@
-"""Prepared text as it lies on disk: found, checked against its manifest, and opened."""
+"""Prepared text on disk: find it, check it against its manifest, and open it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from trainer.errors import UserError, kind_of
 
 @dataclass(frozen=True)
 class Prepared:
-    """One text: its tokenizer, the id behind every document, its splits, and what its manifest
-    says of where it came from."""
+    """One text: its tokenizer, the id after each document, its splits, and its manifest."""
 
     directory: Path
     tokenizer: Tokenizer
@@ -35,37 +34,38 @@ class Prepared:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change whenever the tokens do."""
+        """Sixteen hexadecimal digits that change whenever the tokens change."""
         asked = {k: v for k, v in self.manifest.request.items() if k != "files"}
         return digest(asked) + digest(self.manifest.source)
 
 
 def cache_directory(config: DataConfig) -> Path:
-    """Where prepared data lies: ``data.cache_dir``, ``$UNROPE_CACHE``, or the user's cache."""
+    """Return the directory of prepared data: ``data.cache_dir``, ``$UNROPE_CACHE`` or the user's
+    cache."""
     if config.cache_dir:
         return Path(config.cache_dir)
-    # Of an empty variable, as of none: it would mean the current directory.
+    # An empty variable would mean the current directory: treat it as unset.
     if given := os.environ.get("UNROPE_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unrope"
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether all of a text is there."""
-    # False also for a name that is too long, which writing then says.
+    """Whether a text is complete."""
+    # also False for a name that is too long; writing reports that
     return os.path.isfile(directory / "manifest.json")  # noqa: PTH113
 
 
 def is_planned(directory: Path) -> bool:
-    """Whether its preparation was begun."""
+    """Whether preparation of a text has begun."""
     return (directory / "plan.json").is_file()
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """What there is in a directory.
+    """Read the manifest of a directory.
 
     Raises:
-        UserError: there is no prepared text, it is damaged, or of another version.
+        UserError: there is no prepared text, or it is damaged or of another version.
     """
     where = f"data: the prepared text in {str(directory)!r}"
     try:
@@ -87,7 +87,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def open_prepared(directory: Path) -> Prepared:
-    """Open a text; its shards are mapped when they are used, and their sizes checked now.
+    """Open a text; sizes of shards are checked now, their contents read on use.
 
     Raises:
         UserError: something is missing or damaged.
@@ -121,7 +121,7 @@ def open_prepared(directory: Path) -> Prepared:
 
 
 def verify(prepared: Prepared, threads: int) -> list[str]:
-    """Compare every byte with the manifest's checksums; a clause for each file that differs."""
+    """Compare all files with the manifest's checksums; return a clause for each that differs."""
     dtype = np.dtype(prepared.manifest.dtype)
     streams = (prepared.train, prepared.validation, prepared.test)
     shards = [place.shard for stream in streams for place in stream.places]

@@ -1,4 +1,4 @@
-"""Where a configured text lies, whether it is prepared, and what is to be done to have it."""
+"""Preparation of configured texts: where a text lies, whether it is complete, what is missing."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ LARGEST_BY_ITSELF = 256 << 20
 
 @dataclass(frozen=True)
 class Preparation:
-    """The preparation of one text: where it goes, and whether it is done.
+    """Preparation of one text: its directory, and whether it is complete.
 
-    ``listing``: what the source consists of; None where it was not asked, since prepared text was
-    found or the source is behind a network.
+    ``listing`` is the state of the source. It is None if the source was not asked, because prepared
+    text was found or the source is remote.
     """
 
     config: DataConfig
@@ -64,8 +64,8 @@ class Preparation:
     ) -> Preparation:
         """Find the directory.
 
-        ``network``: whether a source that is not here may be asked. ``wanted``: the fingerprint of
-        a state of the source that is taken wherever it is prepared, whatever the source is now.
+        ``network``: whether a remote source may be asked. ``wanted``: fingerprint of a state of the
+        source; text prepared from that state is used, whatever the state of the source now.
 
         Raises:
             UserError: there is no such source, or it cannot be read.
@@ -101,7 +101,7 @@ class Preparation:
 
     @property
     def is_done(self) -> bool:
-        """Whether the text is there, with the blocks that are asked for."""
+        """Whether the text is prepared, and packed if packing is configured."""
         if not is_prepared(self.directory):
             return False
         return self.config.packing == "stream" or is_packed(
@@ -110,21 +110,21 @@ class Preparation:
 
     @property
     def own_tokenizer(self) -> Tokenizer:
-        """That of the text; known as soon as it is planned."""
+        """The text's tokenizer; available as soon as the text is planned."""
         if is_prepared(self.directory):
             return open_prepared(self.directory).tokenizer
         return Tokenizer.from_str(Plan.read(self.directory).tokenizer)
 
     @property
     def is_small(self) -> bool:
-        """Whether it may be prepared in passing."""
-        if self.listing is None:  # prepared text that lacks nothing but its packing
+        """Whether a run may prepare the text itself."""
+        if self.listing is None:  # prepared text that lacks only its packing
             return is_prepared(self.directory)
         return sum(file.text_bytes for file in self.listing.files) <= LARGEST_BY_ITSELF
 
     @property
     def missing(self) -> str:
-        """What a run says that may not prepare its text by itself."""
+        """Message of a run that may not prepare its text itself."""
         once = f"once, where it can be written: {prepare_command()}"
         if is_prepared(self.directory):
             return (
@@ -148,9 +148,9 @@ class Preparation:
         planned: Callable[[Plan], None] = lambda _: None,
         wait: bool = False,
     ) -> bool:
-        """Do one part of the work, or go on with it; whether all parts are done.
+        """Do or resume one part of the work; return whether all parts are done.
 
-        ``wait``: for another process that does the same, instead of an error.
+        ``wait``: wait for another process that does the same, instead of raising an error.
 
         Raises:
             UserError: the source cannot be read, has too little text or too many bad rows, or the
@@ -196,8 +196,11 @@ class Preparation:
 
 
 def _prepared_as(root: Path, fingerprint: str) -> Path | None:
-    """Where the text with that fingerprint lies, if it does and that is one: it is read from files
-    that may come from others."""
+    """Return the directory of the text with this fingerprint, or None.
+
+    Fingerprints come from files that others may have written, so only well-formed ones are looked
+    up.
+    """
     if not re.fullmatch(r"[0-9a-f]{16}", fingerprint):
         return None
     for path in sorted(root.glob(f"*-{fingerprint[:8]}-{fingerprint[8:]}/manifest.json")):
@@ -206,8 +209,7 @@ def _prepared_as(root: Path, fingerprint: str) -> Path | None:
 
 
 def _states(root: Path, request: dict[str, object], finished: bool = True) -> list[Path]:
-    """Texts that were asked for in the same words, whatever state the source was in: those that are
-    prepared, or those that are not yet."""
+    """Return the texts with this request, in any state of the source, finished or unfinished."""
     asked = {key: value for key, value in request.items() if key != "files"}
     found = []
     for directory in sorted(root.glob(f"*-{digest(asked)}-*")):
@@ -220,9 +222,11 @@ def _states(root: Path, request: dict[str, object], finished: bool = True) -> li
 
 
 def _pinned(config: DataConfig, root: Path, request: dict[str, object]) -> Path | None:
-    """Where the work on a source behind a network was begun, which it goes on with although the
-    source may have changed since: no two parts or jobs shall see two states of it. A dataset of the
-    hub keeps the commit that it was prepared at until another is named."""
+    """Return the directory in which preparing a remote source began, or None.
+
+    Work continues there even if the source has changed, so that all parts and jobs see one state. A
+    dataset of the hub stays at the commit that it was prepared from until another one is named.
+    """
     if begun := _states(root, request, finished=False):
         return begun[0] if len(begun) == 1 else None
     if config.source != "hub" or len(done := _states(root, request)) != 1:
@@ -236,7 +240,7 @@ def _pinned(config: DataConfig, root: Path, request: dict[str, object]) -> Path 
 
 
 def not_prepared(config: DataConfig) -> str:
-    """That a text is missing, how large it is, and the command that prepares it."""
+    """Describe a missing text: its size and the command that prepares it."""
     return (
         f"data: {describe(config)} has not been prepared below "
         f"{str(cache_directory(config))!r}; once, where the text and that place can be reached: "
@@ -245,7 +249,7 @@ def not_prepared(config: DataConfig) -> str:
 
 
 def unprepared(values: Any) -> list[str]:
-    """Of texts behind a network, those of which nothing is prepared, whatever their tokenizer."""
+    """Describe each remote text of which nothing is prepared, with any tokenizer."""
     try:
         config = adapter(DataConfig).validate_python(values)
         texts = [text for text, _ in config.texts.values()]
@@ -263,7 +267,7 @@ def _any_prepared(config: DataConfig) -> bool:
     for path in (cache_directory(config) / "corpora").glob("*/manifest.json"):
         try:
             request = read_manifest(path.parent).request
-        except UserError:  # another text than is wanted, perhaps of another version
+        except UserError:  # another text, perhaps of another version
             continue
         if all(request.get(key) == getattr(config, key) for key in keys if key in request):
             return True
@@ -271,7 +275,7 @@ def _any_prepared(config: DataConfig) -> bool:
 
 
 def prepare_command() -> str:
-    """The command that prepares what this command line wants to read."""
+    """Return the command that prepares the text of the present command line."""
     words = sys.argv[1:] if Path(sys.argv[0]).name in ("__main__.py", "unrope") else []
     while words and words[0] in ("train", "slurm", "prepare", "plan"):
         words = words[1:]
@@ -284,7 +288,7 @@ def prepare_command() -> str:
 
 @contextmanager
 def of_mixture(config: DataConfig, name: str) -> Iterator[None]:
-    """Errors about a text of a mixture name its own keys."""
+    """Re-attribute errors about one text of a mixture to that text's keys."""
     try:
         yield
     except UserError as error:

@@ -1,7 +1,7 @@
-"""The rows of files of text: ``.txt``, ``.jsonl``, ``.parquet`` and ``.arrow``, anywhere.
+"""Rows of text files: ``.txt``, ``.jsonl``, ``.parquet`` and ``.arrow``, local or remote.
 
-Files are read a piece at a time, so that memory does not grow with them. A row that holds no text
-is yielded as a :class:`BadRow`, with its place; what is wrong with a whole file is an error.
+Files are read in pieces, so that memory does not grow with their size. A row without text is
+yielded as a :class:`BadRow` with its place; a file that cannot be read is an error.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ PIECE = 8192
 
 
 class UnreadableError(UserError):
-    """A file could not be read now; behind a network it may be, later."""
+    """A file could not be read; a remote file may be readable later."""
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row without text: where it is and what is wrong with it."""
+    """A row without text: its place and the reason."""
 
     place: str
     problem: str
 
 
 def read_rows(path: str, text_field: str) -> Iterator[str | BadRow]:
-    """The documents of a file, in order.
+    """Yield the documents of a file, in order.
 
     Raises:
-        UserError: it cannot be read, or not to its end.
+        UserError: the file cannot be read, or not to its end.
     """
     kind, compression = kind_of(path)
     try:
@@ -74,8 +74,7 @@ def _opened(path: str, compression: str | None) -> Iterator[IO[bytes]]:
 
 
 def _pieces(file: IO[bytes], path: str) -> Iterator[str]:
-    """A long text as documents, so that a single file can be split into text to train on and text
-    to hold out."""
+    """Split a long text into documents, so that part of a single file can be held out."""
     piece = ""
     for line in _text_lines(file, path):
         for start in range(0, len(line), PIECE):
@@ -87,7 +86,7 @@ def _pieces(file: IO[bytes], path: str) -> Iterator[str]:
 
 
 def _text_lines(file: IO[bytes], path: str) -> Iterator[str]:
-    """Lines with their ends; one that is very long in parts."""
+    """Yield lines with their line ends; a very long line comes in parts."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest, done = "", 0
     while data := file.read(READ):
@@ -96,7 +95,7 @@ def _text_lines(file: IO[bytes], path: str) -> Iterator[str]:
         text = rest + _decoded(decoder, data, path, done)
         *lines, last = text.splitlines(keepends=True) or [""]
         yield from lines
-        # It may go on, even behind a carriage return.
+        # The line may continue, even after a carriage return.
         rest = last if len(last) < READ else ""
         if not rest:
             yield last
@@ -116,7 +115,7 @@ def _decoded(
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
-    """Lines without their end; None for one that is too long."""
+    """Yield lines without line ends; None for a line that is too long."""
     rest, skipping = b"", False
     while data := file.read(READ):
         *lines, rest = (rest + data).split(b"\n")
@@ -137,13 +136,12 @@ def _json_lines(file: IO[bytes], path: str, text_field: str) -> Iterator[str | B
         elif line.strip():
             try:
                 yield _text_of(json.loads(line), text_field, place)
-            except (ValueError, RecursionError) as error:  # also of text that is not UTF-8
+            except (ValueError, RecursionError) as error:  # also for text that is not UTF-8
                 yield BadRow(place, f"is not JSON ({one_line(error)})")
 
 
 def whole_characters(text: str) -> str:
-    """The text with a question mark for every half of a character, as JSON and Python can name
-    them and no UTF-8 holds."""
+    """Replace unpaired surrogates, which JSON can name and UTF-8 cannot hold, by question marks."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 

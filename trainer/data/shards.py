@@ -1,7 +1,7 @@
-"""Token ids on disk: flat files of little-endian ``uint16`` or ``uint32``, without a header.
+"""Token ids on disk: flat files of little-endian ``uint16`` or ``uint32``, without header.
 
-Beside every ``NAME.bin`` lies ``NAME.ends``: where each document ends, in tokens, as ``uint32``.
-A split is its shards one after the other; sequences of any length are views of it.
+``NAME.ends``, beside each ``NAME.bin``, holds the end of each document in tokens, as ``uint32``. A
+split is the concatenation of its shards; sequences of any length are views of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,85 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.encoding import Encoded
-from trainer.data.flat_file import FlatFile, wrong_bytes, wrong_size
 from trainer.data.manifest import Shard
 from trainer.data.order import Integers
+from trainer.errors import UserError, kind_of
+
+
+class FlatFile:
+    """One file of numbers of one type, all below ``below`` if it is given.
+
+    The file is read and not memory-mapped. On a network file system, a missing page would fetch
+    megabytes, and an unreadable one would kill the process instead of raising an error.
+    """
+
+    def __init__(self, path: Path, dtype: str, below: int | None = None) -> None:
+        self.path, self.dtype, self.below = path, np.dtype(dtype), below
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Omit the open file: another process opens its own."""
+        return {"path": self.path, "dtype": self.dtype, "below": self.below}
+
+    @cached_property
+    def _file(self) -> FileIO:
+        try:
+            return self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _error(self, error: OSError) -> UserError:
+        return kind_of(error)(f"data: {str(self.path)!r} cannot be read: {error.strerror}.")
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """Read ``count`` numbers from index ``start``.
+
+        Raises:
+            UserError: the file ends early, or holds numbers that are too large.
+            TransientError: the disk fails.
+        """
+        found = np.empty(count, self.dtype)
+        into, done = found.view(np.uint8).data, 0
+        while done < len(into):
+            try:
+                position = start * self.dtype.itemsize + done
+                read = os.preadv(self._file.fileno(), [into[done:]], position)
+            except OSError as error:
+                raise self._error(error) from error
+            if not read:
+                raise UserError(f"data: {str(self.path)!r} cannot be read: it ends early.")
+            done += read
+        if self.below is not None and count and (largest := int(found.max())) >= self.below:
+            raise UserError(
+                f"data: {str(self.path)!r} is damaged: it holds the id {largest}, and those of the "
+                f"tokenizer end at {self.below - 1}; remove the directory and prepare it again."
+            )
+        return found
+
+
+def wrong_size(path: Path, size: int) -> str | None:
+    """Return a clause describing why a file lacks its expected size, or None."""
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    return None if found == size else f"{path.name} has {found:,} bytes instead of {size:,}"
+
+
+def wrong_bytes(path: Path, sha256: str) -> str | None:
+    """Return a clause if a file's checksum differs, or None."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    return None if found == sha256 else f"{path.name} is not what was written"
+
 
 OPEN = 128
 """Shards of a split that are open at once; a process may often have 1,024 files."""
 
 
 class ShardWriter:
-    """Writes one shard under a temporary name; nothing has its final name before it is whole."""
+    """Writer of one shard under a temporary name; only complete files get their final name."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name, self.tokens = name, 0
@@ -46,7 +116,7 @@ class ShardWriter:
         self.tokens += len(encoded.ids)
 
     def finish(self) -> Shard:
-        """Bring the files to disk and give them their names."""
+        """Flush the files to disk and rename them; return the shard."""
         ends = np.concatenate(self._ends).astype("<u4")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -57,15 +127,15 @@ class ShardWriter:
         return Shard(self.name, self.tokens, len(ends), self._sum.hexdigest(), checksum)
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove the unfinished file."""
         try:
-            self._file.close()  # which may have to write, to a full disk
+            self._file.close()  # closing flushes, which fails on a full disk
         finally:
             self._temporary.unlink(missing_ok=True)
 
 
 def write_synchronised(path: Path, data: bytes) -> None:
-    """Write a file that is either whole or absent, also after a power failure."""
+    """Write a file that is complete or absent, even after a power failure."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -80,7 +150,7 @@ def write_synchronised(path: Path, data: bytes) -> None:
 
 
 def synchronise(directory: Path) -> None:
-    """Bring the names in a directory to disk."""
+    """Flush a directory's entries to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -89,20 +159,20 @@ def synchronise(directory: Path) -> None:
 
 
 def size_problem(directory: Path, shard: Shard, dtype: np.dtype[Any]) -> str | None:
-    """What is wrong with the files of a shard by their size, as a clause."""
+    """Return a clause if a file of the shard has the wrong size, or None."""
     ids, ends = (directory / f"{shard.name}{suffix}" for suffix in (".bin", ".ends"))
     return wrong_size(ids, shard.tokens * dtype.itemsize) or wrong_size(ends, shard.documents * 4)
 
 
 def checksum_problem(directory: Path, shard: Shard) -> str | None:
-    """What is wrong with the bytes of a shard, as a clause."""
+    """Return a clause if a file of the shard has the wrong checksum, or None."""
     ids, ends = (directory / f"{shard.name}{suffix}" for suffix in (".bin", ".ends"))
     return wrong_bytes(ids, shard.sha256) or wrong_bytes(ends, shard.ends_sha256)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A shard where it lies; ``vocabulary``: how many ids its tokenizer has."""
+    """A shard and its directory; ``vocabulary`` is the size of its tokenizer."""
 
     directory: Path
     shard: Shard
@@ -111,12 +181,12 @@ class Place:
 
     @property
     def ids(self) -> FlatFile:
-        """All its tokens."""
+        """File of all its token ids."""
         path = self.directory / f"{self.shard.name}.bin"
         return FlatFile(path, self.dtype, below=self.vocabulary)
 
     def ends(self) -> NDArray[np.uint32]:
-        """Where its documents end."""
+        """Read the ends of its documents, in tokens."""
         return FlatFile(self.directory / f"{self.shard.name}.ends", "<u4").read(
             0, self.shard.documents
         )
@@ -130,7 +200,7 @@ class TokenStream:
         self._starts = np.cumsum([0, *(place.shard.tokens for place in places)])
 
     def __reduce__(self) -> tuple[type[TokenStream], tuple[list[Place]]]:
-        """For other processes: where it lies."""
+        """Pickle only the places: another process opens the files itself."""
         return TokenStream, (self.places,)
 
     @cached_property
@@ -138,11 +208,11 @@ class TokenStream:
         return lru_cache(OPEN)(lambda index: self.places[index].ids)
 
     def __len__(self) -> int:
-        """Tokens in the stream."""
+        """Return the number of tokens in the stream."""
         return int(self._starts[-1])
 
     def documents(self, tokens: int) -> list[NDArray[Any]]:
-        """The first documents with their end-of-text tokens, at most ``tokens`` in all."""
+        """Return the first documents with their end-of-text tokens, at most ``tokens`` in total."""
         found: list[NDArray[Any]] = []
         for place in self.places:
             ends = place.ends()
@@ -155,14 +225,14 @@ class TokenStream:
         return found
 
     def windows(self, starts: Integers, length: int) -> Integers:
-        """``[len(starts), length]`` tokens; a window may cross shards."""
+        """Return ``[len(starts), length]`` tokens; a window may cross shards."""
         found = np.empty((len(starts), length), np.int64)
         for row, start in zip(found, starts.tolist(), strict=True):
             self.read(start, row)
         return found
 
     def read(self, start: int, into: Integers) -> None:
-        """Fill ``into`` with the tokens from ``start`` on."""
+        """Fill ``into`` with the tokens from index ``start``."""
         index = int(np.searchsorted(self._starts, start, side="right")) - 1
         done = 0
         while done < len(into):

@@ -1,4 +1,4 @@
-"""Text sources by name: what each consists of, and its documents in order."""
+"""Text sources by name: the files of each, and their documents in order."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}
 
 
 def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
-    """Register ``function`` under its own name: from ``data.arguments`` to documents, in an order
-    that is always the same. For a file that ``plugins`` names.
+    """Register ``function`` as a source under its own name; use it in a file that ``plugins``
+    names.
+
+    The function takes ``data.arguments`` and returns documents, always in the same order.
 
     Raises:
-        UserError: it has the name of one that is built in.
+        UserError: the name belongs to a built-in source.
     """
     if function.__name__ in BUILT_IN:
         raise UserError(
@@ -38,7 +40,7 @@ def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterabl
 
 
 def source_problems(config: SourceConfig, at: str = "data") -> list[str]:
-    """Whether there is such a source and it takes such arguments, one sentence each."""
+    """Check that the source exists and takes these arguments; return one sentence per problem."""
     if config.source in BUILT_IN:
         return []
     if (function := TEXT_SOURCES.get(config.source)) is None:
@@ -53,23 +55,23 @@ def source_problems(config: SourceConfig, at: str = "data") -> list[str]:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a source consists of now. ``revision``: the commit of a dataset on the hub, else what
-    the configuration says."""
+    """State of a source: its files, and its ``revision``, which is the commit of a dataset on the
+    hub and otherwise the configured text."""
 
     files: tuple[File, ...]
     revision: str | None
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Names and sizes, without where they lie."""
+        """Names and sizes, without locations."""
         return {"revision": self.revision, "files": [[f.name, f.size] for f in self.files]}
 
 
 def list_source(config: SourceConfig) -> Listing:
-    """What the configured source consists of.
+    """List the files of the configured source.
 
     Raises:
-        UserError: it is not here, or cannot be reached.
+        UserError: the source is missing or cannot be reached.
     """
     if config.source == "stdlib_docs":
         name, size = stdlib_version()
@@ -82,10 +84,10 @@ def list_source(config: SourceConfig) -> Listing:
 
 
 def read_source(config: SourceConfig, file: File) -> Iterator[str | BadRow]:
-    """The documents of one of its files.
+    """Yield the documents of one file of the source.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     if config.source == "stdlib_docs":
         return iter(stdlib_docs())
@@ -109,17 +111,17 @@ def _checked(config: SourceConfig) -> Iterator[str | BadRow]:
 
 
 def is_here(config: SourceConfig) -> bool:
-    """Whether listing the source needs no network."""
+    """Whether the source can be listed without a network."""
     if config.source == "hub":
         return False
     return not any("://" in path.removeprefix("file://") for path in config.files)
 
 
 def _addresses(config: SourceConfig) -> list[str]:
-    """The files as they are named, ``@LIST`` replaced by those lines of it that are wanted.
+    """Return the configured addresses, with ``@LIST`` replaced by the matching lines of that list.
 
     Raises:
-        UserError: a list cannot be read, or nothing in it is wanted.
+        UserError: a list cannot be read, or no line matches.
     """
     found: list[str] = []
     wanted = config.allow_patterns or ["*"]
@@ -147,7 +149,7 @@ def _addresses(config: SourceConfig) -> list[str]:
 
 
 def _list_hub(config: SourceConfig) -> Listing:
-    """The files of a dataset's configuration and split, at one commit."""
+    """List the files of a dataset's configuration and split at one commit."""
     where = f"data.hub_name: {config.hub_name!r}"
     try:
         revision: str | None
@@ -185,7 +187,7 @@ def _commit(config: SourceConfig) -> str:
 
 
 def describe(config: SourceConfig) -> str:
-    """The source in a few words, with what is known of its size."""
+    """Describe the source in a few words, with its size if known."""
     if config.source == "hub":
         name = f"{config.hub_name} ({config.hub_config})" if config.hub_config else config.hub_name
         return f"{name}{', ' + config.about if config.about else ''}"

@@ -1,4 +1,4 @@
-"""Docstrings and help topics of the running Python: prose that is on every machine."""
+"""Docstrings and help topics of the running Python: prose that every machine has."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 @cache
 def stdlib_docs() -> tuple[str, ...]:
-    """Docstrings of the running Python's standard library, and the topics of its ``help()``.
+    """Return the docstrings of the standard library and the topics of ``help()``.
 
-    About 2 MB of English prose that is on every machine. Duplicates are left out, white space is
-    folded, ruled lines are shortened, and what is not ASCII is dropped. The order is that of a hash
-    of each, so that neighbours have nothing to do with each other.
+    This is about 2 MB of English prose. Duplicates and non-ASCII characters are removed, white
+    space is folded, ruled lines are shortened. Documents are sorted by a hash, so that neighbours
+    are unrelated.
     """
     from pydoc_data.topics import topics
 
@@ -44,7 +44,7 @@ def stdlib_docs() -> tuple[str, ...]:
 
 
 def stdlib_version() -> tuple[str, int]:
-    """Name of the running Python, and bytes of the modules that are read."""
+    """Return the version of the running Python, and the size in bytes of the modules read."""
     root = Path(sysconfig.get_path("stdlib"))
     name = f"{platform.python_implementation()} {platform.python_version()}"
     return name, sum(file.stat().st_size for file in _modules(root))
@@ -52,8 +52,7 @@ def stdlib_version() -> tuple[str, int]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Syntax trees are so many objects that collections, each through all that was imported, take
-    longer than parsing."""
+    """Disable garbage collection: with this many objects it takes longer than parsing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -65,7 +64,7 @@ def _without_collections() -> Iterator[None]:
 
 def _modules(root: Path) -> Iterator[Path]:
     for directory, folders, files in os.walk(root):
-        folders[:] = set(folders) - SKIPPED  # and what is below them
+        folders[:] = set(folders) - SKIPPED  # os.walk skips what is removed here
         yield from (Path(directory, name) for name in files if name.endswith(".py"))
 
 
@@ -78,7 +77,7 @@ def _docstrings(file: Path) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
-        # Nothing below an expression has a docstring, and most nodes are expressions.
+        # Expressions contain no docstrings, and most nodes are expressions.
         nodes += (n for n in ast.iter_child_nodes(node) if isinstance(n, STATEMENTS))
 
 

@@ -1,4 +1,4 @@
-"""A byte-level BPE, trained on the training text, or one that others have trained."""
+"""Byte-level BPE trained on the training text, or a published tokenizer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SMALLEST_VOCABULARY = 257
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str]) -> Tokenizer:
-    """A byte-level BPE of ``vocab_size`` entries, plus ``words`` as whole tokens.
+    """Train a byte-level BPE of ``vocab_size`` entries, plus ``words`` as whole tokens.
 
     Args:
-        texts: what to learn merges from.
-        vocab_size: entries, with the 256 bytes and the end-of-text token.
-        words: added after training, matched wherever they occur; a leading space belongs to them.
+        texts: text to learn merges from.
+        vocab_size: number of entries, including the 256 bytes and the end-of-text token.
+        words: tokens added after training, matched wherever they occur, leading space included.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,10 +44,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str])
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Read a ``tokenizer.json``, a ``.gguf``'s, or that of a model on the hub.
+    """Load a ``tokenizer.json``, the tokenizer of a ``.gguf`` file, or one from the hub.
 
     Raises:
-        UserError: it is missing, malformed or has no end-of-text token.
+        UserError: the file is missing or malformed, or has no end-of-text token.
     """
     if Path(path).is_file():
         tokenizer = _read(path)
@@ -64,7 +64,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
             file = cached_or_downloaded(hf_hub_download, path, "tokenizer.json")
             tokenizer = tokenizer_from_file(file)
-        except Exception as error:  # whatever transports raise, and tokenizers' bare Exception
+        except Exception as error:  # transports raise various types, tokenizers bare Exception
             raise UserError(
                 f"tokenizer.path: there is no file {path!r}, and no such model could be had from "
                 f"the hub: {str(error).splitlines()[0]}"
@@ -89,8 +89,8 @@ def _read(path: str) -> Tokenizer:
 def tokenizer_identity(
     config: TokenizerConfig, given: Tokenizer | None, words: Sequence[str]
 ) -> dict[str, Any]:
-    """What tells one tokenizer from another: its content, its name on the hub, or how it is
-    trained."""
+    """Return what identifies a tokenizer: its content, its name on the hub, or its training
+    request."""
     if config.path and not Path(config.path).is_file() and config.path.count("/") == 1:
         return {"hub": config.path}
     if config.path:
@@ -105,8 +105,10 @@ def tokenizer_identity(
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether text becomes the same ids; what a tokenizer puts around them, and how it cuts and
-    fills texts, which a published model says and nothing here asks for, may differ."""
+    """Whether two tokenizers give the same ids.
+
+    Truncation, padding and added special tokens may differ: nothing here uses them.
+    """
     contents = [json.loads(tokenizer.to_str()) for tokenizer in (one, other)]
     for content in contents:
         for asked in ("post_processor", "truncation", "padding"):
@@ -115,15 +117,15 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """The largest id and one: a published vocabulary may have holes."""
+    """Return the largest id plus one; a published vocabulary may have gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
-    """The id of the token that separates documents.
+    """Return the id of the token that separates documents.
 
     Raises:
-        UserError: the tokenizer has none of the usual ones.
+        UserError: the tokenizer has no known end-of-text token.
     """
     for token in (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>"):
         if (found := tokenizer.token_to_id(token)) is not None:

@@ -1,9 +1,9 @@
-"""From a source to shards: read, tokenised on all cores, written piece by piece, continued.
+"""Prepare a source: read, tokenize on all cores, write shards piece by piece, resume.
 
-A plan cuts the source into units of whole files. Each unit becomes pieces, a shard of every split
-that has text in it; a piece counts when its record stands in ``pieces/``. Whatever stops the
-program, a unit goes on behind its last record, and every process that follows the plan writes the
-same bytes. When all units are done, the manifest says what there is.
+A plan divides the source into units of whole files. A unit is written as pieces, each a shard of
+every split that has text in it. A piece is complete once its record is in ``pieces/``. After an
+interruption a unit resumes after its last record, and all processes that follow the plan write the
+same bytes. The manifest is written when all units are done.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Advance:
-    """What has been done since the last time: bytes of text of the source, and tokens."""
+    """Progress since the last report: bytes of source text, and tokens."""
 
     text_bytes: int
     tokens: int
@@ -70,16 +70,16 @@ def prepare_units(
     report: Report = lambda _: None,
     wait: bool = False,
 ) -> bool:
-    """Prepare one part of the units of a plan; returns whether all units of all parts are done.
+    """Prepare one part of a plan's units; return whether the units of all parts are done.
 
     Args:
-        plan: what is followed; it lies in ``directory``.
-        config: where the text is.
-        directory: of the prepared text.
-        part: which of how many parts, from 1.
-        workers: processes that tokenise.
-        report: told of what is done.
-        wait: for another process that works on the same, instead of an error.
+        plan: plan stored in ``directory``.
+        config: source of the text.
+        directory: directory of the prepared text.
+        part: (which, of how many) parts, from 1.
+        workers: number of processes that tokenize.
+        report: called with the progress.
+        wait: wait for another process that does the same work, instead of raising an error.
 
     Raises:
         UserError: a file cannot be read, or too many rows are malformed.
@@ -91,7 +91,7 @@ def prepare_units(
     is_left = any(not _is_done(directory, unit) for unit in mine)
     with encoders(plan, workers if is_left else 1) as tokenised:
         for unit in mine:
-            # A unit has its own lock, as others may cut the work into other parts.
+            # Lock each unit: other processes may divide the work into different parts.
             with locked(directory / "pieces" / f".{unit:05d}.lock", busy, wait=wait):
                 if _is_done(directory, unit):
                     done = sum(plan.files[i].text_bytes for i in plan.units[unit])
@@ -104,10 +104,10 @@ def prepare_units(
 
 @contextmanager
 def said_in_one_line(directory: Path) -> Iterator[None]:
-    """What disks and processes do to the work on a directory, as an error that names it.
+    """Turn errors of the disk and of worker processes into one that names the directory.
 
     Raises:
-        UserError: there is no room, it cannot be written, or a process was killed.
+        UserError: the disk is full, the directory cannot be written, or a process was killed.
     """
     try:
         yield
@@ -128,7 +128,7 @@ def said_in_one_line(directory: Path) -> Iterator[None]:
 
 
 def write_manifest(plan: Plan, directory: Path) -> None:
-    """Say what there is, when all units are done.
+    """Write the manifest after all units are done.
 
     Raises:
         UserError: there is no text to train on.
@@ -167,7 +167,7 @@ def write_manifest(plan: Plan, directory: Path) -> None:
 
 
 def _records(directory: Path, unit: int) -> list[Piece]:
-    """The finished pieces of a unit, in order."""
+    """Return the finished pieces of a unit, in order."""
     found: list[Piece] = []
     while True:
         path = directory / "pieces" / f"{unit:05d}-{len(found):04d}.json"
@@ -191,7 +191,7 @@ def _tokens(directory: Path, unit: int) -> int:
 
 
 def _with_patience(work: Callable[[], None]) -> None:
-    """Try again what a network may have broken; finished pieces are not done again."""
+    """Retry after network failures; finished pieces are not repeated."""
     for wait in (*WAITS, None):
         try:
             return work()
@@ -249,7 +249,7 @@ def _commit(
     *,
     last: bool,
 ) -> None:
-    """Finish the shards of a piece, then write its record; ``writers`` is empty afterwards."""
+    """Finish the shards of a piece, then write its record; empties ``writers``."""
     shards = {split: writer.finish() for split, writer in writers.items()}
     writers.clear()
     synchronise(directory)
@@ -259,10 +259,10 @@ def _commit(
 
 
 def _check_sizes(config: SourceConfig, files: Iterable[File]) -> None:
-    """See that files are those that were planned.
+    """Check that the files still have their planned sizes.
 
     Raises:
-        UserError: one has changed since.
+        UserError: a file has changed.
     """
     if config.source != "files":
         return

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.data.certificate import as_text
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
+from trainer.data.order import as_text
 from trainer.errors import UserError
 from trainer.runs.checkpoint_files import damage_together
 from trainer.runs.checkpoints import (

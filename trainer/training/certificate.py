@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.data.certificate import as_text
+from trainer.data.order import as_text
 
 
 class Certificate:

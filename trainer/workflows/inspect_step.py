@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.data.certificate import as_text, sample_hashes
+from trainer.data.order import as_text, sample_hashes
 from trainer.errors import UserError
 from trainer.runs.models import find_candidate
 from trainer.runs.phases import phase_before, phases_of
