@@ -1,4 +1,4 @@
-"""The cores of this machine that the process may use; a job often has fewer than there are."""
+"""CPU cores that this process may use; a job often has fewer than the machine."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ MOST_THREADS = 1024
 
 
 def core_numbers() -> frozenset[int]:
-    """Numbers of the cores that this process may use."""
+    """Return the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def cores() -> int:
-    """How many these are."""
+    """Return the number of cores that this process may use."""
     return len(core_numbers())
 
 
 def usual_threads() -> int:
-    """CPU threads of a command that is given none: as many as ``OMP_NUM_THREADS`` says, or one for
-    each core."""
+    """Return the default number of CPU threads: ``OMP_NUM_THREADS``, or one per core."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if not asked.isdecimal() or not int(asked):
         return cores()

@@ -1,4 +1,4 @@
-"""Continuations of prompts of any lengths, with a KV cache."""
+"""Generate continuations of prompts of any lengths, with a key-value cache."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from trainer.model.language_model import LanguageModel
 
 
 class Sampler:
-    """Draws tokens for ``rows`` sequences."""
+    """Sampler for ``rows`` sequences, with one random generator per sequence."""
 
     def __init__(self, sampling: Sampling, rows: int) -> None:
         self.sampling = sampling
         self.generators = [torch.Generator().manual_seed(sampling.seed + r) for r in range(rows)]
 
     def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """One token id each, ``[B]``, from logits ``[B, vocab]`` of the sequences ``rows``."""
+        """Draw one token id per sequence, ``[B]``, from logits ``[B, vocab]`` of the sequences
+        ``rows``."""
         if self.sampling.temperature == 0:
             return logits.argmax(dim=-1)
         draws = [torch.rand((1,), generator=self.generators[row]) for row in rows]
-        # In float64 the sums of a large vocabulary end above every draw.
+        # float64: in float32 the cumulative sum of a large vocabulary may end below a draw.
         p = (logits.double() / self.sampling.temperature).softmax(dim=-1)
         order = None
         if self.sampling.top_p < 1:
@@ -38,7 +39,7 @@ class Sampler:
 
 
 GREEDY = Sampling()
-# Copying the weights in another order takes as long as it saves in about so many steps.
+# Repacking the weights costs about as much time as this many decoding steps save.
 WORTH_PACKING = 16
 
 
@@ -53,24 +54,24 @@ def generate(
     never_first: Collection[int] = (),
     on_token: Callable[[int, int], bool | None] | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt as if it were alone.
+    """Continue every prompt independently of the others.
 
-    Prompts of one length are read together, none is padded; then all grow by a token a step, and
-    those that have ended take no part any more. On a CPU a second copy of the weights is kept
+    Prompts of equal length are read together, without padding. Then all sequences grow by one token
+    per step, and finished ones leave the batch. On a CPU this keeps a second copy of the weights
     meanwhile, see :meth:`Decoder.packed`.
 
     Args:
         model: a decoder.
         prompts: token ids, at least one each.
-        max_new_tokens: how many tokens to add to each at the most.
-        sampling: how they are drawn.
-        end_tokens: a prompt that has got one of them has ended.
-        never_first: none of them is the first new token.
-        on_token: called with a prompt's index and a token as each comes, for instance to show it;
-            returns True to end that prompt.
+        max_new_tokens: largest number of tokens to add to each prompt.
+        sampling: how tokens are drawn.
+        end_tokens: tokens that end a sequence.
+        never_first: tokens that may not be the first new token.
+        on_token: called with a prompt's index and each new token, for instance to print it;
+            returning True ends that sequence.
 
     Returns:
-        The new tokens of every prompt, the one it ended with included.
+        The new tokens of each prompt, including the end token.
 
     Raises:
         ValueError: a prompt is empty.
@@ -108,12 +109,13 @@ def continue_from_cache(
     end_tokens: Collection[int] = (),
     on_token: Callable[[int, int], bool | None] | None = None,
 ) -> list[list[int]]:
-    """Continue prompts that were read; see :func:`generate`.
+    """Continue prompts that are already in the cache; see :func:`generate`.
 
     Args:
         logits: ``[B, vocab]`` after the prompts.
-        cache: what was read, with room for ``max_new_tokens - 1`` more; it is used up.
-        rows: the prompts' indices in what is returned and told; default 0 .. B - 1.
+        cache: keys and values of the prompts, with room for ``max_new_tokens - 1`` more; it is
+            consumed.
+        rows: the prompts' indices in the result and for ``on_token``; default 0 .. B - 1.
     """
     rows = list(range(len(logits)) if rows is None else rows)
     new: list[list[int]] = [[] for _ in rows]
@@ -121,7 +123,7 @@ def continue_from_cache(
     with model.packed() if max_new_tokens > WORTH_PACKING else nullcontext():
         for step in range(1, max_new_tokens + 1):
             tokens = sampler(logits, rows).tolist()
-            # From the last to the first: one that ended makes room for one that goes on.
+            # In reverse order: a finished sequence is replaced by the last one.
             for place, token in reversed(list(enumerate(tokens))):
                 row = rows[place]
                 new[row].append(token)
@@ -140,9 +142,9 @@ def continue_from_cache(
 def _read(
     model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> tuple[Tensor, KVCache]:
-    """Logits ``[B, vocab]`` after prompts in the order of their lengths, and what was read.
+    """Read the prompts in order of length; return logits ``[B, vocab]`` and the filled cache.
 
-    The cache has room for all tokens but the last new ones, which are not read.
+    The cache has room for all new tokens but the last, which is never read.
     """
     longest = len(prompts[-1])
     cache = model.empty_cache(len(prompts), longest + max_new_tokens - 1)

@@ -1,4 +1,4 @@
-"""What decides which token comes next."""
+"""Parameters of sampling."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Parameters of token sampling.
 
-    ``temperature`` divides the logits; 0 takes the likeliest token. ``top_p`` draws from the
-    likeliest tokens only, as few as have that probability together (Holtzman et al. 2020). Row r
-    draws from a generator seeded with ``seed + r``, so that other rows make no difference to it.
+    ``temperature`` divides the logits; 0 takes the most likely token. ``top_p`` draws from the
+    smallest set of most likely tokens with that total probability (Holtzman et al. 2020). Row r
+    draws from a generator seeded with ``seed + r``, so that it does not depend on the other rows.
     """
 
     temperature: float = 0.0
@@ -19,7 +19,7 @@ class Sampling:
     seed: int = 0
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = []
         if not 0 <= self.temperature < float("inf"):
             found.append(f"temperature: expected 0 or a positive number, got {self.temperature}.")

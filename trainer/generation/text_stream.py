@@ -1,4 +1,4 @@
-"""Text of tokens as they come: whole characters, up to a stop string."""
+"""Incremental decoding of tokens to text: whole characters, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 
 
 class _Characters:
-    """Decodes token by token; a character whose bytes have not all come yet is held back."""
+    """Token-by-token decoder that holds back characters with missing bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -18,8 +18,8 @@ class _Characters:
     def _begin(self) -> None:
         self._stream = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
-        self._whole = 0  # tokens whose text was given out
-        self._given = 0  # characters of it
+        self._whole = 0  # number of tokens whose text was returned
+        self._given = 0  # number of characters returned of them
 
     def push(self, token: int) -> str:
         self._tokens.append(token)
@@ -28,8 +28,9 @@ class _Characters:
         except Exception as error:  # tokenizers raises bare Exception
             if "Invalid prefix" not in str(error):
                 raise
-            # Bytes that are no text make a byte-fallback decoder read those before them in another
-            # way. What was given out stays; the text goes on with the rest.
+            # Invalid bytes can make a byte-fallback decoder change its reading of earlier bytes.
+            # Text
+            # already returned stays as it is; decoding continues with the rest.
             new = self._tokenizer.decode(self._tokens[self._whole :])
             self._begin()
             return new
@@ -39,18 +40,18 @@ class _Characters:
         return new
 
     def rest(self) -> str:
-        """What DecodeStream never gives out: a last character that was not finished."""
+        """Return the last, incomplete character, which DecodeStream never returns."""
         return self._tokenizer.decode(self._tokens)[self._given :]
 
 
 class TextStream:
-    """The text of one continuation, given out as it becomes certain.
+    """Text of one continuation, returned as soon as later tokens cannot change it.
 
     Args:
-        tokenizer: of the model; its special tokens are left out.
-        stop: strings that end the text; the first of them to appear and what follows are left out.
+        tokenizer: the model's tokenizer; its special tokens are omitted.
+        stop: strings that end the text; the first one to appear, and all that follows, is omitted.
 
-    ``text`` is all that was decoded so far and ``stopped`` says whether a stop string appeared.
+    ``text`` is everything decoded so far; ``stopped`` says whether a stop string appeared.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -63,18 +64,18 @@ class TextStream:
         self._given = 0
 
     def push(self, token: int) -> str:
-        """Add a token; returns new text that no later token can change or cut off."""
+        """Add a token; return new text that no later token can change or cut off."""
         self._add(self._characters.push(token))
         return self._give(len(self.text) if self.stopped else len(self.text) - self._pending())
 
     def finish(self) -> str:
-        """What was held back, now that no token follows."""
+        """Return the text held back, now that no token follows."""
         if not self.stopped:
             self._add(self._characters.rest())
         return self._give(len(self.text))
 
     def _add(self, new: str) -> None:
-        # A stop string may have begun in the text before.
+        # A stop string may begin in earlier text.
         start = max(0, len(self.text) - max(map(len, self._stop), default=0))
         self.text += new
         found = [at for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
@@ -82,7 +83,7 @@ class TextStream:
             self.text, self.stopped = self.text[: min(found)], True
 
     def _pending(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+        """Return the number of trailing characters that may begin a stop string."""
         beginnings = (stop[:n] for stop in self._stop for n in range(1, len(stop)))
         return max((len(b) for b in beginnings if self.text.endswith(b)), default=0)
 

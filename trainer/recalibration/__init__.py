@@ -1,1 +1,1 @@
-"""What a drop does, when it happens, and what it changed."""
+"""The drop of an encoding: its configuration, schedule and effect."""

@@ -1,4 +1,4 @@
-"""The ``drop`` configuration group: what is dropped, when, and how training goes on."""
+"""The ``drop`` configuration group: what is dropped, when, and how training continues."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ChangeConfig:
 
     @property
     def of_pairs(self) -> bool:
-        """Whether some pairs of a head may be dropped, and others not."""
+        """Whether only some channel pairs of a head may be dropped."""
         return self.slower_than is not None or self.faster_than is not None
 
     @property
     def of_what(self) -> str:
-        """The choice in words, ``" of layers 0, 1"``; empty for all."""
+        """The choice in words, such as ``" of layers 0, 1"``; empty for all layers."""
         found = [
             f"{name} {', '.join(map(str, chosen))}"
             for name in ("layers", "heads")
@@ -52,8 +52,14 @@ class ChangeConfig:
         return f" of {', '.join(found)}" if found else ""
 
     def change_problems(self, key: str, num_layers: int, num_heads: int, steps: int) -> list[str]:
-        """What is impossible in a model of so many layers and key-value heads, one sentence each;
-        ``key``: where the group stands; ``steps``: that are left."""
+        """Check the change for a model of this shape; return one sentence per problem.
+
+        Args:
+            key: path of the group in the configuration.
+            num_layers: layers of the model.
+            num_heads: key-value heads of the model.
+            steps: steps left after the drop.
+        """
         found = []
         for name, count, what in (("layers", num_layers, "layer"), ("heads", num_heads, "head")):
             chosen = getattr(self, name)
@@ -109,7 +115,7 @@ class DropConfig(ChangeConfig):
     effect_sequences: int = 64
 
     def step(self, max_steps: int, tokens_per_step: int) -> int | None:
-        """The number of steps trained before the drop, or None for never."""
+        """Return the number of steps trained before the drop, or None for never."""
         if not self.enabled:
             return None
         if self.at_tokens is not None:
@@ -126,9 +132,10 @@ class DropConfig(ChangeConfig):
         num_heads: int,
         trained: bool = False,
     ) -> list[str]:
-        """What is impossible for a run of that length and shape, one sentence each.
+        """Check the drop for a run of this length and shape; return one sentence per problem.
 
-        ``trained``: the run begins with trained weights, which may drop before the first step.
+        ``trained``: the run begins with trained weights, which may be dropped before the first
+        step.
         """
         found = self.schedule.problems("drop.schedule")
         if self.at is not None and self.at_tokens is not None:

@@ -26,17 +26,17 @@ def drop(
     faster_than: float | None = None,
     qk_norm: bool = False,
 ) -> Layout:
-    """``layout`` with the encoding of some layers replaced.
+    """Replace the encoding of some layers; return the new layout.
 
     Args:
-        layout: what the model has now.
-        layers: indices, negative ones counting from the last; None for all.
-        heads: key-value heads of these layers, likewise.
-        to: the new spectrum of every head; None for the empty one (NoPE).
-        slower_than: instead of a new spectrum, only pairs stand still that take more tokens than
-            this to turn once.
-        faster_than: or fewer than this.
-        qk_norm: also turn the query and key norms of these layers on.
+        layout: present layout of the model.
+        layers: indices, negative ones counted from the last; None for all.
+        heads: key-value heads of these layers, counted likewise.
+        to: new spectrum of every head; None for the empty one (NoPE).
+        slower_than: instead of replacing the spectrum, set to zero the frequencies of pairs that
+            take more tokens than this for a full turn.
+        faster_than: likewise for pairs that take fewer tokens than this.
+        qk_norm: also enable the query and key norms of these layers.
 
     Raises:
         ValueError: an index is out of range.
@@ -61,10 +61,10 @@ def drop(
 
 
 def shrunk(layout: Layout, change: ChangeConfig, done: int) -> Layout:
-    """``layout`` as it is ``done`` steps into a drop that takes ``change.anneal_steps``.
+    """Return ``layout`` after ``done`` steps of a drop that takes ``change.anneal_steps``.
 
-    Angles fall to nothing linearly; of heads, as many as their share of the steps says have
-    dropped, from the last one on.
+    Angles shrink to zero linearly. Of the heads, a number in proportion to ``done`` has dropped,
+    from the last head on.
     """
     left = max(1 - done / change.anneal_steps, 0.0)
     if change.anneal == "heads":
@@ -89,17 +89,17 @@ def dropped_layout(
     head_dim: int,
     qk_norm: bool = False,
 ) -> Layout:
-    """The layout of a run just after the drop that its configuration asks for.
+    """Return the layout directly after the drop that the configuration asks for.
 
     Args:
-        layout: before it.
-        positional: the parameters of encodings.
-        change: what replaces which layers' encoding; one that takes steps has taken none yet.
-        head_dim: channels a head.
-        qk_norm: also turn the query and key norms of these layers on.
+        layout: layout before the drop.
+        positional: parameters of encodings.
+        change: which encodings are replaced by what; a drop in several steps has made none yet.
+        head_dim: channels per head.
+        qk_norm: also enable the query and key norms of these layers.
 
     Raises:
-        UserError: the new encoding cannot be had.
+        UserError: the new encoding is impossible for this model.
     """
     if change.anneal_steps:
         chosen = _indices(change.layers, len(layout.layers), "layer")
@@ -128,7 +128,7 @@ def _of_heads(
     heads: Collection[int] | None,
     changed: Callable[[Spectrum], Spectrum],
 ) -> LayerEncoding:
-    """The layer with the spectra of these key-value heads changed."""
+    """Return the layer with the spectra of these key-value heads changed."""
     if heads is None:
         return layer.map(changed)
     chosen = _indices(heads, len(layer.spectra), "head")
@@ -138,7 +138,7 @@ def _of_heads(
 
 
 def _without_pairs(spectrum: Spectrum, slower: float | None, faster: float | None) -> Spectrum:
-    """The spectrum in which slow or fast pairs stand still; empty once all do."""
+    """Set the frequencies of slow or fast pairs to zero; return an empty spectrum if all are."""
     stand = [
         (slower is not None and turn > slower) or (faster is not None and turn < faster)
         for turn in spectrum.wavelengths
@@ -148,7 +148,7 @@ def _without_pairs(spectrum: Spectrum, slower: float | None, faster: float | Non
 
 
 def _between(before: Spectrum, after: Spectrum, left: float) -> Spectrum:
-    """``before`` with the pairs slowed to ``left`` of their angles that stand still ``after``."""
+    """Scale the angles of pairs that are zero in ``after`` to ``left`` of those in ``before``."""
     stand = after.inv_freq or (0.0,) * len(before.inv_freq)
     return _times(
         before, [1.0 if a == b else left for a, b in zip(before.inv_freq, stand, strict=True)]
@@ -156,7 +156,7 @@ def _between(before: Spectrum, after: Spectrum, left: float) -> Spectrum:
 
 
 def _times(spectrum: Spectrum, factors: Sequence[float]) -> Spectrum:
-    """Every pair's frequency times a factor, in long sequences too."""
+    """Multiply each pair's frequency by a factor, also those for long sequences."""
 
     def of(inv_freq: Frequencies) -> Frequencies:
         return tuple(f * factor for f, factor in zip(inv_freq, factors, strict=True))
@@ -170,7 +170,7 @@ def _times(spectrum: Spectrum, factors: Sequence[float]) -> Spectrum:
 
 
 def _indices(chosen: Collection[int] | None, count: int, what: str) -> set[int]:
-    """Indices from 0; all for None."""
+    """Return indices counted from 0; all of them for None."""
     return set(range(count)) if chosen is None else {_index(i, count, what) for i in chosen}
 
 

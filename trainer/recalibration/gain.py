@@ -1,4 +1,4 @@
-"""Gains for query and key norms that come on in a trained model."""
+"""Gains for query and key norms that are enabled in a trained model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from trainer.model.decoder import Decoder
 
 @torch.no_grad()
 def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[RMSNorm, float]:
-    """The RMS that the input of every query and key norm has on ``batches``, each ``[B, T]`` token
-    ids, of one size."""
+    """Return the RMS of the inputs of each query and key norm on ``batches`` of ``[B, T]`` token
+    ids.
+
+    All batches have the same size.
+    """
     squares: dict[RMSNorm, Tensor | float] = defaultdict(float)
     hooks = []
 
@@ -39,18 +42,18 @@ def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[RMSNorm, floa
     finally:
         for hook in hooks:
             hook.remove()
-    # All in one transfer from the device.
+    # one transfer from the device for all norms
     means = torch.stack([torch.as_tensor(x) for x in squares.values()]) / len(batches)
     return dict(zip(squares, means.sqrt().tolist(), strict=True))
 
 
 @torch.no_grad()
 def set_gains(sizes: dict[RMSNorm, float]) -> None:
-    """Set gains to :func:`input_sizes`: a norm then rescales each vector to the average size that
-    its layer worked with, instead of 1.
+    """Set the gains to :func:`input_sizes`.
 
-    Not within a forward pass of a sharded model, nor before what it gathered is given back: until
-    then the gains are passing copies.
+    A norm then rescales each vector to the average size that its layer was trained with, instead of
+    1. Do not call this within a forward pass of a sharded model, nor before its parameters are
+    resharded: until then the gains are temporary copies.
     """
     for norm, size in sizes.items():
         norm.weight.fill_(size)

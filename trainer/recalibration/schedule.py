@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step in a phase; also the ``schedule`` group."""
+"""Learning rate as a pure function of the step within a phase; the ``schedule`` group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Literal
 class ScheduleConfig:
     """Learning rate of one phase, as a multiple of the optimizer's learning rates.
 
-    Warm-up is linear from 0 to ``peak`` over ``warmup_steps``. ``cosine`` then falls to
-    ``final`` * peak at the end, ``wsd`` stays and falls linearly to it over the last
-    ``decay_fraction`` of the phase, ``constant`` stays.
+    Warm-up is linear from 0 to ``peak`` over ``warmup_steps``. Then ``cosine`` decays to ``final``
+    * peak at the end of the phase, ``wsd`` is constant and decays linearly to it over the last
+    ``decay_fraction`` of the phase, and ``constant`` stays at the peak.
     """
 
     name: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -23,7 +23,7 @@ class ScheduleConfig:
     decay_fraction: float = 0.2
 
     def problems(self, key: str) -> list[str]:
-        """What is impossible, one sentence each; ``key`` is where the group stands."""
+        """Check the values; return one sentence per problem. ``key``: path of the group."""
         found = []
         if self.peak <= 0:
             found.append(f"{key}.peak: expected a positive number, got {self.peak}.")
@@ -37,7 +37,7 @@ class ScheduleConfig:
         return found
 
     def factor(self, step: int, length: int) -> float:
-        """Multiple of the base learning rate for update number ``step`` (from 0) of ``length``."""
+        """Return the factor on the base learning rate for update ``step`` of ``length``."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.name == "constant":

@@ -1,1 +1,1 @@
-"""A run on disk and among its processes: configuration, directory, checkpoints, metrics, ranks."""
+"""Runs on disk and their processes: configuration, directory, checkpoints, metrics, ranks."""

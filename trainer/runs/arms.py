@@ -1,7 +1,7 @@
-"""All configurations of an experiment: the run, its controls, and the phases of each.
+"""Configurations of an experiment: the run, its controls, and the phases of each.
 
-A check that looks at the run alone finds no fault in a later phase or in a control, which then ends
-a job after hours. So checks get their configurations from here.
+A check of the run alone misses faults of later phases and of controls, which would end the job
+after hours. All checks therefore get their configurations from here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Check = Callable[[RunConfig], Sequence[str]]
 def arms_of(config: RunConfig, weights: bool = True) -> dict[str, RunConfig]:
     """Return the configurations of the run, first and as ``main``, and of its controls by name.
 
-    ``weights``: whether those that they begin with are here; else they have the configured shape.
+    ``weights``: whether the weights that they begin with are available; otherwise the configured
+    shape is used.
     """
     controls = {name: control_config(plain(config), name, weights) for name in config.controls}
     return {MAIN: config, **controls}
@@ -38,11 +39,11 @@ def arm_problems(
     of_run: Sequence[Check] = (),
     of_phase: Sequence[Check] = (),
 ) -> list[str]:
-    """Return what is wrong with any arm; what is wrong with a control alone is said under its name.
+    """Return the problems of all arms; problems of a control alone are reported under its name.
 
     Args:
-        arms: of :func:`arms_of`.
-        of_run: checks of what does not change while a run trains.
+        arms: the result of :func:`arms_of`.
+        of_run: checks of what stays the same during a run.
         of_phase: checks of sizes, lengths and texts, which each phase may change.
     """
     found = {name: [p for check in of_run for p in check(arm)] for name, arm in arms.items()}

@@ -1,4 +1,4 @@
-"""Whether a control can go on from a checkpoint of the run beside it."""
+"""Whether a control can continue from a checkpoint of its run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from trainer.runs.phases import Phase, phase_at, phases_of, reading
 
 
 def branch_problems(run: RunConfig, control: RunConfig, step: int) -> list[str]:
-    """Why ``control`` cannot begin with what ``run`` is after ``step`` steps, one sentence each."""
+    """Return why ``control`` cannot continue from ``run`` after ``step`` steps, one sentence per
+    reason."""
     main, other = phases_of(run), phases_of(control)
     early = next((phase for phase in main if phase.until and phase.start < step), None)
     if early is not None:

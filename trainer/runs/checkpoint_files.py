@@ -1,7 +1,7 @@
 """Atomic checkpoint directories: complete or absent.
 
-One is written under a temporary name, synchronised to disk, listed in a manifest of sizes and
-checksums, and renamed. Damage that comes later is detected by the manifest.
+A checkpoint is written under a temporary name, flushed to disk, listed in a manifest of sizes and
+checksums, and renamed. The manifest later reveals damage.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _known: dict[tuple[str | int, ...], str] = {}
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _identity(path: Path) -> tuple[str | int, ...]:
-    """What a file keeps when its directory is renamed, and loses when its content changes."""
+    """Return what identifies a file's content across a rename of its directory."""
     about = path.stat()
     return path.name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def digests(directory: Path, pattern: str = "*") -> dict[str, list[int | str]]:
-    """``{name: [size, checksum]}`` of the files that match."""
+    """Return ``{name: [size, checksum]}`` of the files that match."""
     return {
         path.name: [path.stat().st_size, checksum(path)]
         for path in sorted(directory.glob(pattern))
@@ -52,21 +52,21 @@ def digests(directory: Path, pattern: str = "*") -> dict[str, list[int | str]]:
 
 
 def publish(partial: Path, final: Path, files: dict[str, list[int | str]]) -> None:
-    """Write the manifest into a complete directory and give the directory its name, durably."""
+    """Write the manifest into a complete directory and rename the directory, durably."""
     write_durably(partial / MANIFEST, json.dumps(files, indent=1))
     synchronise(partial)
-    if final.exists():  # from before a step back; a rename replaces no directory that has files
+    if final.exists():  # left by a rewind; a rename cannot replace a directory that has files
         replaced = final.with_name(f".{final.name}.removed")
         final.rename(replaced)
         shutil.rmtree(replaced)
     partial.rename(final)
     synchronise(final.parent)
-    # All ranks hashed what they had just written: the report need not read it again.
+    # All ranks have hashed what they wrote: no need to read it again.
     _remember(final, [(name, str(digest)) for name, (_, digest) in files.items()])
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file and wait until it is on the disk."""
+    """Write a file and flush it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -74,7 +74,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def synchronise(directory: Path) -> None:
-    """Wait until a directory's entries are on the disk."""
+    """Flush a directory's entries to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,18 +83,19 @@ def synchronise(directory: Path) -> None:
 
 
 def damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None; no file is hashed twice in a process."""
+    """Describe damage to a checkpoint's files, or return None; a process hashes each file only
+    once."""
     wrong, files = _to_hash(directory)
     return wrong or _difference(directory, files)
 
 
 def visible_damage(directory: Path) -> str | None:
-    """As :func:`damage`, by what is seen without reading the files: their sizes."""
+    """Describe damage that sizes alone reveal, or return None; reads no file."""
     return _to_hash(directory)[0]
 
 
 def damage_together(directory: Path) -> str | None:
-    """As :func:`damage`, by all ranks together: each hashes its share, and all know the outcome."""
+    """Describe damage, as :func:`damage` does, with each rank hashing a share of the files."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     wrong, files = on_rank_zero(lambda: _to_hash(directory))
     if wrong is not None:
@@ -109,7 +110,7 @@ def damage_together(directory: Path) -> str | None:
 
 
 def _trust(directory: Path) -> None:
-    """Know all files of a sound checkpoint, whoever has hashed them, where this process sees it."""
+    """Remember the files of a sound checkpoint as verified, whichever rank hashed them."""
     try:
         expected = read_as(directory / MANIFEST, Manifest)
         _remember(directory, [(name, digest) for name, (_, digest) in expected.items()])
@@ -118,8 +119,10 @@ def _trust(directory: Path) -> None:
 
 
 def _to_hash(directory: Path) -> tuple[str | None, list[tuple[str, str]]]:
-    """What is seen to be wrong without reading the files, or None; and those that must be read,
-    with the checksums they should have: the largest first, so that ranks get equal shares."""
+    """Return visible damage or None, and the files still to hash with their expected checksums.
+
+    The largest files come first, so that ranks get equal shares.
+    """
     try:
         expected = read_as(directory / MANIFEST, Manifest)
     except FileNotFoundError:
@@ -137,7 +140,7 @@ def _to_hash(directory: Path) -> tuple[str | None, list[tuple[str, str]]]:
 
 
 def _difference(directory: Path, files: list[tuple[str, str]]) -> str | None:
-    """The first of ``files`` whose content is not what its checksum says, or None."""
+    """Describe the first of ``files`` with a wrong checksum, or return None."""
 
     def look(file: tuple[str, str]) -> str | None:
         name, digest = file
@@ -159,7 +162,7 @@ def _remember(directory: Path, files: list[tuple[str, str]]) -> None:
 
 
 def _visible_difference(directory: Path, name: str, size: int) -> str | None:
-    """How a file differs from its entry in the manifest without being read, or None."""
+    """Describe how a file differs from its manifest entry without reading it, or return None."""
     path = directory / name
     if name != path.name or name in ("", ".."):
         return f"{MANIFEST} names a file elsewhere ({_shown(name)})"
@@ -171,5 +174,5 @@ def _visible_difference(directory: Path, name: str, size: int) -> str | None:
 
 
 def _shown(name: str) -> str:
-    """A name as a line can hold it."""
+    """Escape a name so that it fits on one line."""
     return name if name.isprintable() and len(name) < 100 else f"{name[:60]!r}..."

@@ -1,8 +1,8 @@
 """Self-contained checkpoints: names, contents, finding, loading.
 
-A checkpoint is a directory ``step-000800`` (``before-drop`` for the state just before a drop) with
-the tensors in torch's distributed format, and ``state.json``: counters, callbacks, and all that
-evaluation needs, model configuration, layout as it is now, tokenizer, the run's configuration.
+A checkpoint is a directory ``step-000800``, or ``before-drop`` for the state just before a drop. It
+contains the tensors in torch's distributed format, and ``state.json``: counters, callbacks, and all
+that evaluation needs (model configuration, present layout, tokenizer, the run's configuration).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FORMAT = 1
 def description(
     config: RunConfig, model: Decoder, tokenizer_json: str, step: int
 ) -> dict[str, Any]:
-    """The part of ``state.json`` that evaluation needs, in plain values."""
+    """Return the part of ``state.json`` that evaluation needs, in plain values."""
     return {
         "format": FORMAT,
         "step": step,
@@ -63,35 +63,35 @@ def description(
 
 
 def versions() -> dict[str, str]:
-    """Of this program and of the libraries that decide what a run computes."""
+    """Return the versions of this program and of the libraries that affect results."""
     return {
         "unrope": trainer.__version__,
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # with its build, such as +cu130
+        "torch": str(torch.__version__),  # includes the build, such as +cu130
         **{name: version(name) for name in ("lightning", "numpy", "datasets", "tokenizers")},
     }
 
 
 def step_name(step: int) -> str:
-    """The name of a regular checkpoint."""
+    """Return the name of a regular checkpoint."""
     return f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """The step a regular checkpoint was taken at."""
+    """Return the step of a regular checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 
 def regular_checkpoints(directory: Path) -> list[Path]:
-    """The regular checkpoints in a directory, oldest first."""
+    """Return the regular checkpoints in a directory, oldest first."""
     found = [p for p in directory.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
     return sorted(found, key=step_of)
 
 
 def newest_sound_checkpoint(run_dir: Path) -> Path | None:
-    """The last regular checkpoint of a run whose files match its manifest, or None.
+    """Return the newest regular checkpoint whose files match its manifest, or None.
 
-    All ranks look together, and find the same.
+    All ranks call it together and get the same result.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
@@ -111,7 +111,7 @@ def newest_sound_checkpoint(run_dir: Path) -> Path | None:
 
 
 def _way_by_the_drop(run_dir: Path) -> str:
-    """What a run can go on from that no sound checkpoint is left of but that before its drop."""
+    """Suggest the before-drop checkpoint if all others are damaged."""
     path = run_dir / "checkpoints" / BEFORE_DROP
     if not on_rank_zero(path.is_dir) or damage_together(path) is not None:
         return ""
@@ -128,8 +128,8 @@ def set_aside(paths: list[Path]) -> None:
 
 
 def rotate(directory: Path, config: TrainerConfig, steps: frozenset[int] = frozenset()) -> None:
-    """Keep the last ``keep_checkpoints``, every ``keep_every``-th step, the ``keep_best``, and
-    these ``steps``."""
+    """Keep the last ``keep_checkpoints``, every ``keep_every``-th step, the ``keep_best`` and
+    ``steps``."""
     found = regular_checkpoints(directory)
     kept = {*found[-config.keep_checkpoints :], *(p for p in found if step_of(p) in steps)}
     if config.keep_every:
@@ -142,8 +142,7 @@ def rotate(directory: Path, config: TrainerConfig, steps: frozenset[int] = froze
 
 
 def training_loss(path: Path) -> float:
-    """The last logged training loss before a checkpoint; infinite where there is none, or where
-    the checkpoint is damaged."""
+    """Return the last training loss logged before a checkpoint; infinity if unknown or damaged."""
     try:
         loss = read_plain(path / STATE)["loss"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -152,21 +151,21 @@ def training_loss(path: Path) -> float:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; the rename makes it disappear at once for every reader."""
+    """Delete a checkpoint; renaming it first makes it disappear atomically."""
     hidden = path.with_name(f".{path.name}.removed")
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove partly written and partly removed checkpoints of a killed process."""
+    """Remove partly written and partly removed checkpoints of killed processes."""
     for pattern in (".*.partial", ".*.removed"):
         for path in directory.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def find_checkpoint(given: str) -> Path:
-    """The checkpoint that ``checkpoint=`` means: one, or the newest of a run directory.
+    """Return the checkpoint that ``checkpoint=`` names: a checkpoint, or a run's newest one.
 
     Raises:
         UserError: there is none.
@@ -192,11 +191,12 @@ def find_checkpoint(given: str) -> Path:
 
 
 def read_state(path: Path, hashed: bool = True) -> dict[str, Any]:
-    """A checkpoint's ``state.json``, after its files were checked against the manifest; without
-    ``hashed`` by their sizes alone.
+    """Read a checkpoint's ``state.json`` after checking its files against the manifest.
+
+    ``hashed``: check the contents; False checks only sizes.
 
     Raises:
-        UserError: the checkpoint is damaged, or of a newer format.
+        UserError: the checkpoint is damaged or of a newer format.
     """
     if path.parent.name == "checkpoints":
         check_mark(path.parent.parent, "checkpoint")
@@ -217,24 +217,23 @@ def read_state(path: Path, hashed: bool = True) -> dict[str, Any]:
 
 
 def model_config(state: dict[str, Any]) -> ModelConfig:
-    """The shape of the model in a checkpoint."""
+    """Return the model configuration stored in a checkpoint."""
     return adapter(ModelConfig).validate_python(state["model"])
 
 
 def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Decoder:
-    """The decoder a checkpoint holds, with its layout as it was, read straight onto the device.
-
-    Runs no code from it.
+    """Load the decoder of a checkpoint, with its layout, directly onto the device; runs no stored
+    code.
 
     Raises:
-        UserError: weights and description do not fit each other.
+        UserError: weights and description contradict each other.
     """
     with torch.device("meta"):
         model = Decoder(model_config(state), Layout.from_dict(state["layout"]))
     shapes: Tensors = {f"model.{name}": p for name, p in model.named_parameters()}
     index = read_index(path)
     saved = tensors_in(index)
-    check_shapes(shapes, saved, path.name)  # before any memory is asked for
+    check_shapes(shapes, saved, path.name)  # before allocating memory
     if more := [key for key in saved if key.startswith("model.") and key not in shapes]:
         raise UserError(f"checkpoint: {path.name!r} holds {more[0]!r}, which the model has not.")
     model.to_empty(device=device)
@@ -243,12 +242,12 @@ def load_decoder(path: Path, state: dict[str, Any], device: str = "cpu") -> Deco
 
 
 def check_same_model(state: dict[str, Any], model: Decoder, name: str) -> None:
-    """Refuse to continue from a checkpoint of another model.
+    """Check that a checkpoint's model has the shape of ``model``.
 
     Raises:
-        UserError: naming every key of the model configuration that differs.
+        UserError: names every key of the model configuration that differs.
     """
-    # What an earlier version did not save was as it is by default.
+    # Keys unknown to an earlier version had their default values.
     saved, wanted = asdict(ModelConfig()) | state["model"], asdict(model.config)
     differing = [
         f"model.{key}: the checkpoint {name!r} has {saved[key]!r}, the run {wanted[key]!r}."

@@ -65,18 +65,18 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens an optimizer step reads."""
+        """Tokens per optimizer step."""
         return self.trainer.batch_size * self.data.sequence_length
 
     @property
     def training_length(self) -> int:
-        """Tokens that the model is trained for in the end: those of the longest sequences."""
+        """Largest number of tokens per sequence that the model is trained on, over all phases."""
         lengths = (phase.sequence_length or 0 for phase in self.phases.values())
         return max(self.data.sequence_length, *lengths, 0)
 
     @property
     def drop_step(self) -> int | None:
-        """Steps trained before the drop, or None; of several the first."""
+        """Number of steps trained before the first drop, or None."""
         if self.phases:
             steps = [phase.steps or 0 for phase in self.phases.values()]
             drops = [bool(phase.drop) for phase in self.phases.values()]
@@ -84,7 +84,7 @@ class RunConfig:
         return self.drop.step(self.trainer.max_steps, self.tokens_per_step)
 
     def problems(self) -> list[str]:
-        """All that is impossible in and between the groups, one sentence each."""
+        """Check within and between the groups; return one sentence per problem."""
         model_problems = self.model.problems()
         drop_problems = self.drop.problems(
             self.trainer.max_steps,
@@ -148,7 +148,7 @@ class RunConfig:
             )
         found += unknown_encodings(self.positional)
         if not model_problems and self.data.sequence_length > 1:
-            # Layouts of published weights come with them; phases are checked by themselves.
+            # Published weights bring their layout; phases are checked on their own.
             drops = self.drop.step(1, 1) is not None and self.model.from_pretrained is None
             drop = {"drop": self.drop} if drops and not drop_problems else {}
             problems = layout_problems(self.positional, self.model, self.data.sequence_length, drop)

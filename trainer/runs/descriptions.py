@@ -1,4 +1,4 @@
-"""Names of runs in reports, and what reports say about task and environment."""
+"""Names of runs in reports, and descriptions of task and environment."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ ENCODING_TITLES = {
 
 
 def reference_first(role: str | None) -> int:
-    """A key that sorts roles as tables are read: RoPE, what was made of it, everything else."""
+    """Sort key of roles in tables: RoPE, models derived from it, everything else."""
     return {"rope": 0, "drope": 1}.get(role or "", 2)
 
 
 def is_dropped(config: RunConfig, step: int) -> bool:
-    """Whether a run has dropped its encoding in the state after ``step`` steps.
+    """Whether a run has dropped its encoding after ``step`` steps.
 
-    The drop comes before the first batch of its phase: the checkpoint of that very step is of
-    before.
+    A drop comes before the first batch of its phase: the checkpoint of that very step precedes it.
     """
     return config.drop_step is not None and step > config.drop_step
 
 
 def role(config: RunConfig, dropped: bool | None = None) -> str:
-    """What a run is in comparisons: ``drope`` once its encoding is dropped, else its encoding.
+    """Return the role of a run in comparisons: ``drope`` after a drop, otherwise its encoding.
 
     ``dropped``: None for a finished run.
     """
@@ -57,7 +56,7 @@ def role(config: RunConfig, dropped: bool | None = None) -> str:
 
 
 def label(config: RunConfig, dropped: bool | None = None) -> str:
-    """The name of a run in tables."""
+    """Return the name of a run in tables."""
     name = role(config, dropped)
     # Before its drop a run is not yet what its label says.
     if config.label and (config.drop_step is None or dropped is not False):
@@ -68,27 +67,27 @@ def label(config: RunConfig, dropped: bool | None = None) -> str:
 
 
 def encodings(config: RunConfig) -> str:
-    """Those that the layers of a run begin with."""
+    """Describe the encodings that the layers of a run begin with."""
     return " + ".join(dict.fromkeys(_of_layers(config)))
 
 
 def _of_layers(config: RunConfig) -> list[str]:
-    """Of a pattern that is repeated over the depth, or does not come to its end."""
+    """Name the encodings of a pattern that is repeated over the depth."""
     return config.positional.layers[: config.model.num_hidden_layers]
 
 
 def checkpoint_label(config: RunConfig, step: int, name: str) -> str:
-    """The name of a run's checkpoint in tables; adds ``name`` where it is not the last one."""
+    """Return the name of a run's checkpoint in tables; adds ``name`` for any but the last."""
     called = label(config, is_dropped(config, step))
     return called if step == config.trainer.max_steps else f"{called} ({name})"
 
 
 def describe_task(training_share: float, needles: int) -> dict[str, Any]:
-    """What the retrieval trials are, for the report's text.
+    """Describe the retrieval trials for the report.
 
     Args:
-        training_share: of the training sequences that carried such statements.
-        needles: statements in a trial.
+        training_share: share of the training sequences with such statements.
+        needles: number of statements per trial.
     """
     return {
         "needles": needles,
@@ -99,7 +98,7 @@ def describe_task(training_share: float, needles: int) -> dict[str, Any]:
 
 
 def without_home(value: Any) -> Any:
-    """Plain values with ``~`` for the user's home directory, so that reports can be shared."""
+    """Replace the user's home directory by ``~`` in plain values, so that reports can be shared."""
     if isinstance(value, dict):
         return {key: without_home(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -108,7 +107,7 @@ def without_home(value: Any) -> Any:
 
 
 def environment(corpus: Corpus) -> dict[str, Any]:
-    """Versions and hardware; nothing that identifies a person or a machine."""
+    """Return versions and hardware, without anything that identifies a person or a machine."""
     return {
         "unrope": trainer.__version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""The run directory: stable, self-contained, and never overwritten in silence."""
+"""Run directories: stable, self-contained, and never overwritten silently."""
 
 from __future__ import annotations
 
@@ -59,17 +59,18 @@ FREE_TO_CHANGE = (
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as JSON has it: lists, dictionaries, numbers, strings."""
+    """Convert a configuration to JSON values: lists, dictionaries, numbers, strings."""
     return json.loads(json.dumps(asdict(config)))
 
 
 def check_run_directory(config: RunConfig, finished: bool = False) -> None:
-    """See that a run may have its directory; changes nothing.
+    """Check that a run may use its directory; changes nothing.
 
-    ``finished``: the run is reported on already, so its evaluation may not differ either.
+    ``finished``: the run has its report already, so its evaluation must be the same, too.
 
     Raises:
-        UserError: it is no run directory, holds another run, or files that overwriting would lose.
+        UserError: the directory is no run directory, holds another run, or holds files that would
+            be overwritten.
     """
     directory = Path(config.run_dir)
     record = directory / "config.yaml"
@@ -84,7 +85,7 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
             "another run_dir."
         )
     if record.exists():
-        # Keys that are newer than the run have their defaults in it.
+        # Keys added since the run was written have their default values.
         saved = plain(saved_run(directory))
         free = tuple(key for key in FREE_TO_CHANGE if not finished or key != "evaluation")
         if differing := differences(saved, plain(config), free):
@@ -99,10 +100,10 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
 
 
 def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
-    """Make or reopen the directory of a run, and write its mark and ``config.yaml``.
+    """Create or reopen a run's directory; write its mark and ``config.yaml``.
 
     Raises:
-        UserError: as :func:`check_run_directory`.
+        UserError: as for :func:`check_run_directory`.
     """
     check_run_directory(config, finished)
     directory = Path(config.run_dir)
@@ -115,10 +116,10 @@ def open_run_directory(config: RunConfig, finished: bool = False) -> Path:
 
 
 def saved_run(directory: Path) -> RunConfig:
-    """The configuration that a run was written with.
+    """Read the configuration that a run was written with.
 
     Raises:
-        UserError: it is damaged, or a newer version of this program wrote it.
+        UserError: the file is damaged or written by a newer version of this program.
     """
     check_mark(directory)
     record = directory / "config.yaml"
@@ -143,7 +144,7 @@ def _saved(record: Path) -> dict[str, Any]:
 def differences(
     old: dict[str, Any], new: dict[str, Any], free: tuple[str, ...], path: str = ""
 ) -> list[tuple[str, Any, Any]]:
-    """Keys whose values differ, with both values, but for those that are free to change."""
+    """Return keys whose values differ, with both values, except keys that may change."""
     found: list[tuple[str, Any, Any]] = []
     for key in dict.fromkeys([*old, *new]):
         where = f"{path}.{key}" if path else key
@@ -158,7 +159,7 @@ def differences(
 
 
 def writable_problem(directory: str, key: str = "run_dir") -> str | None:
-    """Why a directory cannot be made, or None; leaves nothing behind."""
+    """Return why a directory cannot be created, or None; leaves nothing behind."""
     place = Path(directory)
     try:
         if place.is_symlink():
@@ -169,29 +170,29 @@ def writable_problem(directory: str, key: str = "run_dir") -> str | None:
             place = place.parent
         with tempfile.TemporaryDirectory(dir=place):
             return None
-    except (OSError, RuntimeError) as error:  # a link in a circle is a RuntimeError
+    except (OSError, RuntimeError) as error:  # a symbolic link loop raises RuntimeError
         reason = getattr(error, "strerror", None) or "its links go in a circle"
         return f"{key}: {directory!r} cannot be written ({reason})."
 
 
 class LogFile(logging.FileHandler):
-    """A log that stops no run where the disk is full: it says so once, and tries again."""
+    """Log file that survives a full disk: it warns once and tries again with each record."""
 
     said = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  as logging calls it
-        """Called by ``emit`` with the error at hand."""
+        """Handle an error within ``emit``."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
         elif not self.said:
             self.said = True
-            with suppress(OSError):  # of a standard error on the same disk
+            with suppress(OSError):  # stderr may be on the same disk
                 print(f"{self.baseFilename}: {error.strerror}; the run goes on", file=sys.stderr)
 
 
 def log_to_file(directory: Path) -> None:
-    """Send the program's log to ``log.txt`` too, appended to at every resume."""
+    """Append the program's log to ``log.txt``, also after a resume."""
     logger = logging.getLogger("trainer")
     for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
         logger.removeHandler(handler)
@@ -202,8 +203,10 @@ def log_to_file(directory: Path) -> None:
 
 
 def free_place(wanted: Path, may_replace: Callable[[Path], bool]) -> Path:
-    """``wanted``, or where that may not be replaced the first of ``NAME-2``, ``NAME-3``, ... that
-    may; a suffix stays one."""
+    """Return ``wanted``, or the first of ``NAME-2``, ``NAME-3``, ... that may be replaced.
+
+    The file's suffix is kept.
+    """
     if may_replace(wanted):
         return wanted
     numbered = (wanted.with_name(f"{wanted.stem}-{n}{wanted.suffix}") for n in count(2))

@@ -1,7 +1,7 @@
-"""The softmax temperature that an evaluation fitted for a checkpoint, kept beside its weights.
+"""Softmax temperature fitted by an evaluation, stored beside a checkpoint's weights.
 
-``temperature.json`` in the checkpoint's directory; no part of what was trained, and not listed in
-its manifest. Generation uses it, evaluation has it as a method of its own.
+``temperature.json`` in the checkpoint's directory is no part of the training state and not listed
+in the manifest. Generation uses it, and evaluation offers it as a method.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ LARGEST_COEFFICIENT = 100
 
 @dataclass(frozen=True)
 class FittedTemperature:
-    """Logits are multiplied by 1 + ``coefficient`` ln s, s = max(n, C) / C (DroPE, App. C.2).
+    """Logits are multiplied by 1 + ``coefficient`` ln s, with s = max(n, C) / C (DroPE, App. C.2).
 
-    ``per``: whether n is the length of the sequence or what each query sees. ``lengths``: tokens it
-    was fitted at; ``text``: fingerprint of what it was fitted on, ``tokens`` of it.
+    ``per``: whether n is the length of the sequence or the number of keys a query sees.
+    ``lengths``: sequence lengths of the fit, in tokens; ``text``: fingerprint of the fit's text,
+    ``tokens`` its size.
     """
 
     coefficient: Annotated[float, Field(ge=0, le=LARGEST_COEFFICIENT)]
@@ -40,8 +41,10 @@ class FittedTemperature:
 
 
 def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
-    """Write what was fitted into the directory of a checkpoint, unless what is there, and can be
-    read, was fitted on more text: then return its coefficient."""
+    """Store a fit with a checkpoint, unless the stored one was fitted on more text.
+
+    Returns the coefficient of that better fit, or None if this one was stored.
+    """
     path = checkpoint / FILE
     with suppress(UserError):
         if path.is_file() and (older := _read(path)).tokens > fitted["tokens"]:
@@ -51,8 +54,9 @@ def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
 
 
 def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, str]:
-    """The layout with the temperature kept with a checkpoint, and what that is in words; as it is
-    where there is none.
+    """Return the layout with the checkpoint's fitted temperature, and its description.
+
+    Without a stored temperature the layout is returned unchanged.
 
     Raises:
         UserError: the file is damaged.

@@ -1,9 +1,8 @@
-"""DCP's index of the tensors in a checkpoint (``.metadata``), read as if a stranger had written it.
+"""Safe reader of DCP's index of tensors (``.metadata``).
 
-The file is a pickle, a program for a small machine. Here that machine may name the classes that an
-index is made of and no others, and even these it never gets: it puts its values into stand-ins made
-for one reading, from which the index is built anew, every value of the type and within the bounds
-that it must have.
+The file is a pickle, that is, a program for a small virtual machine, and may come from a stranger.
+Here it may name only the classes that an index consists of, and gets stand-ins instead of them. The
+index is rebuilt from these stand-ins, with the type and range of each value checked.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ T = TypeVar("T")
 
 
 def read_index(directory: Path) -> Metadata:
-    """The index of a checkpoint; no code of it is run, and all it names lies in ``directory``.
+    """Read the index of a checkpoint without running its code; all files must be in ``directory``.
 
     Raises:
-        UserError: it is damaged, or holds what has no place there.
+        UserError: the index is damaged or contains foreign objects.
     """
     try:
         data = read_content(directory / FILE, LARGEST)
@@ -97,21 +96,21 @@ def _check_program(data: bytes) -> None:
         if opcode.name not in OPCODES:
             raise Refused(f"the opcode {opcode.name} has no place in a checkpoint's index.")
         if opcode.name in ("BINPUT", "LONG_BINPUT"):
-            # Writers number what they keep; the machine takes memory for every number below.
+            # Memo entries are numbered consecutively; a huge number would allocate memory up to it.
             if place is None or place > kept:
                 raise Refused(f"it keeps its value number {kept} as {place}.")
             kept += 1
 
 
 class Refused(pickle.UnpicklingError):
-    """What stands in an index has no place there."""
+    """An index contains an object that is not allowed."""
 
 
 class StandIn:
-    """What an index holds instead of an object of an admitted class: arguments and state."""
+    """Stand-in for an object of an allowed class: its arguments and state."""
 
     def __new__(cls, *args: Any) -> StandIn:
-        """As pickle makes an object."""
+        """Create the object as pickle does."""
         made = object.__new__(cls)
         made.args, made.state = args, None
         return made
@@ -120,12 +119,13 @@ class StandIn:
     state: Any
 
     def __setstate__(self, state: Any) -> None:
-        """As pickle fills one."""
+        """Set the state as pickle does."""
         self.state = state
 
 
 class _Unpickler(pickle.Unpickler):
-    """Stand-ins are new classes each time, so that what changes a class changes nothing here."""
+    """Unpickler with new stand-in classes for each reading, so that a pickle cannot modify shared
+    ones."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -161,7 +161,7 @@ def _check_places(
     storage: Mapping[MetadataIndex, _StorageInfo],
     directory: Path,
 ) -> None:
-    """Every piece of every tensor lies within its file, in as many bytes as it needs at least."""
+    """Check that each piece of each tensor lies within its file and has enough bytes."""
     sizes: dict[str, int] = {}
     for key, about in tensors.items():
         for chunk in about.chunks:

@@ -1,6 +1,7 @@
-"""What a run tells the batch script that started it, by files that the environment names.
+"""Files through which a run informs the batch script that started it.
 
-Exit codes do not reach the script: torchrun answers 1 whatever those of its workers were.
+The environment names the files. Exit codes cannot be used: torchrun exits with 1 whatever the exit
+codes of its workers.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from pathlib import Path
 
 
 def ask_for_requeue() -> None:
-    """Ask that the job be started again: an empty file at ``UNROPE_REQUEUE_FILE``."""
+    """Request a requeue: create an empty file at ``UNROPE_REQUEUE_FILE``."""
     _write("UNROPE_REQUEUE_FILE", "")
 
 
 def say_mistake() -> None:
-    """Say that what failed would fail again: an empty file at ``UNROPE_MISTAKE_FILE``."""
+    """Report that a retry would fail as well: create an empty file at ``UNROPE_MISTAKE_FILE``."""
     _write("UNROPE_MISTAKE_FILE", "")
 
 
 def say_run_directory(directory: Path) -> None:
-    """Say where the run lies, and so its checkpoints and its failures: in ``UNROPE_RUN_FILE``."""
+    """Write the run directory, with its checkpoints and failures, to ``UNROPE_RUN_FILE``."""
     _write("UNROPE_RUN_FILE", f"{directory.absolute()}\n")
 
 
 def tell_torchrun(problems: Sequence[str]) -> bool:
-    """Put what is wrong into the summary that torchrun ends with, behind a traceback of its own.
+    """Add the problems to torchrun's final summary, without a traceback.
 
-    Returns whether that is enough: the first worker of a machine says it on the terminal for all.
+    Returns whether that suffices: the first worker of a machine also prints them to the terminal.
     """
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return False

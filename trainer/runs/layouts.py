@@ -1,4 +1,4 @@
-"""What is impossible about the encodings of a run, before and after its drop."""
+"""Checks of a run's encodings, before and after its drops."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def layout_problems(
     training_length: int,
     drops: Mapping[str, ChangeConfig],
 ) -> list[str]:
-    """One sentence for everything that keeps a layout from being made, or a drop from changing it.
+    """Check that the layout can be made and that each drop changes it; return one sentence per
+    problem.
 
     Args:
         positional: encodings that are registered.
-        model: a shape without problems of its own.
-        training_length: C, tokens.
-        drops: of this layout one after the other, by the keys where they stand; without problems of
-            their own, to encodings that are registered.
+        model: a valid model configuration.
+        training_length: C, in tokens.
+        drops: valid drops by their configuration keys, applied one after the other.
     """
     try:
         layout = build_layout(

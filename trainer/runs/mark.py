@@ -1,4 +1,4 @@
-"""``run.json``: says that a directory is a run of this program, and in which format."""
+"""``run.json``: marks a directory as a run of this program, with its format."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def write_mark(directory: Path) -> None:
 
 
 def check_mark(directory: Path, key: str = "run_dir") -> None:
-    """Refuse a run of a newer format; those of before there was a mark have the first.
+    """Check that a run's format is supported; runs without a mark have the first format.
 
-    ``key``: what named the directory.
+    ``key``: the configuration key that named the directory.
 
     Raises:
         UserError: a newer version of this program wrote the directory, or the mark is damaged.

@@ -1,4 +1,4 @@
-"""Estimates of needed and free memory, checked before anything heavy starts."""
+"""Estimates of required and available memory, checked before anything heavy starts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ GIB = 1 << 30
 
 
 def weights_of(config: ModelConfig) -> int:
-    """Weights of the matrices; ``vocab_size`` must be set."""
+    """Return the number of weights in matrices; ``vocab_size`` must be set."""
     assert config.vocab_size is not None
     outside = config.vocab_size * config.hidden_size
     return config.block_weights + outside * (1 if config.tie_word_embeddings else 2)
 
 
 def needed_memory(config: ModelConfig, tokens: int, models: int = 1) -> int:
-    """Bytes, roughly: float32 weights, the activations of one layer, and queries and keys of one
-    layer before and after their encoding, with the copies in float64 that sums are made of."""
+    """Estimate the bytes that an analysis needs.
+
+    Counts float32 weights, the activations of one layer, and its queries and keys before and after
+    their encoding, with the float64 copies used for sums.
+    """
     h, i, d = config.hidden_size, config.intermediate_size, config.head_size
     q, k = config.num_attention_heads * d, config.num_key_value_heads * d
     a_token = 4 * (6 * h + 3 * i) + 56 * q + 32 * k
@@ -32,20 +35,22 @@ def needed_memory(config: ModelConfig, tokens: int, models: int = 1) -> int:
 
 
 def cache_memory(config: ModelConfig, rows: int, tokens: int) -> int:
-    """Bytes of the float32 keys and values of ``rows`` sequences of ``tokens``."""
+    """Return the bytes of the float32 keys and values of ``rows`` sequences of ``tokens``."""
     a_token = 8 * config.num_key_value_heads * config.head_size
     return config.num_hidden_layers * rows * tokens * a_token
 
 
 def memory_problems(config: RunConfig, ranks: int) -> list[str]:
-    """What cannot fit into the memory of this machine, one sentence each; ``ranks``: processes of
-    the run. Estimates are of the least that is needed."""
+    """Return one sentence per requirement that exceeds this machine's memory.
+
+    ``ranks``: processes of the run. The estimates are lower bounds.
+    """
     model, run, length = config.model, config.trainer, config.data.sequence_length
     device, found = device_type(config), []
     vocab = model.vocab_size or config.tokenizer.vocab_size
     shape = ModelConfig(**{**vars(model), "vocab_size": vocab})
     shards = ranks if config.strategy.name in ("fsdp2", "hsdp") else 1
-    # Weights, gradients, and a moment of AdamW or the momentum of Muon.
+    # Weights, gradients, and one moment of AdamW or the momentum of Muon.
     state, free = 12 * weights_of(shape) // shards, free_memory(device)
     if state > free and not config.strategy.cpu_offload:
         found.append(
@@ -65,8 +70,8 @@ def memory_problems(config: RunConfig, ranks: int) -> list[str]:
 
 
 def _held_text_problems(config: RunConfig) -> list[str]:
-    """Windows of held-out text that are held at once, 8 bytes a token; a batch with its weights has
-    five such numbers a token."""
+    """Check the memory of held-out windows: 8 bytes per token, and five numbers per token of a
+    batch."""
     length, evaluation, monitor = config.data.sequence_length, config.evaluation, config.monitor
     held = {}
     if config.drop_step is not None:
@@ -84,12 +89,12 @@ def _held_text_problems(config: RunConfig) -> list[str]:
 
 
 def gib(size: float) -> str:
-    """``1.5 GiB`` for so many bytes; less than a tenth of one in MiB."""
+    """Format a byte count as ``1.5 GiB``, or in MiB below a tenth of one GiB."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size * 1024 / GIB:,.1f} MiB"
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can be had without swapping."""
+    """Return the bytes that can be allocated without swapping."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     try:

@@ -56,10 +56,10 @@ TIMES = ("tokens_per_second", "time/", "mfu", "memory")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics file, numbers as numbers, empty cells left out.
+    """Read the complete rows of a metrics file, with numbers parsed and empty cells omitted.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
     """
     if not path.exists():
         return []
@@ -68,7 +68,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         text = read_content(path).decode("utf-8")
         if "\n" not in text:
             raise ValueError("it has no line of columns")
-        # A row that a killed process left without its line end is incomplete.
+        # A row without line end was cut short by a kill.
         for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
             values = {k: _number(v) for k, v in row.items() if v not in ("", None)}
             if not isinstance(values.get("step"), int):
@@ -83,7 +83,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def write_metrics(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Replace the file by these rows, with the columns that every run has and those of the rows."""
+    """Replace the file by these rows, with the standard columns and those of the rows."""
     text = StringIO(newline="")
     columns = dict.fromkeys([*COLUMNS, *(key for row in rows for key in row)])
     writer = csv.DictWriter(text, list(columns))
@@ -93,7 +93,7 @@ def write_metrics(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def append_metrics(path: Path, row: dict[str, Any]) -> None:
-    """Add a row; one with other columns than the file's has the file written anew."""
+    """Append a row; rewrite the file if it has new columns."""
     with path.open(newline="") as file:
         columns = next(csv.reader(file))
     if not row.keys() <= set(columns):
@@ -103,14 +103,16 @@ def append_metrics(path: Path, row: dict[str, Any]) -> None:
     try:
         with path.open("a", newline="") as file:
             csv.DictWriter(file, columns).writerow(row)
-    except OSError:  # what a full disk has taken of the row would stand before the next one
+    except OSError:  # remove the partial row that a full disk left
         os.truncate(path, size)
         raise
 
 
 def continue_metrics(path: Path, step: int, source: Path | None = None) -> list[dict[str, Any]]:
-    """Keep the rows up to ``step``, of this file or of ``source`` where this is missing; returns
-    the others."""
+    """Keep the rows up to ``step``; return the others.
+
+    If the file is missing, the rows come from ``source``.
+    """
     if source is not None and not path.exists():
         shutil.copyfile(source, path)
     rows = read_metrics(path)

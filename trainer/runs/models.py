@@ -1,4 +1,4 @@
-"""Models by what a user calls them: a run, a checkpoint of one, or published weights."""
+"""Models by the name a user gives: a run, a checkpoint, or published weights."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that can be loaded, under the name that tables use.
+    """A model that can be loaded, with its name in tables.
 
-    ``given``: what the user called it. ``run``: the configuration of the run that trained it (None:
-    published weights). ``fingerprint``: changes whenever its weights do. ``load``: reads them onto
-    a device, the CPU unless another is given. ``role``: what it is in comparisons, such as
-    ``drope``. ``state``: what its checkpoint says of itself. ``computed_by``: the program that
-    computes it, where it is not this one. ``named_bos``: the id that a published configuration
-    gives as a text's first.
+    ``given``: the user's name for it. ``run``: configuration of the run that trained it (None:
+    published weights). ``fingerprint``: changes whenever the weights change. ``load``: loads it
+    onto a device, by default the CPU. ``role``: its role in comparisons, such as ``drope``.
+    ``state``: the description in its checkpoint. ``computed_by``: the program that computes it, if
+    not this one. ``named_bos``: id of the first token of a text, if a published configuration gives
+    one.
     """
 
     given: str
@@ -58,13 +58,13 @@ class Candidate:
 
     @property
     def home(self) -> Path:
-        """The run directory; for published weights one of their name among the runs."""
+        """The run directory; for published weights a directory of their name among the runs."""
         return self.path.parent.parent if self.run is not None else Path("runs", self.name)
 
     @property
     def bos_token(self) -> int | None:
-        """Id of the token that texts begin with: end-of-text as in training, or what the tokenizer
-        of a published model puts there, if anything."""
+        """Id of the first token of texts, if any: end-of-text as in training, or a published
+        model's own."""
         own = self.tokenizer.encode("").ids
         if own:
             return own[0]
@@ -72,14 +72,14 @@ class Candidate:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, from the shape alone; no weights are read."""
+        """Number of parameters, computed from the shape without reading weights."""
         with torch.device("meta"):
             model = Decoder(self.config, self.layout)
         return sum(parameter.numel() for parameter in model.parameters())
 
 
 def find_candidate(given: str, key: str = "checkpoint") -> Candidate:
-    """The model that ``checkpoint=`` names, or another ``key``.
+    """Find the model that ``checkpoint=`` or another ``key`` names.
 
     Raises:
         UserError: there is none, or it is damaged.
@@ -89,11 +89,13 @@ def find_candidate(given: str, key: str = "checkpoint") -> Candidate:
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The models under names that differ: those of one name, such as two seeds of a recipe, with
-    the directory of their run behind it, or with what the user called them.
+    """Give the models distinct names.
+
+    Models of equal name, such as two seeds of a recipe, get the directory of their run as a suffix,
+    or else the user's name for them.
 
     Raises:
-        UserError: one is there twice, or the names of two stay the same.
+        UserError: a model appears twice, or two names remain equal.
     """
     paths = Counter((c.path.resolve(), c.computed_by) for c in candidates)
     for candidate in candidates:
@@ -148,7 +150,7 @@ def _find(given: str) -> Candidate:
         )
     path = find_checkpoint(given)
     state = read_state(path)
-    # Only read, not checked: that would run the plugins a checkpoint names.
+    # Read without validation, which would run the plugins that a checkpoint names.
     config = saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")
     return Candidate(
         given,
@@ -166,7 +168,6 @@ def _find(given: str) -> Candidate:
 
 
 def _files_fingerprint(path: Path) -> str:
-    """Names, sizes and times of a file or of the files in a directory: their content would take
-    long to read."""
+    """Return a fingerprint of names, sizes and times of files; hashing contents would take long."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     return str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])

@@ -32,11 +32,11 @@ class BenchmarksConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is asked at all."""
+        """Whether any measurement is enabled."""
         return self.every is not None or self.every_tokens is not None
 
     def is_due(self, before: int, tokens: int, step: int) -> bool:
-        """After a step, ``before`` and after which so many tokens were read."""
+        """Whether a measurement is due after ``step``, given the tokens before and after it."""
         if self.every is not None:
             return step % self.every == 0
         return self.every_tokens is not None and (
@@ -44,7 +44,7 @@ class BenchmarksConfig:
         )
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = [
             f"monitor.benchmarks.{key}: expected 1 or more, got {value}."
             for key in ("every", "every_tokens", "limit")
@@ -98,7 +98,7 @@ class MonitorConfig:
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = [
             f"monitor.{key}: expected 1 or more, got {value}."
             for key in ("lengths_every", "windows", "probe_every", "probe_sequences")

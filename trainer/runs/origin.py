@@ -1,5 +1,4 @@
-"""Where a page comes from: when it was made, by which command, by which state of the program, and
-of which checkpoints."""
+"""Origin of a page: time, command, state of the program, and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ ROOT = Path(trainer.__file__).resolve().parent.parent
 
 
 def origin(candidates: Sequence[Candidate]) -> dict[str, str]:
-    """Terms and what they were, in words; nothing that identifies a person."""
+    """Describe the origin as terms and values, without anything that identifies a person."""
     places = [
         f"{candidate.name}: {candidate.path}"
         + (f", step {candidate.state['step']:,}" if "step" in candidate.state else "")
@@ -29,7 +28,7 @@ def origin(candidates: Sequence[Candidate]) -> dict[str, str]:
 
 
 def made_now() -> dict[str, str]:
-    """When, by which command and by which state of the program."""
+    """Describe time, command and state of the program."""
     found: dict[str, str] = without_home(
         {
             "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -41,7 +40,7 @@ def made_now() -> dict[str, str]:
 
 
 def command(argv: Sequence[str]) -> str:
-    """The command line of this process, to be typed again."""
+    """Return this process's command line, ready to be typed again."""
     program = Path(argv[0])
     inside = program.name == "__main__.py"
     begins = ["python", "-m", program.parent.name] if inside else [program.name]
@@ -49,9 +48,11 @@ def command(argv: Sequence[str]) -> str:
 
 
 def commit(root: Path) -> str:
-    """``, commit 1a2b3c4`` of a checkout that holds the package, with a word where files were
-    changed since; empty for an installed package and where there is no git."""
-    if not (root / ".git").exists():  # a repository further up is another program's
+    """Return ``, commit 1a2b3c4`` of the checkout that contains the package.
+
+    Adds a word if files were changed since. Empty for an installed package and without git.
+    """
+    if not (root / ".git").exists():  # a repository further up belongs to another program
         return ""
     git = ["git", "-C", str(root)]
     try:

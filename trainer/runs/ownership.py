@@ -1,4 +1,4 @@
-"""What may be deleted of a run directory: only what this program made."""
+"""Which files of a run directory may be deleted: only those that this program wrote."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ MOST_NAMED = 5
 
 
 def overwrite_problems(directory: Path) -> list[str]:
-    """Why a directory may not be replaced, one sentence each: it was not made by this program, or
-    somebody put files of their own into it."""
+    """Return why a directory may not be replaced, one sentence per reason.
+
+    Reasons are a directory of another origin, and files that someone added to it.
+    """
     if directory.is_symlink():
         return [f"overwrite: {str(directory)!r} is a link; give the directory that it names."]
     if not (directory / MARK).is_file():

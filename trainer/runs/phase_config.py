@@ -23,7 +23,7 @@ class RescaleConfig:
     factor: float | None = None
 
     def problems(self, key: str) -> list[str]:
-        """What is impossible, one sentence each; ``key``: where the group stands."""
+        """Check the values; return one sentence per problem. ``key``: path of the group."""
         found = []
         if self.method not in RESCALINGS:
             near = did_you_mean(self.method, RESCALINGS)
@@ -49,7 +49,10 @@ class UntilConfig:
     back_within: float | None = None
 
     def problems(self, key: str, changes: bool) -> list[str]:
-        """What is impossible, one sentence each; ``changes``: whether its phase changes a model."""
+        """Check the values; return one sentence per problem.
+
+        ``key``: path of the group. ``changes``: whether its phase changes the model.
+        """
         found = [
             f"{key}.{name}: expected 1 or more, got {value}."
             for name in ("every", "patience")
@@ -91,11 +94,13 @@ class PhaseConfig:
     log_every: int | None = None
 
     def problems(self, key: str, texts: list[str]) -> list[str]:
-        """What is impossible whatever the run is, one sentence each; ``texts``: names of those that
-        are mixed, none where there is one alone."""
+        """Check what can be checked without the run; return one sentence per problem.
+
+        ``texts``: names of the mixture's texts; empty for a single text.
+        """
         if self.steps is None and self.tokens is None:
             return [f"{key}: how long is it? Give {key}.steps or {key}.tokens."]
-        counted = "steps" if self.tokens is None else "tokens"  # which the steps are made of
+        counted = "steps" if self.tokens is None else "tokens"  # the key that determines the steps
         found = [
             f"{key}.{name}: expected 1 or more, got {value}."
             for name in (counted, "batch_size", "micro_batch_size", "log_every")

@@ -1,4 +1,4 @@
-"""What is impossible in the phases of a run."""
+"""Checks of a run's phases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.runs.phases import Phase, phases_of
 
 
 def phase_problems(config: RunConfig) -> list[str]:
-    """What is impossible in the phases of a run, one sentence each; the rest of it is sound."""
+    """Check the phases of an otherwise valid run; return one sentence per problem."""
     found: list[str] = []
     if not config.phases:
         return found
@@ -25,7 +25,7 @@ def phase_problems(config: RunConfig) -> list[str]:
     if config.drop.at is not None or config.drop.at_tokens is not None:
         found.append("drop: with phases it is one of them that drops; give phases.NAME.drop.")
     if found or any(phase.steps is None for phase in config.phases.values()):
-        return found  # without steps where the size of a step makes no sense, which is said already
+        return found  # Without valid batch sizes, steps are unknown; that is reported elsewhere.
     phases, model = phases_of(config), config.model
     for (earlier, before), (later, after) in pairwise(config.phases.items()):
         if before.until is not None and after.schedule is None:
@@ -61,9 +61,9 @@ def phase_problems(config: RunConfig) -> list[str]:
 
 
 def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
-    """Rescalings for sequences that are no longer than those before."""
+    """Check that each rescaling is for sequences longer than all before it."""
     if config.model.is_trained:
-        return []  # known only when the weights are read
+        return []  # known only once the weights are read
     longest, found = 0, []
     for phase in phases:
         length = phase.config.data.sequence_length
@@ -78,8 +78,8 @@ def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
 
 
 def _drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[str]:
-    """What the layout that the run begins with says against its drops."""
+    """Check the drops against the layout that the run begins with."""
     if config.model.from_pretrained is not None or any(phase.rescale for phase in phases):
-        return []  # known only when the weights are read
+        return []  # known only once the weights are read
     drops = {f"phases.{phase.name}.drop": phase.drop for phase in phases if phase.drop is not None}
     return layout_problems(config.positional, config.model, config.data.sequence_length, drops)

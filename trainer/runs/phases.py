@@ -1,8 +1,8 @@
-"""A run as a list of phases: what each trains with, and which samples its steps read.
+"""A run as a list of phases: the settings of each, and the samples that its steps read.
 
-Phases that read alike, sequences of one length from one mixture, go through one order of samples
-together. Phases that also have one size of batch are trained in one stretch; between stretches
-there is a checkpoint, and the next begins from it as a resumed run does.
+Phases with equal sequence length and mixture share one order of samples. If their batch sizes are
+equal as well, they are trained as one stretch. Between stretches there is a checkpoint, from which
+the next stretch begins as a resumed run does.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ORDERS = 1_000_003
 class Phase:
     """Steps ``start`` to ``end`` (exclusive) of a run.
 
-    ``config``: the run with what this phase changes in it. ``schedule`` counts steps from
-    ``origin`` and is laid out for ``horizon``: pretraining that a drop cuts short follows the
-    schedule of the whole run, as DroPE takes an ordinary run's checkpoint from before its end;
-    recalibration has a schedule of its own. ``tokens``: read before it. ``order``: the number of
-    the order of samples, which begins at step ``order_start`` and of which ``samples`` were read
-    before the phase. ``drop``, ``rescale``, ``optimizer_state``: what happens at its start;
-    ``until``: when it ends early, for which it is a stretch of its own.
+    ``config``: the run's configuration with this phase's changes. ``schedule`` counts steps from
+    ``origin`` over ``horizon`` steps. Pretraining that a drop ends early follows the schedule of
+    the whole run, since DroPE takes a checkpoint from before the end of an ordinary run;
+    recalibration has a schedule of its own. ``tokens``: tokens read before this phase. ``order``:
+    number of its order of samples, which begins at step ``order_start``; ``samples`` of it were
+    read before this phase. ``drop``, ``rescale``, ``optimizer_state``: changes at its start.
+    ``until``: condition for an early end; such a phase is a stretch by itself.
     """
 
     name: str
@@ -58,33 +58,35 @@ class Phase:
 
     @property
     def seed(self) -> int:
-        """Of its order of samples."""
+        """Seed of this phase's sample order."""
         return self.config.seed + ORDERS * self.order
 
     @cached_property
     def stretch(self) -> tuple[object, ...]:
-        """Equal for phases that are trained in one stretch."""
+        """Key that is equal for phases trained in one stretch."""
         run = self.config.trainer
         alone = self.name if self.until else ""
         return self.order, run.batch_size, run.micro_batch_size, run.log_every, alone
 
     def factor(self, step: int) -> float:
-        """Learning-rate factor at ``step`` of the run."""
+        """Return the learning-rate factor at ``step`` of the run."""
         return self.schedule.factor(step - self.origin, self.horizon)
 
     def tokens_at(self, step: int) -> int:
-        """Tokens read after so many steps of the run, the last of them in this phase."""
+        """Return the tokens read after ``step`` steps of the run, a step of this phase."""
         return self.tokens + (step - self.start) * self.config.tokens_per_step
 
     def first_sample(self, step: int, skips: Sequence[Sequence[int]] = ()) -> int:
-        """The number of the first sample that a step reads; ``skips``: pairs (step, samples) that
-        were left out from that step on."""
+        """Return the number of the first sample that a step reads.
+
+        ``skips``: pairs (step, samples) of samples that are skipped from that step on.
+        """
         left_out = sum(n for at, n in skips if self.order_start <= at <= step)
         return self.samples + (step - self.start) * self.config.trainer.batch_size + left_out
 
 
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
-    """Those that are configured; without, pretraining and, where there is a drop, recalibration."""
+    """Return the configured phases; by default pretraining and, with a drop, recalibration."""
     steps = config.trainer.max_steps
     if not config.phases:
         drop, change = config.drop_step, config.drop
@@ -138,13 +140,13 @@ def _next(config: RunConfig, before: list[Phase], name: str, phase: PhaseConfig)
 
 
 def reading(data: DataConfig) -> tuple[object, ...]:
-    """Equal for texts, weights and lengths that are read alike."""
+    """Return a key that is equal for data read in the same order: texts, weights and lengths."""
     texts = sorted((name, repr(text), float(weight)) for name, (text, weight) in data.texts.items())
     return data.sequence_length, tuple(texts)
 
 
 def config_in(config: RunConfig, phase: PhaseConfig) -> RunConfig:
-    """The run as it is in a phase, as far as lengths, sizes and texts go."""
+    """Return the run's configuration with a phase's lengths, batch sizes and texts."""
     data, run = config.data, config.trainer
     if phase.sequence_length is not None:
         data = replace(data, sequence_length=phase.sequence_length)
@@ -164,8 +166,10 @@ def config_in(config: RunConfig, phase: PhaseConfig) -> RunConfig:
 
 
 def with_lengths(config: RunConfig) -> RunConfig:
-    """The configuration with the steps of every phase that gives tokens, and of the whole run, from
-    ``trainer.max_tokens`` or its phases; where the size of a step makes no sense, as it is."""
+    """Return the configuration with steps computed from tokens, for the run and for each phase.
+
+    Without valid batch sizes the configuration is returned unchanged.
+    """
     run, size = config.trainer, config.tokens_per_step
     if not config.phases:
         if run.max_tokens is None or run.max_tokens < 1 or size < 1:
@@ -181,7 +185,8 @@ def with_lengths(config: RunConfig) -> RunConfig:
 
 
 def with_ends(config: RunConfig, ends: Mapping[str, int]) -> RunConfig:
-    """The configuration of a run in which some phases have ended early; ``ends``: their steps."""
+    """Return the configuration with the actual ends of phases that ended early; ``ends``: their
+    steps."""
     if not ends:
         return config
     phases = {
@@ -192,17 +197,17 @@ def with_ends(config: RunConfig, ends: Mapping[str, int]) -> RunConfig:
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:
-    """The phase that update number ``step`` (from 0) belongs to; after the last update the last."""
+    """Return the phase of update ``step`` (from 0); after the last update the last phase."""
     return next(phase for phase in reversed(phases) if step >= phase.start)
 
 
 def phase_before(phases: Sequence[Phase], step: int) -> Phase:
-    """The phase of the last of so many updates; before the first one the first."""
+    """Return the phase of the last of ``step`` updates; before the first update the first phase."""
     return phase_at(phases, max(step - 1, 0))
 
 
 def stretch_end(phases: Sequence[Phase], step: int) -> int:
-    """The step after which the stretch that update number ``step`` belongs to ends."""
+    """Return the step at which the stretch of update ``step`` ends."""
     stretch, end = phase_at(phases, step).stretch, step
     for phase in phases:
         if phase.end > step and phase.stretch == stretch and phase.start <= max(end, step):
@@ -211,7 +216,7 @@ def stretch_end(phases: Sequence[Phase], step: int) -> int:
 
 
 def samples_between(phases: Sequence[Phase], first: int, end: int) -> int:
-    """Samples that the steps from ``first`` to before ``end`` read, of the order of the first."""
+    """Return how many samples of their order the steps ``first`` to ``end`` (exclusive) read."""
     order = phase_at(phases, first).order
     return sum(
         (min(phase.end, end) - max(phase.start, first)) * phase.config.trainer.batch_size
@@ -221,13 +226,12 @@ def samples_between(phases: Sequence[Phase], first: int, end: int) -> int:
 
 
 def kept_steps(config: RunConfig) -> frozenset[int]:
-    """After which there is a checkpoint that stays: ends of configured phases, and steps that
-    controls branch off from."""
+    """Return the steps with permanent checkpoints: ends of phases, and branches of controls."""
     ends = {phase.end for phase in phases_of(config)} if config.phases else set()
     branches = {changes.get("branch") for changes in config.controls.values()}
     return frozenset(ends | {step for step in branches if isinstance(step, int)})
 
 
 def tokens_at(config: RunConfig, step: int) -> int:
-    """Tokens read after so many steps."""
+    """Return the tokens read after ``step`` steps."""
     return phase_before(phases_of(config), step).tokens_at(step)

@@ -1,6 +1,6 @@
-"""The processes of a distributed run: which one this is, and what they do together.
+"""Processes of a distributed run: this process's rank, and collective operations.
 
-They are started from outside, by torchrun or by srun; a run of one process needs no starter.
+torchrun or srun starts the processes; a run of a single process needs neither.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all: ``rank`` of ``world_size``, ``local_rank`` of ``local_size`` on its
+    """Rank of this process: ``rank`` of ``world_size``, and ``local_rank`` of ``local_size`` on its
     machine."""
 
     rank: int = 0
@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is the process that writes files, prints and takes decisions."""
+        """Whether this process writes files, prints and makes decisions."""
         return self.rank == 0
 
     @property
@@ -48,7 +48,7 @@ class Ranks:
 
 
 def current_ranks() -> Ranks:
-    """This process as torchrun or srun started it; rank 0 of 1 without either."""
+    """Return this process's rank as set by torchrun or srun; rank 0 of 1 without either."""
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         _translate_slurm()
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -56,9 +56,9 @@ def current_ranks() -> Ranks:
 
 
 def _translate_slurm() -> None:
-    """Set the environment variables of torchrun from those that srun sets."""
+    """Set torchrun's environment variables from srun's."""
     slurm = os.environ
-    # "4(x2),3" is four tasks on each of two nodes, then three.
+    # "4(x2),3" means four tasks on each of two nodes, then three.
     per_node = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])
     assert per_node is not None
     os.environ |= {
@@ -73,21 +73,21 @@ def _translate_slurm() -> None:
 
 
 def _first_host(nodes: str) -> str:
-    """``gpu07`` out of SLURM's ``gpu[07-08,12],login1``."""
+    """Return the first host of SLURM's list: ``gpu07`` for ``gpu[07-08,12],login1``."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
 def device_type(config: RunConfig) -> Literal["cuda", "cpu"]:
-    """Where the run computes: on GPUs where torch sees them, unless it may not, else on the CPU.
+    """Return the device type of a run: GPUs if available and allowed, otherwise the CPU.
 
-    Never on Apple's, which have no float64.
+    Never Apple's GPUs, which have no float64.
     """
     gpu = torch.cuda.is_available() and config.trainer.accelerator != "cpu"
     return "cuda" if gpu else "cpu"
 
 
 def device_of(config: RunConfig, ranks: Ranks) -> torch.device:
-    """Where this process computes.
+    """Return the device of this process.
 
     Raises:
         UserError: there are fewer GPUs than processes.
@@ -98,11 +98,13 @@ def device_of(config: RunConfig, ranks: Ranks) -> torch.device:
 
 
 def device_index(ranks: Ranks, visible: int) -> int:
-    """The GPU of this process among those it sees: by its local rank, or, where the launcher shows
-    every process its own alone (``srun --gpus-per-task=1``), the only one.
+    """Return the index of this process's GPU among the visible ones.
+
+    That is its local rank, or 0 if the launcher shows each process only its own GPU (``srun
+    --gpus-per-task=1``).
 
     Raises:
-        UserError: there are fewer than processes.
+        UserError: there are fewer GPUs than processes.
     """
     if visible == 1:
         return 0
@@ -116,11 +118,11 @@ def device_index(ranks: Ranks, visible: int) -> int:
 
 
 def init_distributed(config: RunConfig) -> Ranks:
-    """Initialize the process group of a run, where its strategy needs one.
+    """Initialize the process group of a run if its strategy needs one.
 
     Raises:
-        UserError: several processes were started for a run on a single device, or more than there
-            are GPUs.
+        UserError: several processes were started for a run on a single device, or more processes
+            than GPUs.
     """
     ranks = current_ranks()
     if config.strategy.name == "single":
@@ -151,25 +153,27 @@ _waiting: list[dist.ProcessGroup] = []
 
 
 def waiting_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks with the limit ``strategy.timeouts.one_rank``, for whatever waits
-    for a rank rather than for a device; None: the default group, of one rank."""
+    """Return a gloo group of all ranks with timeout ``strategy.timeouts.one_rank``, or None.
+
+    It serves collectives that wait for the work of one rank. None stands for the default group, if
+    there is only one rank.
+    """
     return _waiting[0] if _waiting else None
 
 
 def limit_collectives(seconds: float) -> None:
-    """Let a rank wait at most so long for the others in a collective, from now on; all ranks call
-    this together, and none goes on before all have come."""
+    """Set the timeout of collectives from now on; all ranks call this together."""
     if not _waiting:
         return
-    dist.barrier(group=waiting_group())  # what the slowest of them still does has the old limit
+    dist.barrier(group=waiting_group())  # pending operations keep the old timeout
     on_devices = [g for g, backend in _world.pg_backend_config.items() if "nccl" in backend]
-    # As in torchtitan; torch has no public way for groups that exist. None: the default group.
+    # As in torchtitan; torch has no public function for existing groups. None: the default group.
     for group in (None, *on_devices):
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def shutdown_distributed() -> None:
-    """Destroy the process group, where there is one."""
+    """Destroy the process group, if there is one."""
     _waiting.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -177,15 +181,15 @@ def shutdown_distributed() -> None:
 
 @contextmanager
 def process_group(config: RunConfig) -> Iterator[Ranks]:
-    """The process group of a run, for what all its ranks do together.
+    """Provide the process group of a run.
 
-    It is destroyed where that ends well, or is stopped on all ranks. Any other error may be that of
-    one rank, whose peers sit in a collective: NCCL would wait for them before anyone knows why. So
-    the error is said at once and the group stays, and the program ends without it
-    (:func:`trainer.commands.exit_codes.leaving_ranks`).
+    The group is destroyed if the block ends normally or stops on all ranks. Any other error may
+    have occurred on one rank only, whose peers wait in a collective, and with NCCL destroying the
+    group would wait for them. The error is therefore reported immediately, the group is kept, and
+    the program exits without destroying it (:func:`trainer.commands.exit_codes.leaving_ranks`).
 
     Raises:
-        UserError: as :func:`init_distributed`.
+        UserError: as for :func:`init_distributed`.
     """
     ranks = init_distributed(config)
     try:
@@ -196,19 +200,22 @@ def process_group(config: RunConfig) -> Iterator[Ranks]:
     except BaseException as error:
         if ranks.world_size == 1:
             shutdown_distributed()
-        elif not isinstance(error, UserError):  # that is said in a line of its own
+        elif not isinstance(error, UserError):  # UserErrors are reported separately
             traceback.print_exc()
         raise
     shutdown_distributed()
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call ``function`` on rank 0 alone and broadcast its result, or its error, to all: what a disk
-    does to one rank is said by all, instead of a lost connection by the others. These wait up to
-    ``strategy.timeouts.one_rank`` seconds. ``group``: of all ranks; of another thread its own.
+    """Call ``function`` on rank 0; broadcast its result or error to all ranks.
+
+    A disk error on rank 0 is thus reported by all ranks, instead of a lost connection. The others
+    wait up to ``strategy.timeouts.one_rank`` seconds. ``group``: a group of all ranks; another
+    thread needs its own.
 
     Raises:
-        UserError: on all ranks, where it was raised on rank 0; TransientError, where OSError was.
+        UserError: on all ranks, if it was raised on rank 0.
+        TransientError: on all ranks, if OSError was raised on rank 0.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
@@ -218,12 +225,14 @@ def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = No
 
 
 def on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Call ``function`` on every rank; the results of all, in the order of ranks. An error of any
-    is raised on all, so that none waits in the next collective for one that has left. ``group``: as
-    of :func:`on_rank_zero`.
+    """Call ``function`` on every rank; return all results in the order of ranks.
+
+    An error on any rank is raised on all, so that no rank waits in a collective for one that has
+    left. ``group``: as for :func:`on_rank_zero`.
 
     Raises:
-        UserError: on all ranks, the first that was raised; TransientError, where OSError was.
+        UserError: on all ranks, the first one raised.
+        TransientError: on all ranks, if OSError was raised on one.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [function()]
@@ -254,7 +263,7 @@ def _result(outcome: _Outcome) -> Any:
 
 
 def all_gather(value: T) -> list[T]:
-    """The ``value`` of every rank, in the order of ranks."""
+    """Return the ``value`` of every rank, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -263,14 +272,18 @@ def all_gather(value: T) -> list[T]:
 
 
 def share_of_cores() -> int:
-    """Cores for this process: one that several processes of its machine may use is divided among
-    these. So a process that srun gave cores of its own has all of them, and those of a torchrun,
-    which may use the same ones, a part each. All ranks call it together."""
+    """Return the number of cores for this process; all ranks call this together.
+
+    A core that several processes of the machine may use is divided among them. A process with cores
+    of its own from srun gets all of these; torchrun's processes, which share the cores, get equal
+    parts.
+    """
     mine, machine = core_numbers(), os.uname().nodename
     found = all_gather((machine, mine))
     return fair_share(mine, [cores for where, cores in found if where == machine])
 
 
 def fair_share(mine: frozenset[int], of_all: Sequence[frozenset[int]]) -> int:
-    """At least one: the cores ``mine``, each divided by how many of the sets ``of_all`` hold it."""
+    """Return the sum over the cores ``mine`` of 1 / (number of sets in ``of_all`` with it), at
+    least 1."""
     return max(int(sum(Fraction(1, sum(core in cores for cores in of_all)) for core in mine)), 1)

@@ -1,4 +1,4 @@
-"""One job at a time trains in a run directory, on whatever node."""
+"""Lock of a run directory: one job at a time trains there, on any node."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ LEASE = 180.0
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that trains, as it stands in the lock; ``job``: its number in SLURM, which it
-    keeps when it is requeued, ``restarts``: how often it was."""
+    """Process that holds a lock.
+
+    ``job``: its SLURM job id, which survives a requeue; ``restarts``: number of requeues.
+    """
 
     process: int
     host: str
@@ -39,12 +41,12 @@ class Holder:
 
 
 class RunLock:
-    """Lets one process at a time train in a run directory.
+    """Lock that lets one process at a time train in a run directory.
 
-    On one machine the system knows whether the holder is alive. What it says of another node is not
-    to be relied on: file systems keep locks on the node, or nowhere, or of nodes that are gone. So
-    the holder renews the lock's time stamp, and whoever finds an old one takes over. A job that
-    SLURM started again never waits for itself.
+    On one machine the system knows whether the holder is alive. Locks of other nodes are
+    unreliable: file systems may keep them per node, not at all, or for nodes that are gone.
+    Therefore the holder renews the lock's time stamp, and any process that finds an old stamp takes
+    over. A job that SLURM has restarted does not wait for itself.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class RunLock:
         self._released = threading.Event()
 
     def acquire(self, directory: Path) -> None:
-        """Lock the directory, where it exists and this process has not locked it already.
+        """Lock the directory if it exists and is not locked by this process.
 
         Raises:
             UserError: another process has locked it.
@@ -71,7 +73,7 @@ class RunLock:
             file.truncate(0)
             file.write(json.dumps(asdict(self._me)))
             file.flush()
-            os.fsync(file.fileno())  # other nodes read it
+            os.fsync(file.fileno())  # visible to other nodes
         except BaseException:
             file.close()
             raise
@@ -88,10 +90,10 @@ class RunLock:
         self._file = self._path = None
 
     def _problem(self, file: IO[str], path: Path) -> str | None:
-        """Why this process may not have the lock, or None."""
+        """Return why this process cannot have the lock, or None."""
         mine, other = try_lock(file), _read(path)
         here = other is not None and other.host == self._me.host
-        restarted = (  # and not another step of the same allocation
+        restarted = (  # but not another step of the same allocation
             other is not None
             and other.job is not None
             and other.job == self._me.job
@@ -101,7 +103,7 @@ class RunLock:
         if mine is False:
             free = restarted and not here  # held for a node that is gone
         else:
-            # Without locks of the file system it is the process itself that tells.
+            # Without file locks, check whether the process exists.
             gone = other is not None and here and (mine or not runs(other.process))
             free = other is None or restarted or gone or age >= LEASE
         if free:
@@ -117,14 +119,14 @@ class RunLock:
             try:
                 if (other := _read(path)) not in (None, self._me):
                     log.error("run_dir: %s has taken over %s; ending", other, path.parent)
-                    os._exit(1)  # without another checkpoint
+                    os._exit(1)  # no further checkpoint
                 os.utime(path)
             except OSError as error:
                 log.warning("%s cannot be renewed (%s)", path, error.strerror)
 
 
 def _read(path: Path) -> Holder | None:
-    """Who stands in a lock; None: nobody, or somebody who is about to write it."""
+    """Return the holder of a lock; None if there is none or it is just being written."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
@@ -132,7 +134,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _now(path: Path) -> float:
-    """The time of the file system, whose stamps are compared: clocks of nodes differ."""
+    """Return the file system's time, because the clocks of nodes differ."""
     probe = path.with_name(f".lock.{os.getpid()}.tmp")
     try:
         probe.touch()

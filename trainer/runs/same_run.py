@@ -1,4 +1,4 @@
-"""Comparison of two runs: every row of their metrics, every tensor of their last checkpoints."""
+"""Comparison of two runs: all rows of their metrics, all tensors of their last checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDING = {"fp32": 1e-3, "bf16": 3e-2}
 
 
 def compare(whole: RunConfig, broken: RunConfig, exactly: bool) -> str:
-    """The first difference between two finished runs in words, or an empty string."""
+    """Describe the first difference between two finished runs; return "" if there is none."""
     rows = [_rows(Path(config.run_dir)) for config in (whole, broken)]
     steps = [[row["step"] for row in part] for part in rows]
     if steps[0] != steps[1]:

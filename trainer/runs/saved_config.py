@@ -1,4 +1,4 @@
-"""The configuration of a run as it was written: read, and not composed anew."""
+"""Read a run's configuration as it was written, without composing it again."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ CHANGED_SINCE = ("evaluation", "monitor", "logger")
 
 
 def saved_config(values: dict[str, Any], what: str) -> RunConfig:
-    """The configuration that a run was written with, also one of other plugins or another version;
-    ``what``: how an error begins.
+    """Parse the configuration that a run was written with, even with other plugins or by another
+    version.
+
+    ``what``: beginning of an error message.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the configuration is damaged.
     """
     try:
         config = adapter(RunConfig).validate_python(values)

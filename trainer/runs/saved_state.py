@@ -1,6 +1,6 @@
-"""What ``state.json`` of a checkpoint must hold for whoever reads it, and what more for training.
+"""Schema of a checkpoint's ``state.json``: what every reader needs, and what training needs.
 
-The file may be damaged or made up by somebody: everything that is read from it is declared here.
+The file may be damaged or forged: everything that is read from it is declared here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SavedData:
 
 @dataclass(frozen=True)
 class Saved:
-    """What evaluation, generation and export need."""
+    """State that evaluation, generation and export need."""
 
     step: Count
     model: ModelConfig
@@ -63,7 +63,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SavedSpikes:
-    """As ``training/tally.py`` counts them."""
+    """State of the spike counter in ``training/tally.py``."""
 
     seen: Count
     count: float | Pair
@@ -87,7 +87,7 @@ class SavedTally:
 
 @dataclass(frozen=True)
 class SavedMetrics:
-    """What was not yet logged."""
+    """Metrics not logged yet."""
 
     pending: dict[str, float]
     last_loss: float | None
@@ -103,7 +103,7 @@ class SavedCertificate:
 
 @dataclass(frozen=True)
 class SavedDrop:
-    """What a drop, or another change between phases, did; nothing before it."""
+    """Effects of the drops and other changes between phases so far."""
 
     step: Count | None = None
     what: str | None = None
@@ -115,7 +115,7 @@ class SavedDrop:
 
 @dataclass(frozen=True)
 class SavedTransitions:
-    """What the changes between phases did, and the layout that a drop is shrinking."""
+    """Results of the changes between phases, and the layout of a drop in progress."""
 
     effects: dict[str, SavedDrop]
     before: StoredLayout | None = None
@@ -123,7 +123,7 @@ class SavedTransitions:
 
 @dataclass(frozen=True)
 class SavedUntil:
-    """Held-out losses of the phase that was trained."""
+    """Held-out losses of the current phase."""
 
     phase: str
     losses: list[float]
@@ -131,14 +131,14 @@ class SavedUntil:
 
 @dataclass(frozen=True)
 class SavedLengths:
-    """What was measured of lengths while the run trained."""
+    """Length measurements during training."""
 
     history: list[Reach] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SavedCallbacks:
-    """States of the run's own callbacks."""
+    """States of the program's own callbacks."""
 
     Metrics: SavedMetrics
     Drop: SavedDrop | None = None
@@ -149,7 +149,7 @@ class SavedCallbacks:
 
 @dataclass(frozen=True)
 class Resumable:
-    """What training needs beside :class:`Saved`."""
+    """State that training needs in addition to :class:`Saved`."""
 
     data: SavedData
     tally: SavedTally
@@ -159,10 +159,10 @@ class Resumable:
 
 
 def read_saved(checkpoint: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint's ``state.json``, once they are found to be sound.
+    """Read a checkpoint's ``state.json`` and validate it; return its plain values.
 
     Raises:
-        UserError: they are damaged, or do not fit each other.
+        UserError: the values are damaged or contradict each other.
     """
     try:
         state = read_plain(checkpoint / STATE)
@@ -173,10 +173,10 @@ def read_saved(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_resumable(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Refuse a sound state that training cannot go on from.
+    """Check that training can resume from a valid state.
 
     Raises:
-        UserError: what training needs is damaged.
+        UserError: something that training needs is damaged.
     """
     try:
         _as(Resumable, state)
@@ -187,8 +187,10 @@ def check_resumable(checkpoint: Path, state: dict[str, Any]) -> None:
 
 
 def callback_states(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of the run's own callbacks by name; what earlier versions kept of the one drop is read as
-    that of a phase."""
+    """Return the states of the program's own callbacks by name.
+
+    The single drop of earlier versions is read as that of a phase.
+    """
     states = dict(state["callbacks"])
     if (drop := states.pop("Drop", None)) is not None:
         effects = {RECALIBRATION: drop} if drop else {}
@@ -208,7 +210,11 @@ def _as(kind: type[Any], state: dict[str, Any]) -> Any:
 
 
 def _check(state: Any) -> None:
-    """Raises ``ValueError`` where a description is none, or describes no model."""
+    """Check the description of the model.
+
+    Raises:
+        ValueError: it describes no model.
+    """
     if not isinstance(state, dict):
         raise ValueError("layout: expected the encodings of all layers")
     layout = in_todays_form(state.get("layout"))

@@ -1,4 +1,4 @@
-"""Whether a run fits the processes that are to do it."""
+"""Whether a run fits its number of processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainer.runs.training_config import StrategyConfig
 
 
 def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[str]:
-    """What is impossible with that many processes, one sentence each."""
+    """Check a run for this number of processes; return one sentence per problem."""
     run, found = config.trainer, []
     share = processes * (run.micro_batch_size or 1)
     if run.batch_size % share:
@@ -27,8 +27,11 @@ def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[s
 
 
 def gpus_that_fit(config: RunConfig, nodes: int) -> int:
-    """GPUs of a node of eight that the batches of every phase, of the controls too, can be dealt
-    out to, over ``nodes`` nodes: one for the strategy ``single``."""
+    """Return how many GPUs per node (at most eight) can share the batches of all phases and
+    controls.
+
+    ``nodes``: number of nodes. 1 for the strategy ``single``.
+    """
     arms = arms_of(config, weights=False)
     if any(arm.strategy.name == "single" for arm in arms.values()):
         return 1
@@ -41,7 +44,7 @@ def gpus_that_fit(config: RunConfig, nodes: int) -> int:
 
 
 def shard_size(config: StrategyConfig, processes: int, on_a_node: int) -> int:
-    """Ranks that share one copy of the parameters."""
+    """Return the number of ranks that share one copy of the parameters."""
     if config.name == "hsdp":
         return config.shard_size or on_a_node
     return processes

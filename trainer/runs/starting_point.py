@@ -1,4 +1,4 @@
-"""Where a run begins: at its newest sound checkpoint, at another run's, or from nothing."""
+"""Starting point of a run: its newest sound checkpoint, another run's checkpoint, or none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at a checkpoint and its ``state``, or from nothing."""
+    """Starting point of a run: a checkpoint with its ``state``, or none."""
 
     checkpoint: Path | None
     state: dict[str, Any]
@@ -47,18 +47,19 @@ class Start:
 
 
 def starting_point(config: RunConfig, branch: Path | None) -> Start:
-    """The newest sound checkpoint, the branch, or nothing; the metrics file is cut to fit.
+    """Find the starting point: newest sound checkpoint, branch, or none; cut the metrics file to
+    it.
 
-    All ranks call it: each reads a share of the files, and all begin at the same place.
+    All ranks call this together: each reads a share of the files, and all get the same result.
 
     Raises:
-        UserError: all checkpoints are damaged, or the branch's.
+        UserError: all checkpoints of the run are damaged, or the branch's.
     """
     run_dir = Path(config.run_dir)
     on_rank_zero(lambda: _tidy(run_dir / "checkpoints"))
     found = newest_sound_checkpoint(run_dir)
     if found is None and branch is not None:
-        damage_together(branch)  # what is sound is remembered, and not read again
+        damage_together(branch)  # remembers sound files, so that they are not read again
     return on_rank_zero(lambda: _begin(run_dir, found, branch))
 
 
@@ -76,7 +77,7 @@ def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
     start = found or branch
     state = read_state(start) if start is not None else {}
     if start is not None:
-        if "certificate" in state:  # else of an earlier version, which is refused with its reason
+        if "certificate" in state:  # missing from earlier versions, which are refused with a reason
             check_resumable(start, state)
         log.info("Resuming from %s (step %d)", start.name, state["step"])
     source = branch.parent.parent / "metrics.csv" if branch is not None else None
@@ -93,16 +94,16 @@ def _begin(run_dir: Path, found: Path | None, branch: Path | None) -> Start:
 def rewind_run(
     config: RunConfig, first_bad: int, broken_at: int, skips: Sequence[Sequence[int]] = ()
 ) -> list[list[int]]:
-    """Set aside the checkpoints since a run diverged; returns the samples to skip on resuming.
+    """Set aside the checkpoints since a run diverged; return the samples to skip after resuming.
 
-    All ranks call it.
+    All ranks call this together.
 
     Args:
         config: the run.
         first_bad: its last sound step.
-        broken_at: the step it stopped at.
-        skips: what it has left out so far. The checkpoint does not know of samples that were left
-            out since: a second rewind to it would read those of the first again.
+        broken_at: the step at which it stopped.
+        skips: samples skipped so far. The checkpoint does not contain later skips: a second rewind
+            to it would read the samples skipped by the first.
 
     Returns:
         Pairs (step, number of samples) for the steps from there on.
@@ -126,15 +127,14 @@ def rewind_run(
 
 
 def _orders_between(phases: Sequence[Phase], first: int, end: int) -> dict[int, int]:
-    """Return the orders of samples that the steps from ``first`` to before ``end`` read, and the
-    step from which each is read."""
+    """Return the sample orders that steps ``first`` to ``end`` (exclusive) read, with their first
+    steps."""
     read = [phase for phase in phases if phase.start < end and phase.end > first]
     return {phase.order: max(phase.order_start, first) for phase in read}
 
 
 def data_fingerprints(corpus: Corpus, phase: Phase) -> dict[str, Any]:
-    """Hashes of everything that determines the tokens of a sample number in a phase, and of the
-    texts of the whole run."""
+    """Return hashes of everything that determines a phase's samples, and of the run's texts."""
     data, mixed = phase.config.data, corpus.mixed(phase.config.data)
     order = [
         *(mixed.fingerprint, phase.seed, data.sequence_length, data.packing, data.shuffle_group),
@@ -145,11 +145,11 @@ def data_fingerprints(corpus: Corpus, phase: Phase) -> dict[str, Any]:
 
 
 def texts_read(run_dir: Path) -> list[str] | None:
-    """Fingerprints of the texts that the run in a directory has read so far, where it has."""
+    """Return fingerprints of the texts that the run in a directory has read, or None."""
     for path in reversed(regular_checkpoints(run_dir / "checkpoints")):
         try:
             return json.loads((path / "state.json").read_bytes())["data"]["texts"]
-        except (OSError, ValueError, KeyError, TypeError):  # checked, and named, when it is resumed
+        except (OSError, ValueError, KeyError, TypeError):  # validated on resume
             continue
     return None
 
@@ -162,7 +162,7 @@ NUMERICS = {
 
 
 def say_other_numerics(state: dict[str, Any], config: RunConfig) -> None:
-    """Tell where a run goes on in other types than its checkpoint was trained in."""
+    """Log that a run resumes with a precision other than its checkpoint's."""
     now, trained = NUMERICS[config.trainer.precision], state["config"]["trainer"]["precision"]
     before = state.get("numerics", f"{trained} as an earlier version computed it")
     if before != now and (trained, config.trainer.precision) != ("fp32", "fp32"):
@@ -170,7 +170,7 @@ def say_other_numerics(state: dict[str, Any], config: RunConfig) -> None:
 
 
 def samples_of(corpus: Corpus, phase: Phase) -> TrainingSamples:
-    """What a phase reads of the run's texts."""
+    """Return the training samples of a phase."""
     data = phase.config.data
     return TrainingSamples(corpus.mixed(data), data, phase.seed)
 
@@ -178,7 +178,7 @@ def samples_of(corpus: Corpus, phase: Phase) -> TrainingSamples:
 def epochs_read(
     corpus: Corpus, phases: Sequence[Phase], skips: Sequence[Sequence[int]]
 ) -> Callable[[int], dict[str, float]]:
-    """How often each text has been read after so many steps of the run."""
+    """Return a function from step to the number of times each text has been read."""
     orders: dict[int, list[Phase]] = {}
     for phase in phases:
         orders.setdefault(phase.order, []).append(phase)
@@ -199,8 +199,8 @@ def epochs_read(
 
 
 def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) -> None:
-    """Refuse to resume with other text or another order; the samples of the checkpoint's last step
-    are read again and compared.
+    """Check that text and order are unchanged: re-read the checkpoint's last step and compare
+    hashes.
 
     Raises:
         UserError: the checkpoint was trained on other samples.

@@ -1,4 +1,4 @@
-"""The trained model that a run begins with: published weights, or those of another run."""
+"""Trained weights that a run begins with: published ones, or another run's."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ OF_MODEL = "model."
 
 
 def starting_weights(config: ModelConfig) -> Pretrained | None:
-    """The model that ``model.from_pretrained`` or ``model.from_run`` names; no weights are read,
-    nor hashed: who takes them does, see ``damage_together``.
+    """Return the model that ``model.from_pretrained`` or ``model.from_run`` names, or None.
+
+    Reads and hashes no weights; see ``damage_together`` for the process that does.
 
     Raises:
-        UserError: there is none, it is damaged, or both are given.
+        UserError: the model does not exist or is damaged, or both keys are set.
     """
     if config.from_pretrained is not None and config.from_run is not None:
         raise UserError("model.from_run: model.from_pretrained is given too; leave out one.")
@@ -46,17 +47,20 @@ def starting_weights(config: ModelConfig) -> Pretrained | None:
 
 
 def normalizes(layout: Layout) -> bool:
-    """Whether query and key norms are on anywhere; where not, those of the weights still wait for a
-    drop, and are no part of them."""
+    """Whether any query and key norms are enabled.
+
+    Otherwise the norms still wait for a drop, and are no part of the published weights.
+    """
     return any(layer.qk_norm for layer in layout.layers)
 
 
 def encodings_of(given: str) -> tuple[PositionalConfig, str | None]:
-    """The encodings that the checkpoint has which ``model.from_run`` names, and what it is called:
-    None where that follows from them.
+    """Return the encodings of the checkpoint that ``model.from_run`` names, and their label.
+
+    The label is None if it follows from the encodings.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: there is no checkpoint, or it is damaged.
     """
     with said_of(FROM_RUN, "checkpoint"):
         path = _checkpoint(given)
@@ -68,7 +72,7 @@ def encodings_of(given: str) -> tuple[PositionalConfig, str | None]:
     for phase in phases_of(config):
         change = phase.drop
         if change is None or phase.start >= step or change.heads is not None or change.of_pairs:
-            continue  # what heads and pairs have left has no name
+            continue  # A partial drop leaves an encoding that has no name.
         chosen = {layer % depth for layer in change.layers or range(depth)}
         before = [positional.layers[i % len(positional.layers)] for i in range(depth)]
         layers = [change.to if i in chosen else name for i, name in enumerate(before)]
@@ -96,7 +100,7 @@ def _of_run(given: str) -> Pretrained:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A weight in a checkpoint, not read yet."""
+    """A weight in a checkpoint, to be read later."""
 
     name: str
     shape: tuple[int, ...]
@@ -104,7 +108,7 @@ class _Saved:
     index: Metadata
 
     def read_into(self, out: Tensor) -> None:
-        """Fill ``out``, converting to its type; every rank by itself."""
+        """Fill ``out``, converting to its dtype; each rank reads independently."""
         saved = torch.empty(self.shape)
         load({OF_MODEL + self.name: saved}, self.checkpoint, self.index, alone=True)
         out.copy_(saved)

@@ -1,4 +1,4 @@
-"""The tensors of a run, by name: weights, optimizer state, random number generators.
+"""Tensors of a run by name: weights, optimizer state, random number generators.
 
 Names depend on neither strategy nor world size, so that any of them can read what another wrote:
 ``model.<parameter>``, ``optimizer.<parameter>.<key>``, ``rng.<device>.<rank>``.
@@ -26,7 +26,7 @@ Tensors = dict[str, Tensor]
 
 
 def tensors_of(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
-    """This rank's part of what a checkpoint holds: its shards; whole tensors on the first rank."""
+    """Return this rank's part of a checkpoint: its shards, and on rank 0 the unsharded tensors."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     found: Tensors = {}
     for name, parameter in model.named_parameters():
@@ -39,7 +39,7 @@ def tensors_of(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 def random_states(rank: int) -> Tensors:
-    """The state of this rank's generators; training draws nothing from them, plugins may."""
+    """Return the states of this rank's generators; training does not use them, but plugins may."""
     states = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
@@ -47,11 +47,10 @@ def random_states(rank: int) -> Tensors:
 
 
 def restore(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Put a checkpoint's tensors into a model and its optimizer, whatever strategy wrote them.
+    """Load a checkpoint's tensors into a model and its optimizer, whatever strategy wrote them.
 
     Raises:
-        UserError: the checkpoint lacks a parameter, or has one of another shape, or something of
-            nobody's.
+        UserError: a parameter is missing from the checkpoint, has another shape, or is unknown.
     """
     index = read_index(directory)
     saved = tensors_in(index)
@@ -84,7 +83,7 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, directory: Path) -
 
 
 def _empty(parameter: Tensor, about: TensorStorageMetadata) -> Tensor:
-    """Where a piece of optimizer state goes: laid out as its parameter, or a scalar beside it."""
+    """Allocate a tensor of optimizer state, sharded like its parameter, or a scalar."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if about.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=about.properties.dtype, requires_grad=False)
@@ -92,11 +91,10 @@ def _empty(parameter: Tensor, about: TensorStorageMetadata) -> Tensor:
 
 
 def check_shapes(wanted: Tensors, saved: dict[str, TensorStorageMetadata], name: str) -> None:
-    """Refuse weights that do not fit.
+    """Check that saved weights have the model's shapes.
 
     Raises:
-        UserError: naming the first parameter that is missing or has another shape, and how many
-            there are.
+        UserError: names the first parameter that is missing or has another shape, and their number.
     """
     problems = [
         f"checkpoint: {name!r} has no parameter {key.removeprefix('model.')!r}"
@@ -114,20 +112,21 @@ def check_shapes(wanted: Tensors, saved: dict[str, TensorStorageMetadata], name:
 def load(
     tensors: Tensors, directory: Path, index: Metadata | None = None, *, alone: bool = False
 ) -> None:
-    """Read ``tensors`` in place from a checkpoint; all ranks together where there are several,
-    unless each reads ``alone``. ``index``: its index, where it was read already; that of many ranks
-    takes seconds.
+    """Read ``tensors`` in place from a checkpoint, all ranks together or each ``alone``.
+
+    ``index``: the checkpoint's index if it was read before; with many ranks, reading it takes
+    seconds.
 
     Raises:
-        TransientError: its files, which were whole when they were hashed, cannot be read as its
-            index says: a disk has failed, or another rank.
+        TransientError: verified files cannot be read as the index says: a disk or another rank
+            failed.
     """
     alone = alone or not dist.is_initialized()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # known: alone
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected here
         try:
             dcp.load(dict(tensors), storage_reader=SafeReader(directory, index), no_dist=alone)
-        # Damaged files may raise anything; of several ranks' reports DCP makes a BaseException.
+        # Damaged files may raise anything; DCP wraps several ranks' errors in a BaseException.
         except (Exception, CheckpointException) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             why = f"checkpoint: {directory.name!r} cannot be read: {reason}"
@@ -135,13 +134,13 @@ def load(
 
 
 def save(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> None:
-    """Write ``tensors`` into a directory; all ranks of ``group`` together (None: this one alone).
+    """Write ``tensors`` into a directory, all ranks of ``group`` together (None: this rank alone).
 
     Raises:
-        CheckpointException, OSError: on every rank, where one of them cannot write.
+        CheckpointException, OSError: on every rank, if one cannot write.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # known: alone
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected here
         dcp.save(
             tensors,
             storage_writer=dcp.FileSystemWriter(directory),
@@ -151,33 +150,35 @@ def save(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> 
 
 
 def read_metadata(directory: Path) -> dict[str, TensorStorageMetadata]:
-    """Sizes and types of the tensors in a checkpoint, by name.
+    """Return sizes and dtypes of a checkpoint's tensors, by name.
 
     Raises:
-        UserError: its index is damaged, or holds what has no place there.
+        UserError: the index is damaged or contains foreign objects.
     """
     return tensors_in(read_index(directory))
 
 
 def tensors_in(index: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Sizes and types of the tensors, by name."""
+    """Return sizes and dtypes of the tensors, by name."""
     tensors = index.state_dict_metadata
     return {k: about for k, about in tensors.items() if isinstance(about, TensorStorageMetadata)}
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads DCP's files without ever running code from them: tensors with ``weights_only=True``,
-    which is torch's own way, and their index by :func:`read_index`."""
+    """Reader of DCP's files that never runs code from them.
+
+    Tensors are read with torch's ``weights_only=True``, their index by :func:`read_index`.
+    """
 
     def __init__(self, directory: Path, index: Metadata | None = None) -> None:
         super().__init__(directory)
         self.index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index.
+        """Read the index.
 
         Raises:
-            UserError: it is damaged, or holds what has no place there.
+            UserError: the index is damaged or contains foreign objects.
         """
         metadata = self.index or read_index(Path(self.path))
         assert metadata.storage_meta is not None

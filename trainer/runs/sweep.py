@@ -1,5 +1,7 @@
-"""Which runs belong to a sweep, what was set in each, and which of its jobs failed: the directory
-of a comparison, which its jobs and those who look at it meanwhile share."""
+"""Record of a sweep: its runs, their settings, and the jobs that failed.
+
+It lies in the directory of the sweep's comparison, which the jobs share with their readers.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Swept:
-    """A run of a sweep, there or yet to come. ``settings``: the words by which its job differs from
-    the others, as they were given, by their keys; empty where its configuration says so itself."""
+    """A run of a sweep, finished or not.
+
+    ``settings``: the words, by key, in which its command line differs from the other jobs'; empty
+    if its configuration shows them.
+    """
 
     run_dir: str
     settings: dict[str, str] = field(default_factory=dict)
@@ -37,8 +42,11 @@ class _Record:
 
 
 def place_of_sweep(parent: Path, runs: Sequence[Swept]) -> Path:
-    """The directory of a sweep under ``parent``, there or not: always the same for the same runs,
-    named by the words that the names of their directories begin with, or else by the first."""
+    """Return the directory of a sweep under ``parent``, existing or not; the same runs give the
+    same one.
+
+    Its name is the common prefix of the run directories' names, or the first of them.
+    """
     names = [Path(run.run_dir).resolve().name for run in runs]
     begins = os.path.commonprefix(names)
     common = re.sub("[_+=-][^_+=-]*$", "", begins) or begins or names[0]
@@ -51,7 +59,7 @@ def place_of_sweep(parent: Path, runs: Sequence[Swept]) -> Path:
 
 
 def open_sweep(parent: Path, runs: Sequence[Swept]) -> Path:
-    """The directory of a sweep under ``parent``, with its record."""
+    """Create the directory of a sweep under ``parent``, with its record."""
     place = place_of_sweep(parent, runs)
     text = json.dumps(asdict(_Record(list(runs))), indent=2, ensure_ascii=False)
     write_atomically(place / RECORD, text + "\n")
@@ -59,10 +67,10 @@ def open_sweep(parent: Path, runs: Sequence[Swept]) -> Path:
 
 
 def read_sweep(place: Path) -> list[Swept]:
-    """The runs of the sweep in ``place``.
+    """Read the runs of the sweep in ``place``.
 
     Raises:
-        UserError: its record cannot be read.
+        UserError: the record cannot be read.
     """
     path = place / RECORD
     try:
@@ -75,12 +83,12 @@ def read_sweep(place: Path) -> list[Swept]:
 
 @contextmanager
 def noting_failure(place: Path, run_dir: str) -> Iterator[None]:
-    """Keep what a job fails with beside the sweep, until the job is tried again."""
+    """Record a job's failure beside the sweep until the job is tried again."""
     note = _note(place, run_dir)
     note.unlink(missing_ok=True)
     try:
         yield
-    except PreemptedError:  # to be continued
+    except PreemptedError:  # not a failure: it will resume
         raise
     except Exception as error:
         lines = str(error).splitlines() or [""]
@@ -90,8 +98,8 @@ def noting_failure(place: Path, run_dir: str) -> Iterator[None]:
 
 
 def failure(place: Path, run_dir: str) -> str | None:
-    """What the last job of a run failed with, in a line; None: with nothing so far, or the run was
-    finished since."""
+    """Return the last failure of a run's job in one line; None without one, or if the run finished
+    since."""
     note, finished = _note(place, run_dir), Path(run_dir, "report.json")
     if not note.is_file():
         return None

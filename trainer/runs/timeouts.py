@@ -1,4 +1,4 @@
-"""How long ranks wait for each other before they give up."""
+"""Timeouts of ranks waiting for each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TimeoutConfig:
     one_rank: float = 7200.0
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         return [
             f"strategy.timeouts.{field.name}: expected seconds, got {value}."
             for field in fields(self)

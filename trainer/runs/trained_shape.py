@@ -1,4 +1,4 @@
-"""The shape of the trained model that a run begins with, which its configuration leaves out."""
+"""Shape of the trained model that a run begins with, which its configuration omits."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ CHOSEN = "qk_norm", "attention_backend", "from_pretrained", "from_run"
 
 
 def ignored_keys(keys: Iterable[str], source: str) -> list[str]:
-    """What is wrong with those of the dotted ``keys`` that the model which ``model.from_run`` or
-    another ``source`` names has already. Published weights have encodings too, but a drop may be
-    to others."""
+    """Report the dotted ``keys`` that ``source`` determines, such as ``model.from_run``.
+
+    Published weights determine their encodings as well, but a drop may replace them.
+    """
     keeps = ", which a run keeps that begins with it" if source == "from_run" else ""
     found = []
     for key in keys:
         group, _, rest = key.partition(".")
         of_shape = group == "model" and rest and rest.partition(".")[0] not in CHOSEN
-        of_tokens = group == "tokenizer" and rest != "path"  # which may lie elsewhere
+        of_tokens = group == "tokenizer" and rest != "path"  # the tokenizer file may have moved
         if of_shape or of_tokens or (group == "positional" and source == "from_run"):
             found.append(
                 f"{key}: the model that model.{source} names has its own{keeps}; leave it out."
@@ -32,11 +33,12 @@ def ignored_keys(keys: Iterable[str], source: str) -> list[str]:
 
 
 def with_trained_shape(config: RunConfig) -> RunConfig:
-    """The configuration with the shape of the model whose weights the run begins with, and the
-    encodings and the name of the run that these are from.
+    """Return the configuration with the shape of the trained model that the run begins with.
+
+    Encodings and label also come from the run that trained the weights.
 
     Raises:
-        UserError: there is no such model, its files are damaged, or it cannot have what is asked.
+        UserError: there is no such model, its files are damaged, or it conflicts with the request.
     """
     given = config.model
     if not given.is_trained:
@@ -67,11 +69,13 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
 
 
 def own_checkpoint(config: RunConfig) -> Path | None:
-    """The newest checkpoint of a run which ``model.from_run`` has gone since it began: it goes on
-    from that, and needs the other no more. None where it does, or where it is there.
+    """Return a run's own newest checkpoint if the model of its ``model.from_run`` has disappeared.
+
+    The run resumes from its checkpoint and no longer needs the other model. None if the model
+    exists or there is no checkpoint.
 
     Raises:
-        UserError: the configuration that it was begun with is damaged.
+        UserError: the configuration that the run was started with is damaged.
     """
     given, run = config.model.from_run, Path(config.run_dir)
     if not given or config.overwrite or Path(given).exists() or not (run / "config.yaml").is_file():
@@ -83,7 +87,7 @@ def own_checkpoint(config: RunConfig) -> Path | None:
 
 
 def _as_it_began(config: RunConfig) -> RunConfig:
-    """With what the run in its directory took from the model that has gone."""
+    """Return the configuration with what the run took from the missing model at its start."""
     given, saved = config.model, saved_run(Path(config.run_dir))
     normed = saved.model.qk_norm.when == "always"
     shape = replace(

@@ -30,7 +30,7 @@ class OptimizerConfig:
     muon_momentum: float = 0.95
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = [
             f"optimizer.{key}: expected a positive number, got {value}."
             for key in ("lr", "eps", "muon_lr")
@@ -97,7 +97,7 @@ class TrainerConfig:
     profile_steps: list[int] = field(default_factory=list)
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = [
             f"trainer.{key}: expected 1 or more, got {value}."
             for key in COUNTS
@@ -131,12 +131,12 @@ class TrainerConfig:
         return found
 
     def accumulation(self, ranks: int = 1) -> int:
-        """Forward passes of a rank in an optimizer step."""
+        """Return the number of forward passes of a rank per optimizer step."""
         return self.batch_size // ((self.micro_batch_size or self.batch_size // ranks) * ranks)
 
 
 def seconds_of(time: str) -> float:
-    """Seconds in ``hours:minutes:seconds``."""
+    """Convert ``hours:minutes:seconds`` to seconds."""
     hours, minutes, seconds = map(int, time.split(":"))
     return 3600 * hours + 60 * minutes + seconds
 
@@ -163,7 +163,7 @@ class StrategyConfig:
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = self.timeouts.problems()
         if self.shard_size is not None and (self.name != "hsdp" or self.shard_size < 1):
             found.append("strategy.shard_size: a number of ranks, for strategy=hsdp only.")
