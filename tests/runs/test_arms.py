@@ -8,9 +8,19 @@ from dataclasses import replace
 import pytest
 
 from tests.program import ROOT
-from trainer.runs.arms import MAIN, arm_problems, arms_of, phase_configs
-from trainer.runs.config import RunConfig
+from trainer.runs.arms import (
+    MAIN,
+    arm_problems,
+    arms_of,
+    gpus_that_fit,
+    phase_configs,
+    shard_size,
+    spread_problems,
+)
+from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.parsing import parse
+from trainer.runs.phase_config import PhaseConfig
+from trainer.runs.ranks import Ranks
 
 PHASES = {"short": {"steps": 4}, "long": {"steps": 2, "batch_size": 6, "sequence_length": 128}}
 CONTROLS = {
@@ -77,3 +87,83 @@ def test_no_check_is_asked_of_the_run_alone(file):
     ]
     assert "arm_problems" in [name for name, _ in checks]
     assert [name for name, first in checks if first == "config"] == []
+
+
+def test_a_hybrid_shards_inside_a_node():
+    assert Ranks(rank=3, world_size=16, local_rank=3, local_size=8).nodes == 2
+    assert shard_size(StrategyConfig(name="hsdp"), 16, 8) == 8
+    assert shard_size(StrategyConfig(name="hsdp", shard_size=4), 16, 8) == 4
+    assert shard_size(StrategyConfig(name="fsdp2"), 16, 8) == 16
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "processes", "near"),
+    [
+        (32, 2, 6, 24),
+        (32, None, 5, 30),
+        (3, 2, 2, 4),  # more than there are
+        (32, 2, 16, None),
+        (32, None, 1, None),
+        (6, None, 2, None),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_named_with_the_nearest_that_does(
+    batch, micro, processes, near
+):
+    config = RunConfig(trainer=TrainerConfig(batch_size=batch, micro_batch_size=micro))
+    said = (
+        f"trainer.batch_size: {batch} sequences do not divide into micro-batches of {micro or 1} "
+        f"on {processes} ranks; the nearest that does is {near}."
+    )
+    assert spread_problems(config, processes, processes) == ([said] if near else [])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batches", "nodes", "gpus"),
+    [
+        ("single", [64], 1, 1),
+        ("ddp", [64], 1, 8),
+        ("ddp", [64], 16, 4),
+        ("fsdp2", [16, 4], 1, 4),  # every phase has to be dealt out
+        ("ddp", [3], 1, 1),
+    ],
+)
+def test_as_many_gpus_of_a_node_fit_as_a_batch_can_be_dealt_out_to(strategy, batches, nodes, gpus):
+    phases = {f"phase_{i}": PhaseConfig(steps=1, batch_size=b) for i, b in enumerate(batches)}
+    config = RunConfig(
+        trainer=TrainerConfig(batch_size=batches[0]),
+        strategy=StrategyConfig(strategy),
+        phases=phases if len(batches) > 1 else {},
+    )
+    assert gpus_that_fit(config, nodes) == gpus
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus"),
+    [
+        ({"seed": 3}, 8),
+        ({"trainer": {"batch_size": 4}}, 4),
+        ({"phases": {"a": {"steps": 1}, "b": {"steps": 1, "batch_size": 2}}}, 2),
+        ({"strategy": {"name": "single"}}, 1),
+    ],
+)
+def test_the_batches_of_controls_are_dealt_out_too(changes, gpus):
+    config = RunConfig(
+        trainer=TrainerConfig(batch_size=64),
+        strategy=StrategyConfig("ddp"),
+        controls={"other": changes},
+    )
+    assert gpus_that_fit(config, 1) == gpus
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "problems"), [("hsdp", 4, 1), ("hsdp", 3, 0), ("ddp", 4, 0)]
+)
+def test_shards_that_do_not_divide_the_ranks_are_named(name, size, problems):
+    config = RunConfig(
+        trainer=TrainerConfig(batch_size=12), strategy=StrategyConfig(name, shard_size=size)
+    )
+    assert spread_problems(config, 6, 6) == problems * [
+        "strategy.shard_size: 4 does not divide the 6 ranks; by default it is the number of ranks "
+        "on a node."
+    ]

@@ -14,17 +14,17 @@ from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.directory import (
+    MARK,
     LogFile,
     check_run_directory,
     differences,
     free_place,
     log_to_file,
     open_run_directory,
+    overwrite_problems,
     saved_run,
     writable_problem,
 )
-from trainer.runs.mark import MARK
-from trainer.runs.ownership import overwrite_problems
 from trainer.runs.parsing import parse
 
 

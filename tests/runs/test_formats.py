@@ -13,7 +13,7 @@ from trainer.errors import UserError
 from trainer.formats import check_format
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests
 from trainer.runs.checkpoints import STATE, find_checkpoint, read_state, step_name
-from trainer.runs.mark import MARK
+from trainer.runs.directory import MARK
 from trainer.runs.models import find_candidate
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.evaluation_request import EvaluationRequest

@@ -10,8 +10,8 @@ from scripts import first_hour
 from trainer.commands import configuration
 from trainer.commands.evaluate import COMMAND
 from trainer.commands.train import read_config
+from trainer.runs.arms import spread_problems
 from trainer.runs.phases import phases_of
-from trainer.runs.spread import spread_problems
 
 BY_COMMANDS = [c for c in first_hour.CHECKS if c.name not in ("attention", "kernels")]
 ROWS = [{"loss": 1.0, "tokens_per_second": 1.0, "phase": phase} for phase in (0, 0, 1, 1)]

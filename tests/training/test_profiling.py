@@ -13,8 +13,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.errors import UserError
-from trainer.runs.mark import write_mark
-from trainer.runs.ownership import overwrite_problems
+from trainer.runs.directory import overwrite_problems, write_mark
 from trainer.training import stretch
 from trainer.training.callbacks import profiling
 from trainer.training.callbacks.profiling import Profiling

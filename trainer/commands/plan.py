@@ -39,9 +39,8 @@ OWN = ("gpu", "mfu", "exact", "slurm")
 
 def read(composed: Composed) -> PlanRequest:
     """The checked request; published weights need not be here, if the model's shape is given."""
-    from trainer.runs.arms import arm_problems, arms_of
+    from trainer.runs.arms import arm_problems, arms_of, spread_problems
     from trainer.runs.numbers import number_problems
-    from trainer.runs.spread import spread_problems
     from trainer.runs.validation import validated
 
     own, problems = validated(_Own, {key: composed.values[key] for key in OWN})

@@ -66,7 +66,7 @@ class SlurmConfig:
         """With as many GPUs as fit the run, where none were asked for."""
         if self.gpus_per_node is not None:
             return self
-        from trainer.runs.spread import gpus_that_fit
+        from trainer.runs.arms import gpus_that_fit
 
         return replace(self, gpus_per_node=gpus_that_fit(config, self.nodes))
 

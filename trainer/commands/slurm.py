@@ -47,10 +47,9 @@ class Job:
 
 def read(composed: Composed, trains: bool = True) -> Job:
     """The checked job; ``trains``: whether it is the run's own."""
-    from trainer.runs.arms import arm_problems, arms_of
+    from trainer.runs.arms import arm_problems, arms_of, spread_problems
     from trainer.runs.directory import plain
     from trainer.runs.numbers import number_problems
-    from trainer.runs.spread import spread_problems
     from trainer.runs.validation import validated
 
     values = {key: value for key, value in composed.values.items() if key != "slurm"}

@@ -29,8 +29,8 @@ from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoint_files import MANIFEST, damage, damage_together, visible_damage
 from trainer.runs.config import RunConfig
+from trainer.runs.directory import check_mark
 from trainer.runs.index import read_index
-from trainer.runs.mark import check_mark
 from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import on_rank_zero
 from trainer.runs.saved_state import STATE, read_saved

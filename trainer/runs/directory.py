@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import shutil
 import sys
 import tempfile
@@ -15,14 +17,46 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from trainer.errors import UserError
-from trainer.formats import read_content
+from trainer.formats import adapter, check_format, first_problem, read_content, read_plain
 from trainer.report.atomic import write_atomically
 from trainer.runs.config import RunConfig
-from trainer.runs.mark import check_mark, write_mark
-from trainer.runs.ownership import overwrite_problems
-from trainer.runs.saved_config import saved_config
+from trainer.runs.numbers import number_problems
+
+MARK = "run.json"
+FORMAT = 1
+PROGRAM = "unrope"
+
+
+def write_mark(directory: Path) -> None:
+    """Mark a directory as a run."""
+    write_atomically(directory / MARK, json.dumps({"program": PROGRAM, "format": FORMAT}) + "\n")
+
+
+def check_mark(directory: Path, key: str = "run_dir") -> None:
+    """Check that a run's format is supported; runs without a mark have the first format.
+
+    ``key``: the configuration key that named the directory.
+
+    Raises:
+        UserError: a newer version of this program wrote the directory, or the mark is damaged.
+    """
+    mark = directory / MARK
+    if not mark.exists():
+        return
+    try:
+        content = read_plain(mark)
+        found, program = content["format"], content.get("program")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"{key}: {str(mark)!r} is damaged; it should hold a format number."
+        ) from None
+    if program != PROGRAM:
+        raise UserError(f"{key}: {str(mark)!r} is of another program, {program!r}.")
+    check_format(found, FORMAT, f"{key}: {str(directory)!r}", "choose another run")
+
 
 FREE_TO_CHANGE = (
     "name",
@@ -211,3 +245,91 @@ def free_place(wanted: Path, may_replace: Callable[[Path], bool]) -> Path:
         return wanted
     numbered = (wanted.with_name(f"{wanted.stem}-{n}{wanted.suffix}") for n in count(2))
     return next(filter(may_replace, numbered))
+
+
+CHANGED_SINCE = ("evaluation", "monitor", "logger")
+"""Groups that earlier versions had in other forms, and that say nothing of what was trained."""
+
+
+def saved_config(values: dict[str, Any], what: str) -> RunConfig:
+    """Parse the configuration that a run was written with, even with other plugins or by another
+    version.
+
+    ``what``: beginning of an error message.
+
+    Raises:
+        UserError: the configuration is damaged.
+    """
+    try:
+        config = adapter(RunConfig).validate_python(values)
+    except ValidationError as error:
+        if not {e["loc"][0] for e in error.errors()} <= {*CHANGED_SINCE}:
+            raise UserError(f"{what}: {first_problem(error)}.") from error
+        rest = {key: value for key, value in values.items() if key not in CHANGED_SINCE}
+        config = adapter(RunConfig).validate_python(rest)
+    numbers = [*number_problems(config), *config.trainer.problems(), *config.data.problems()]
+    if numbers:
+        raise UserError(f"{what}: {numbers[0]}")
+    return config
+
+
+_CHECKPOINT = r"(unused-)?(step-\d+|before-drop)|\.[^/]+\.(partial|removed)"
+_SAVED = r"(manifest\.json|state\.json|\.metadata|temperature\.json|__\w+\.distcp)"
+_TABLE = r"(report\.(json|html)|table\.(md|tex|csv)|[\w.-]+\.json)"
+_PICTURE = r"[\w.,+ -]+\.(svg|png|csv|json)"
+_EVALUATION = rf"({_TABLE}|cells/[a-z]+-[0-9a-f]{{20}}\.json|figures/{_PICTURE})"
+_OWN = re.compile(
+    rf"""
+    config\.yaml | {re.escape(MARK)} | metrics\.csv | log\.txt | heartbeat\.json | failures\.txt
+    | wandb_id | \.lock
+    | (config\.yaml|metrics\.csv)\.partial
+    | (.*/)?\.[^/]+\.\d+\.tmp
+    | {_TABLE} | figures/{_PICTURE}
+    | profile/steps-\d+-\d+-rank-\d+\.(json\.gz|txt) | flight_recorder/rank_\d+
+    | checkpoints/({_CHECKPOINT})/{_SAVED}
+    | (evaluation|lengths/[^/]+)/{_EVALUATION}
+    | analysis/\.[^/]+\.partial-.*
+    | analysis/[^/]+/(report\.html|{_PICTURE}|figures/{_PICTURE})
+    | (wandb|tensorboard)/.*
+    """,
+    re.VERBOSE,
+)
+"""Paths within a run, but for its controls, which are runs themselves."""
+MOST_NAMED = 5
+
+
+def overwrite_problems(directory: Path) -> list[str]:
+    """Return why a directory may not be replaced, one sentence per reason.
+
+    Reasons are a directory of another origin, and files that someone added to it.
+    """
+    if directory.is_symlink():
+        return [f"overwrite: {str(directory)!r} is a link; give the directory that it names."]
+    if not (directory / MARK).is_file():
+        return [
+            f"overwrite: {str(directory)!r} is not marked as a run of this program (it has no "
+            f"{MARK}), so nothing is deleted. Remove it yourself or choose another run_dir; a run "
+            "of an older version is marked when it is resumed."
+        ]
+    try:
+        check_mark(directory)
+    except UserError as error:
+        return list(error.problems)
+    foreign, problems = [], []
+    for place, folders, files in os.walk(directory):
+        path = Path(place)
+        if path == directory and "controls" in folders:
+            folders.remove("controls")
+            controls = sorted((directory / "controls").iterdir())
+            problems = [p for control in controls for p in overwrite_problems(control)]
+        names = [*files, *(name for name in folders if (path / name).is_symlink())]
+        paths = ((path / name).relative_to(directory).as_posix() for name in names)
+        foreign += [name for name in paths if not _OWN.fullmatch(name)]
+    more = f", and {len(foreign) - MOST_NAMED} more" if len(foreign) > MOST_NAMED else ""
+    if foreign:
+        named = ", ".join(repr(str(directory / name)) for name in sorted(foreign)[:MOST_NAMED])
+        problems.append(
+            f"overwrite: not made by this program, so nothing is deleted: {named}{more}; move "
+            "what you want to keep elsewhere first."
+        )
+    return problems

@@ -24,7 +24,7 @@ from trainer.runs.checkpoint_files import MANIFEST, checksum
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, model_config, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, is_dropped, role
-from trainer.runs.saved_config import saved_config
+from trainer.runs.directory import saved_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights, as commands call them."""

@@ -18,9 +18,9 @@ from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.checkpoints import find_checkpoint, model_config, read_state
 from trainer.runs.descriptions import is_dropped, label
+from trainer.runs.directory import saved_config
 from trainer.runs.index import read_index
 from trainer.runs.phases import phases_of
-from trainer.runs.saved_config import saved_config
 from trainer.runs.state import check_shapes, load, tensors_in
 
 FROM_RUN = "model.from_run"

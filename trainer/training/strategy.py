@@ -39,9 +39,9 @@ from torch.utils.checkpoint import (
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
 from trainer.model.initialization import initial_value
+from trainer.runs.arms import shard_size
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, device_of, limit_collectives
-from trainer.runs.spread import shard_size
 from trainer.runs.training_config import StrategyConfig
 
 SHARDED = ("fsdp2", "hsdp")

@@ -15,7 +15,7 @@ from trainer.evaluation.sharing import Share
 from trainer.report.outcomes import Outcomes
 from trainer.report.results import Report
 from trainer.report.writing import write_renderings
-from trainer.runs.arms import arm_problems, arms_of
+from trainer.runs.arms import arm_problems, arms_of, spread_problems
 from trainer.runs.checkpoint_files import MANIFEST, damage_together
 from trainer.runs.checkpoints import BEFORE_DROP, step_name
 from trainer.runs.config import RunConfig
@@ -35,7 +35,6 @@ from trainer.runs.ranks import (
     process_group,
 )
 from trainer.runs.run_lock import RunLock
-from trainer.runs.spread import spread_problems
 from trainer.training.callbacks.benchmarks import benchmark_problems
 from trainer.training.callbacks.lengths import check_monitored_text
 from trainer.training.callbacks.preemption import heeding_signals, stopping_between_files

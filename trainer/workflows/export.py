@@ -14,8 +14,7 @@ from trainer.errors import UserError
 from trainer.interchange.export.directory import Exported, destination_problem, export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
-from trainer.runs.directory import writable_problem
-from trainer.runs.saved_config import saved_config
+from trainer.runs.directory import saved_config, writable_problem
 from trainer.workflows.export_request import ExportRequest
 from trainer.workflows.model_card import model_card, renewed_card
 

@@ -18,8 +18,8 @@ from trainer.report.outcomes import Outcomes
 from trainer.report.results import Report
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
+from trainer.runs.directory import saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
-from trainer.runs.saved_config import saved_config
 
 log = logging.getLogger(__name__)
 
