@@ -1,1 +1,1 @@
-"""Lightning: the module, its optimizers, phases and strategies, and the callbacks."""
+"""Training with Lightning: module, optimizers, strategies, and callbacks."""

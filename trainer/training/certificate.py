@@ -1,4 +1,4 @@
-"""What a run has read, as a sum over ranks and steps that nothing but the tokens decides."""
+"""Certificate of the tokens read by a run, as a sum over ranks and steps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.data.order import as_text
 
 
 class Certificate:
-    """Sums the hashes of samples on the device, modulo 2^64: those of all steps, and of the last.
+    """Sums of sample hashes on the device, modulo 2^64: over all steps, and over the last one.
 
-    Nothing here waits for the device but :meth:`state`.
+    Only :meth:`state` causes a host sync.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Certificate:
         self._sums: Tensor | None = None
 
     def add(self, hashes: Tensor, begins_step: bool) -> None:
-        """Count a micro-batch's samples ``[B]``, int64."""
+        """Add a micro-batch's sample hashes ``[B]``, int64."""
         mine = hashes.sum()
         if self._sums is None:
             self._sums = mine.new_zeros(2)
@@ -30,7 +30,7 @@ class Certificate:
         self._sums = torch.stack([self._sums[0] + mine, last])
 
     def state(self) -> dict[str, Any]:
-        """Both sums over all ranks, which have to call this together; for a checkpoint."""
+        """Return both sums over all ranks, for a checkpoint; all ranks call this together."""
         total, last = 0, self._last
         if self._sums is not None:
             sums = self._sums.clone()
@@ -40,5 +40,5 @@ class Certificate:
         return {"samples": as_text(self._before + total), "last_step": as_text(last)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`; the sum until then is known to every rank, and added once."""
+        """Resume from :meth:`state`; the stored sum is known to every rank and added once."""
         self._before, self._last = (int(state[key], 16) for key in ("samples", "last_step"))

@@ -1,4 +1,4 @@
-"""Training batches for Lightning, from any step on and for any rank."""
+"""Training batches for Lightning, from any step and for any rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from trainer.runs.ranks import Ranks, device_type
 
 
 class TrainingData(L.LightningDataModule):
-    """Sample order is a pure function of (seed, counter), and the counter of the step; so there is
-    nothing to save, and resuming reads on where the run stopped. ``first``: the number of the first
-    sample that a step reads."""
+    """Training batches in an order that is a pure function of (seed, step).
+
+    There is no state to save: a resumed run reads on from its step. ``first`` gives the number of
+    the first sample of a step.
+    """
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class TrainingData(L.LightningDataModule):
         self.start, self.first = start, first
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """This rank's micro-batches from step ``start`` to ``trainer.max_steps``."""
+        """Return this rank's micro-batches from step ``start`` to ``trainer.max_steps``."""
         run, workers = self.config.trainer, self.config.data.num_workers
         sampler = CountingSampler(
             steps=run.max_steps,
@@ -52,17 +54,17 @@ class TrainingData(L.LightningDataModule):
             pin_memory=device_type(self.config) == "cuda",
             persistent_workers=workers > 0,
             worker_init_fn=_ignore_signals,
-            # Its own, or making it would draw from the generator whose state a resume restores.
+            # The default generator's state is restored on resume: do not draw from it here.
             generator=torch.Generator(),
         )
 
 
 def _as_is(batch: Any) -> Any:
-    """The dataset makes whole batches; there is nothing to collate."""
+    """Return the batch unchanged: the dataset makes whole batches."""
     return batch
 
 
 def _ignore_signals(_: int) -> None:
-    """A scheduler signals every process of a job, but only the trainer knows when to stop."""
+    """Ignore signals sent to every process of a job: only the trainer knows when to stop."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What a run computes on, and what is set for it before and while it trains."""
+"""Devices of a run, and the settings of torch, NCCL and OpenMP for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONGEST_ON_CPU = 30 * 86400
 
 
 def device_problems(config: RunConfig) -> list[str]:
-    """What this machine cannot do of what the configuration asks for, one sentence each."""
+    """Return one sentence for each request of the configuration that this machine cannot fulfil."""
     device, found = device_type(config), []
     if config.trainer.accelerator == "gpu" and device == "cpu":
         found.append("trainer.accelerator: 'gpu', but torch sees no GPU; choose 'auto' or 'cpu'.")
@@ -56,7 +56,7 @@ def device_problems(config: RunConfig) -> list[str]:
 
 
 def cpu_seconds(config: RunConfig) -> float:
-    """About how long the training takes on this machine's cores: 6 operations a parameter and
+    """Estimate the seconds of training on this machine's cores: 6 operations per parameter and
     token (Kaplan et al. 2020)."""
     model = config.model
     vocabulary = model.vocab_size or config.tokenizer.vocab_size
@@ -66,31 +66,31 @@ def cpu_seconds(config: RunConfig) -> float:
 
 
 def in_words(seconds: float) -> str:
-    """``9 hours``, ``41 days``, ``11 years``."""
+    """Format a duration as ``9 hours``, ``41 days`` or ``11 years``."""
     units = {"year": 365 * 86400, "day": 86400, "hour": 3600, "minute": 60, "second": 1}
     unit, size = next((u, n) for u, n in units.items() if seconds >= 2 * n or n == 1)
     return counted(round(seconds / size), unit)
 
 
 def set_threads(config: RunConfig, ranks: Ranks) -> None:
-    """Use ``trainer.threads`` CPU threads, or as many as are usual; of several ranks, and to
-    compile, one for every core of this process's share of the machine. All ranks call it together.
+    """Set the number of CPU threads to ``trainer.threads`` or the default.
+
+    With several ranks, and when compiling, the default is one per core of this process's share of
+    the machine. All ranks call this together.
     """
     given, share = config.trainer.threads, share_of_cores()
-    # torchrun gives all ranks OMP_NUM_THREADS=1, unless it is set.
+    # torchrun sets OMP_NUM_THREADS=1 on all ranks unless it is set.
     torch.set_num_threads(given or (share if ranks.world_size > 1 else usual_threads()))
     if config.trainer.compile and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        from torch._inductor import config as inductor  # has read the environment by now
+        from torch._inductor import config as inductor  # after the environment is set
 
-        # By itself every rank starts as many workers as the node has cores, up to 32.
+        # The default is one worker per core of the node, up to 32, on every rank.
         inductor.compile_threads = min(given or share, 32)
 
 
 def set_environment(config: RunConfig) -> None:
-    """Set what torch, cuBLAS and NCCL read once, when a GPU or a process group is first used.
-
-    What the user has set stays.
-    """
+    """Set the environment that torch, cuBLAS and NCCL read when first used; the user's settings
+    stay."""
     if device_type(config) == "cpu":
         return
     _set("expandable_segments:True", *ALLOCATOR)
@@ -103,7 +103,7 @@ def set_environment(config: RunConfig) -> None:
 
 
 def _set(value: str, *names: str) -> None:
-    """Set the first of an environment variable's names, unless any of them is set."""
+    """Set the first of an environment variable's names, unless one of them is set."""
     if not any(name in os.environ for name in names):
         os.environ[names[0]] = value
 
@@ -113,8 +113,10 @@ def _value(names: tuple[str, ...]) -> str | None:
 
 
 def open_gpus(config: RunConfig, ranks: Ranks) -> None:
-    """Say in the log what is set for the GPUs, and make the directory of NCCL's flight recorder;
-    without any, about how long it will take where that is long."""
+    """Log the GPU settings and create the directory of NCCL's flight recorder.
+
+    Without GPUs, log the estimated duration of a long training.
+    """
     if device_type(config) == "cpu":
         if (seconds := cpu_seconds(config)) > 3600:
             log.info("On this machine's CPU about %s", in_words(seconds))
@@ -132,19 +134,20 @@ def open_gpus(config: RunConfig, ranks: Ranks) -> None:
 
 @contextmanager
 def numerics(config: RunConfig) -> Iterator[None]:
-    """Within it, ``trainer.tf32`` and ``trainer.deterministic`` hold."""
+    """Apply ``trainer.tf32`` and ``trainer.deterministic`` within the block."""
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    memory: Any = torch.utils.deterministic  # a module whose attributes torch makes at run time
+    memory: Any = torch.utils.deterministic  # attributes are created at run time
     filled = memory.fill_uninitialized_memory
     try:
-        # torch recommends torch.backends.cuda.matmul.fp32_precision, but Lightning reads this
-        # older setting, and torch refuses to answer where the two are mixed.
+        # torch recommends torch.backends.cuda.matmul.fp32_precision. Lightning reads the older
+        # setting,
+        # and torch raises if both are used.
         if device_type(config) == "cuda":
             torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
         if config.trainer.deterministic:
             torch.use_deterministic_algorithms(True)
-            # All memory is written before it is read; to fill it first is an eighth of a step.
+            # Filling new memory first costs an eighth of a step; nothing reads it unwritten.
             memory.fill_uninitialized_memory = False
         yield
     finally:

@@ -8,19 +8,19 @@ import lightning as L
 
 
 def disable_sigterm_broadcast(trainer: L.Trainer) -> None:
-    """Keep Lightning from broadcasting at every batch whether a rank got SIGTERM.
+    """Stop Lightning from broadcasting at every batch whether a rank got SIGTERM.
 
-    The broadcast waits for the device; the ``Preemption`` callback does the same without waiting.
+    The broadcast causes a host sync; the ``Preemption`` callback does the same without one.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = lambda: None
 
 
 def set_steps_done(trainer: L.Trainer, steps: int) -> None:
-    """Let ``trainer.global_step`` start at ``steps``.
+    """Set the initial value of ``trainer.global_step``.
 
-    Lightning's own way is its checkpoint format, which holds whole tensors and the state of loops
-    over a loader; here the loader is made from its first step on.
+    Lightning's own checkpoints would do so, but contain unsharded tensors and the state of loops
+    over a loader. Here the loader starts at the right step.
     """
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     progress.total.ready = progress.total.completed = steps

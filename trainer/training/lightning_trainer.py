@@ -1,4 +1,4 @@
-"""Lightning's trainer as runs use it."""
+"""Lightning's trainer, configured for our runs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from trainer.training.strategy import lightning_strategy
 def make_trainer(
     config: RunConfig, ranks: Ranks, loggers: list[Logger], callbacks: list[L.Callback]
 ) -> L.Trainer:
-    """Lightning's trainer, without its own checkpoints, progress bar and advice."""
+    """Create Lightning's trainer without its own checkpoints, progress bar and tips."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     run, single = config.trainer, config.strategy.name == "single"
     strategy = lightning_strategy(config, ranks)
     if isinstance(strategy, ParallelStrategy):
-        # Of this list Lightning takes what stands at the local rank. Left to itself it expects to
-        # see the GPUs of all processes of a machine.
+        # Lightning takes the entry at the local rank. Left to itself it expects to see the GPUs of
+        # all
+        # processes of a machine.
         strategy.parallel_devices = [device_of(config, ranks)] * ranks.local_size
     trainer = L.Trainer(
         max_steps=run.max_steps,
@@ -35,12 +36,12 @@ def make_trainer(
         devices=1,
         num_nodes=ranks.nodes,
         strategy=strategy,
-        # Named, so that Lightning does not take to what it finds in a SLURM job.
+        # explicit, so that Lightning does not detect a SLURM job
         plugins=[LightningEnvironment() if single else TorchElasticEnvironment()],
-        precision="32-true",  # of the weights; the decoder knows in which type it computes
+        precision="32-true",  # of the weights; the decoder chooses the compute dtype
         accumulate_grad_batches=run.accumulation(ranks.world_size),
         logger=loggers,
-        log_every_n_steps=0,  # the Metrics callback logs, what others gave to log() too
+        log_every_n_steps=0,  # the Metrics callback logs, including values from log()
         callbacks=callbacks,
         enable_checkpointing=False,
         enable_progress_bar=False,

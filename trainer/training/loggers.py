@@ -1,4 +1,4 @@
-"""Dashboards beside ``metrics.csv``: Weights & Biases and TensorBoard, where they are asked for."""
+"""Dashboards in addition to ``metrics.csv``: Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ WAIT = 30.0
 
 
 def other_loggers(config: RunConfig) -> list[Logger]:
-    """The configured loggers, made by all ranks together; wandb is offline where no key is
-    configured, or where it cannot be reached.
+    """Create the configured loggers; all ranks call this together.
+
+    wandb runs offline without a key, or if it cannot be reached.
 
     Raises:
-        UserError: TensorBoard is asked for and not installed.
+        UserError: TensorBoard is requested and not installed.
     """
     loggers: list[Logger] = []
     settings = config.logger
@@ -66,26 +67,26 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
             # Offline there is nothing to resume, and some versions warn of it.
             resume=None if mode == "offline" else "allow",
             save_dir=config.run_dir,
-            # Not Lightning's `offline`, which sets a deprecated variable for the whole process.
+            # Lightning's `offline` sets a deprecated variable for the whole process.
             mode=mode,
             experiment=_kept.pop(identity, None) if _kept is not None else None,
-            reinit="create_new",  # that of the run stays open while its controls train
-            # Silent, or it says a screen of history.
+            reinit="create_new",  # the run's own stays open while its controls train
+            # otherwise it prints a screen of history
             settings=wandb.Settings(silent=True, init_timeout=WAIT),
         )
-        logger._wandb_init.pop("anonymous", None)  # wandb warns of it, whatever its value
+        logger._wandb_init.pop("anonymous", None)  # wandb warns about it, whatever its value
         return logger
 
     if settings.offline or not has_wandb_key():
         return made("offline")
-    apart = f"{identity}-offline"  # what has failed keeps its id to itself
+    apart = f"{identity}-offline"  # the failed attempt keeps its id
     if _unreachable:
         return made("offline", apart)
     logger = made(None)
     if current_ranks().is_rank_zero:
         try:
-            _ = logger.experiment  # which connects; Lightning would not before fit
-        except Exception as error:  # whatever it is, it need not stop a run
+            _ = logger.experiment  # connects now; Lightning would wait until fit
+        except Exception as error:  # no failure of the dashboard may stop a run
             why = str(error).strip().partition("\n")[0] or type(error).__name__
             log.warning(
                 "Weights & Biases cannot be reached (%s): this command logs offline; later "
@@ -98,14 +99,14 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
 
 
 def logger_problems(config: RunConfig) -> list[str]:
-    """What a configured dashboard lacks, one sentence each."""
+    """Return one sentence for each requirement that a configured dashboard lacks."""
     if not config.logger.tensorboard or any(map(find_spec, ("tensorboard", "tensorboardX"))):
         return []
     return ["logger.tensorboard: TensorBoard is not installed; pip install 'unrope[tensorboard]'."]
 
 
 def dashboard_name(config: RunConfig) -> str:
-    """The run's name, with the control's where it is one: ``drope_demo/nope``."""
+    """Return the run's name on dashboards, for a control with its own: ``drope_demo/nope``."""
     place = Path(config.run_dir)
     return f"{config.name}/{place.name}" if place.parent.name == "controls" else config.name
 
@@ -118,8 +119,10 @@ _unreachable = False
 
 @contextmanager
 def kept_dashboards() -> Iterator[None]:
-    """Within it, what was closed on Weights & Biases stays open until the end: what follows the
-    training goes into the same run, which offline could not be continued."""
+    """Keep closed Weights & Biases runs open until the end of the block.
+
+    Results computed after training go to the same run, which could not be continued offline.
+    """
     global _kept, _unreachable  # noqa: PLW0603
     _kept = {}
     try:
@@ -134,7 +137,7 @@ def close(loggers: list[Logger]) -> None:
     """Finalize the loggers of a run."""
     for logger in loggers:
         logger.finalize("success")
-        run = getattr(logger, "_experiment", None)  # that was begun; asking for it begins one
+        run = getattr(logger, "_experiment", None)  # accessing .experiment would start a run
         if type(logger).__name__ != "WandbLogger" or run is None:
             continue
         if _kept is None:
@@ -144,7 +147,7 @@ def close(loggers: list[Logger]) -> None:
 
 
 def _finish(run: Any) -> None:
-    """End a run on Weights & Biases, and say where it is."""
+    """End a Weights & Biases run and log its location."""
     place = f"offline; wandb sync {Path(run.dir).parent}" if run.offline else run.url
     run.finish()
     log.info("Weights & Biases, %s: %s", run.name, place)
@@ -156,10 +159,10 @@ def log_table(
     reach: Reaches | None = None,
     images: Mapping[str, Path] | None = None,
 ) -> None:
-    """Put the results of an evaluation on the run's dashboards, against the length in tokens.
+    """Log an evaluation's results to the dashboards, against the length in tokens.
 
-    On Weights & Biases also, as a table, how far the run and its controls reached while they
-    trained, and ``images`` (PNG files).
+    Weights & Biases also gets a table of the reach of the run and its controls during training, and
+    ``images`` (PNG files).
     """
     loggers = other_loggers(config)
     rows: dict[int, dict[str, float]] = {}
@@ -183,8 +186,7 @@ def log_table(
 
 
 def wandb_id(run_dir: Path) -> str:
-    """The id of this run on the dashboard: drawn once, by one process, then the same at every
-    resume."""
+    """Return the run's id on the dashboard: drawn once by one process, kept on every resume."""
     path = run_dir / "wandb_id"
     if not path.exists():
         write_atomically(path, secrets.token_hex(4))
@@ -192,7 +194,7 @@ def wandb_id(run_dir: Path) -> str:
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb will find a key: in ``WANDB_API_KEY``, or in the netrc file it writes."""
+    """Whether wandb will find a key, in ``WANDB_API_KEY`` or in the netrc file it writes."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname

@@ -1,4 +1,4 @@
-"""Lightning's logger that writes ``metrics.csv``."""
+"""Lightning logger that writes ``metrics.csv``."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile(Logger):
-    """Appends to a CSV file; a row is flushed as soon as it is written."""
+    """Logger that appends rows to a CSV file and flushes each of them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self.waiting: list[dict[str, Any]] = []  # rows that a full disk did not take
+        self.waiting: list[dict[str, Any]] = []  # rows not written yet because the disk was full
 
     @property
     def name(self) -> str:
-        """Lightning's name for the logger."""
+        """Name that Lightning shows for the logger."""
         return "metrics"
 
     @property
     def version(self) -> str:
-        """There is one version: the run directory is stable."""
+        """Version that Lightning shows; there is only one, since the run directory is stable."""
         return ""
 
     @rank_zero_only
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """They stand in ``config.yaml``."""
+        """Do nothing: hyperparameters are in ``config.yaml``."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Append a row, or keep it where the disk is full, which stops no run."""
+        """Append a row; keep it in memory if the disk is full, which stops no run."""
         self.waiting.append(metrics | {"step": step})
         try:
             self._write()
@@ -48,7 +48,11 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the rows that wait; raises ``OSError`` where the disk is still full at the end."""
+        """Write the rows kept in memory.
+
+        Raises:
+            OSError: the disk is still full.
+        """
         if status == "success":
             self._write()
 

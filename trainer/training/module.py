@@ -1,4 +1,4 @@
-"""The Lightning module: a decoder, its loss, its optimizer and the learning rate of every step."""
+"""Lightning module: a decoder, its loss, its optimizer and the learning rate of every step."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from trainer.training.timers import StepTimer
 def make_decoder(
     config: RunConfig, vocab_size: int, pretrained: Pretrained | None = None
 ) -> Decoder:
-    """The decoder of a run, without weights yet: on the meta device.
+    """Create a run's decoder on the meta device, without weights.
 
-    ``pretrained``: the model whose weights it will have, and whose positions it has.
+    ``pretrained``: the model that provides the weights, and the encoding.
     """
     shape = replace(config.model, vocab_size=config.model.vocab_size or vocab_size)
     with torch.device("meta"):
@@ -41,7 +41,7 @@ def make_decoder(
 
 
 def first_layout(config: RunConfig, pretrained: Pretrained | None = None) -> Layout:
-    """The layout that a run begins with: its own, or that of the model whose weights it takes."""
+    """Return the layout that a run begins with: its own, or that of its pretrained model."""
     if pretrained is not None:
         return pretrained.layout
     model = config.model
@@ -56,10 +56,10 @@ def first_layout(config: RunConfig, pretrained: Pretrained | None = None) -> Lay
 
 
 class LanguageModule(L.LightningModule):
-    """Trains a :class:`Decoder`; knows schedules and phases, and nothing of data or drops.
+    """Trainable :class:`Decoder` with the schedules of its phases; independent of data and drops.
 
-    ``resumes``: its weights will be those of a checkpoint, so that none are drawn. ``phase_ended``:
-    set where a phase ends before its steps are done.
+    ``resumes``: the weights will come from a checkpoint, so none are drawn. ``phase_ended``: set
+    when a phase ends before its steps are done.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class LanguageModule(L.LightningModule):
         self.reduces_once = True
 
     def configure_model(self) -> None:
-        """Distribute the model over devices and initialize its weights; Lightning may call it more
-        than once."""
+        """Distribute the model over devices and initialize its weights; Lightning may call it
+        repeatedly."""
         if self.model.norm.weight.is_meta:
             device = self.trainer.strategy.root_device
             drawn = not self.resumes
@@ -96,10 +96,11 @@ class LanguageModule(L.LightningModule):
             self.reduces_once = reduces_once_a_step(self.model, kind, memory)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        """The loss of a micro-batch ``[B, T]``, summed over its tokens and divided by B T.
+        """Return the loss of a micro-batch ``[B, T]``: the weighted sum over its tokens, divided by
+        B T.
 
-        The division by the weight of the tokens waits for the whole step: a token counts the same
-        in whatever micro-batch, and on whatever rank, it is read.
+        Dividing by the sum of the weights happens once per step. A token thus counts equally
+        whatever micro-batch and rank it is read on.
         """
         parts = self.trainer.accumulate_grad_batches
         last = (index + 1) % parts == 0
@@ -122,22 +123,22 @@ class LanguageModule(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer; its learning rates are set anew at every step."""
+        """Create the optimizer; learning rates are set at every step."""
         return make_optimizer(self.model, self.config.optimizer)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Set the learning rates for this step: no scheduler, hence no state to lose."""
+        """Set this step's learning rates; there is no scheduler with state to save."""
         self.timer.enter("compute")
         factor = phase_at(self.phases, self.global_step).factor(self.global_step)
         optimizer = self.optimizers()
-        assert not isinstance(optimizer, list)  # configure_optimizers makes one
+        assert not isinstance(optimizer, list)  # configure_optimizers returns one
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
     def configure_gradient_clipping(
         self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any
     ) -> None:
-        """Clip by global norm, and skip the step where that is not finite; nothing is read here."""
+        """Clip gradients by global norm and skip non-finite steps, without a host sync."""
         self.timer.enter("optimizer")
         loss, weight = self.tally.end_step()
         # Gradients of offloaded parameters are on the CPU.

@@ -1,4 +1,4 @@
-"""AdamW, or Muon for the matrices of the blocks and AdamW for the rest, behind one object."""
+"""AdamW, or Muon for the matrices of blocks with AdamW for the rest, as one optimizer."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from trainer.runs.training_config import OptimizerConfig
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) and AdamW that look like one optimizer.
+    """Muon (Jordan et al. 2024) and AdamW behind the interface of one optimizer.
 
-    AdamW works on this object's parameter groups and state, so that saving, loading, resetting and
-    setting learning rates need to know of one optimizer only. ``grad_scale`` and ``found_inf`` are
-    those of torch's fused optimizers, see :func:`scale_or_skip_next_step`.
+    AdamW uses this object's parameter groups and state, so that saving, loading, resetting and
+    setting learning rates concern a single optimizer. ``grad_scale`` and ``found_inf`` are those of
+    torch's fused optimizers, see :func:`scale_or_skip_next_step`.
 
     torch's own Muon would redistribute a sharded matrix in every product of its iteration, and
-    have every rank do all of it.
+    compute all of it on every rank.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
     def __init__(self, matrices: dict[str, Any], adamw: torch.optim.AdamW) -> None:
-        self._adamw: Any = adamw  # torch's types have neither grad_scale nor found_inf
+        self._adamw: Any = adamw  # torch declares neither grad_scale nor found_inf
         super().__init__([matrices, *adamw.param_groups], {})
         self._share()
 
@@ -39,7 +39,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters; ``closure`` recomputes the loss first, as Lightning has it."""
+        """Update all parameters; ``closure`` recomputes the loss first, as Lightning requires."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -50,7 +50,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        # Of equal size in a row, so that no rank waits for another's larger one.
+        # Matrices of equal size in a row, so that no rank waits for a larger one.
         matrices = sorted((p for p in group["params"] if p.grad is not None), key=Tensor.numel)
         ranks = ranks_of(matrices[0]) if matrices else None
         size = dist.get_world_size(ranks) if ranks else 1
@@ -58,14 +58,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
             some = matrices[first : first + size]
             updates = orthogonal([self._moving(p, group["momentum"]) for p in some], ranks)
             for p, update in zip(some, updates, strict=True):
-                # Of tall matrices more (Jordan et al. 2024).
+                # Larger updates for tall matrices (Jordan et al. 2024).
                 lr = group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1]))
                 new = torch.add(p * (1 - group["lr"] * group["weight_decay"]), update, alpha=-lr)
                 p.copy_(self._unless_skipped(new, p))
 
     def _moving(self, p: Tensor, momentum: float) -> Tensor:
-        """The gradient's moving average with Nesterov's look ahead; keeps the average."""
-        assert p.grad is not None  # the caller leaves out parameters without
+        """Update and return the gradient's moving average, with Nesterov's lookahead."""
+        assert p.grad is not None  # the caller omits parameters without gradients
         grad = p.grad if self.grad_scale is None else p.grad / self.grad_scale
         state = self.state[p]
         if "momentum_buffer" not in state:
@@ -84,17 +84,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def ranks_of(matrix: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold shards of a matrix, or copies of it; None: this one alone."""
+    """Return the group of ranks with shards or copies of a matrix; None: only this rank."""
     if isinstance(matrix, DTensor):
         return matrix.device_mesh.get_group(matrix.device_mesh.ndim - 1)
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def orthogonal(updates: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> Iterable[Tensor]:
-    """Each matrix with all its singular values near 1, bfloat16, laid out as it came.
+    """Make all singular values of each matrix nearly 1; return bfloat16 in the original layout.
 
-    Of as many matrices as there are ranks, or fewer, each rank does one, whole; on its GPU, where
-    offloaded ones come for that.
+    For every group of at most as many matrices as ranks, each rank computes one whole matrix, on
+    its GPU even if it is offloaded.
     """
     if ranks is None:
         return map(newton_schulz, updates)
@@ -102,12 +102,12 @@ def orthogonal(updates: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> It
 
 
 def _of_shards(updates: Sequence[Any], ranks: dist.ProcessGroup) -> Iterator[DTensor]:
-    """In two exchanges: each rank gets all shards of its matrix, and gives back new ones."""
+    """Orthogonalize sharded matrices in two exchanges: gather shards, return new shards."""
     size, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
     mesh = updates[0].device_mesh
     shards = [update.to_local().to(mesh.device_type, torch.bfloat16) for update in updates]
     mine = updates[rank].shape if rank < len(updates) else torch.Size((0, 0))
-    rows = math.ceil(mine[0] / size)  # of a shard: as torch.chunk has them, the last ones fewer
+    rows = math.ceil(mine[0] / size)  # torch.chunk: the last shards are smaller
     parts = [len(range(mine[0])[r * rows : (r + 1) * rows]) * mine[1] for r in range(size)]
     given = [shard.numel() for shard in shards] + [0] * (size - len(shards))
     flat = torch.cat([shard.flatten() for shard in shards])
@@ -123,7 +123,7 @@ def _of_shards(updates: Sequence[Any], ranks: dist.ProcessGroup) -> Iterator[DTe
 
 
 def _of_copies(updates: Sequence[Tensor], ranks: dist.ProcessGroup) -> Iterator[Tensor]:
-    """Every rank has all matrices whole, does its own and sends it round."""
+    """Orthogonalize replicated matrices: each rank computes some and broadcasts them."""
     rank = dist.get_rank(ranks)
     mine = newton_schulz(updates[rank]) if rank < len(updates) else None
     for owner, update in enumerate(updates):
@@ -135,7 +135,7 @@ def _of_copies(updates: Sequence[Tensor], ranks: dist.ProcessGroup) -> Iterator[
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The iteration of Jordan et al. 2024, with their coefficients, in bfloat16."""
+    """Run the iteration of Jordan et al. 2024, with their coefficients, in bfloat16."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).bfloat16()
@@ -149,31 +149,32 @@ def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
 def global_norm(
     parameters: Iterable[Tensor], of: Callable[[Tensor], Tensor | None] = lambda p: p.grad
 ) -> Tensor:
-    """The 2-norm of all gradients together, over all shards of sharded ones; a plain scalar.
+    """Return the 2-norm of all gradients, over all shards, as a plain scalar tensor.
 
-    ``of``: what to take the norm of instead of the gradients.
+    ``of``: tensors to use instead of the gradients.
     """
     norm = torch.nn.utils.get_total_norm([x for p in parameters if (x := of(p)) is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def scale_or_skip_next_step(optimizer: torch.optim.Optimizer, factor: Tensor, skip: Tensor) -> None:
-    """Let the next step multiply gradients by ``factor``, and change nothing where ``skip`` is 1.
+    """Make the next step multiply gradients by ``factor``, and do nothing if ``skip`` is 1.
 
-    Both are scalars on the device: torch's fused kernels read them as they do for gradient scaling,
-    so that neither clipping nor skipping waits for it.
+    Both are scalars on the device. torch's fused kernels read them as in gradient scaling, so that
+    neither clipping nor skipping causes a host sync.
     """
-    # That of offloaded parameters is the CPU, which must not read before the copy has come.
+    # Offloaded parameters are on the CPU, which must wait for the copy.
     device = optimizer.param_groups[0]["params"][0].device
     optimizer.grad_scale = factor.reciprocal().to(device)  # type: ignore[attr-defined]  # torch's optimizers get it from GradScaler, untyped
     optimizer.found_inf = skip.float().to(device)  # type: ignore[attr-defined]  # as grad_scale
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The configured optimizer over all parameters of ``model``.
+    """Create the configured optimizer over all parameters of ``model``.
 
-    Matrices of the blocks decay; embeddings and an untied head do with ``decay_embeddings``; norms
-    and biases never. Every group keeps its ``initial_lr``, which schedules multiply.
+    Matrices of blocks have weight decay; embeddings and an untied head have it with
+    ``decay_embeddings``; norms and biases never. Every group stores ``initial_lr``, which schedules
+    multiply.
     """
     matrices, embeddings, vectors = [], [], []
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
-"""Peak throughput of devices: dense peaks of vendors' data sheets, in operations a second.
+"""Peak throughput of devices: dense peaks from vendors' data sheets, in operations per second.
 
 Many of NVIDIA's data sheets print tensor-core peaks for 2:4 sparse matrices and say so in a
-footnote; the dense ones, which count in training, are half of these.
+footnote; the dense peaks, which count in training, are half of these.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _PEAKS: dict[str, tuple[float | None, float]] = {
 
 
 def dense_peak(device_name: str, precision: Literal["bf16", "fp32"]) -> float | None:
-    """Dense peak in operations a second, or None where it is not known.
+    """Return the dense peak in operations per second, or None if it is unknown.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name()`` gives it. It must match as a whole: a
-            slice of a device, or a sibling with a longer name, is another device.
-        precision: what ``trainer.precision`` says; ``fp32`` is true float32, not TF32.
+        device_name: name from ``torch.cuda.get_device_name()``. It must match as a whole: a slice
+            of a device, or a sibling with a longer name, is another device.
+        precision: value of ``trainer.precision``; ``fp32`` is true float32, not TF32.
     """
     name = re.sub(r"^(NVIDIA |Tesla |AMD Instinct )+", "", device_name)
     for pattern, (bf16, fp32) in _PEAKS.items():

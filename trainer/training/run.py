@@ -31,9 +31,11 @@ MAX_REWINDS = 10
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: its configuration with the steps that its phases had in the end, its last
-    checkpoint, the ``effects`` of what the phases changed, by their names, and the seconds spent in
-    this process."""
+    """A finished run.
+
+    Holds its configuration with the actual steps of each phase, its last checkpoint, the
+    ``effects`` of changes by phase, and the seconds spent in this process.
+    """
 
     config: RunConfig
     checkpoint: Path
@@ -42,7 +44,7 @@ class TrainedRun:
 
     @property
     def effect_of_drop(self) -> dict[str, Any] | None:
-        """That of the first drop; None without one."""
+        """Effect of the first drop; None without a drop."""
         dropped = (phase.name for phase in phases_of(self.config) if phase.drop)
         return next((self.effects[name] for name in dropped if name in self.effects), None)
 
@@ -54,16 +56,15 @@ def train(
     callbacks: Sequence[L.Callback] = (),
     user_callbacks: Sequence[L.Callback] | None = None,
 ) -> TrainedRun:
-    """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` where there is one.
+    """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` if there is one.
 
     Args:
         config: the run.
         corpus: its text.
-        branch: where the run has no checkpoint yet, the checkpoint of another run to go on from,
-            with that run's metrics up to it.
+        branch: checkpoint of another run, with its metrics, to continue from if this run has none.
         callbacks: further Lightning callbacks.
-        user_callbacks: those that ``config.callbacks`` names; None: made here. For another stretch,
-            or after the run has gone back to a checkpoint, they are made anew.
+        user_callbacks: callbacks that ``config.callbacks`` names; None: made here. They are made
+            again for each further stretch and after a rewind.
 
     Raises:
         UserError: the checkpoint does not fit the run, none is sound, the last one cannot be
@@ -74,10 +75,10 @@ def train(
     skips, given = None, config
     own = make_callbacks(config.callbacks) if user_callbacks is None else user_callbacks
     if config.trainer.compile:
-        torch.compiler.reset()  # shapes of another run of this process would count as dynamic
-    set_modules_aside()  # the compiler's too
+        torch.compiler.reset()  # shapes of an earlier run in this process would make sizes dynamic
+    set_modules_aside()  # including the compiler's
     while True:
-        # A trainer that is done is a circle of references: only now its memory is free.
+        # A finished trainer is a reference cycle: collect it now to free its memory.
         gc.collect()
         start = starting_point(given, branch)
         config = with_ends(given, start.state.get("ends", {}))
@@ -100,16 +101,17 @@ def train(
                 return TrainedRun(config, path, trained.effects, time.perf_counter() - clock)
             skips = None
             _stop_if_asked(trained)
-            torch.compiler.reset()  # another length is compiled for itself, not for any length
+            torch.compiler.reset()  # compile for the next length, not for dynamic ones
         own = make_callbacks(config.callbacks)
 
 
 def _stop_if_asked(trained: Trained) -> None:
-    """Stop between two stretches, where any rank was asked to in the last step of the first: its
-    checkpoint is there, and the next would take long to begin.
+    """Stop between two stretches if any rank was asked to during the last step.
+
+    The checkpoint exists, and the next stretch would take long to start.
 
     Raises:
-        PreemptedError: one was.
+        PreemptedError: a rank was asked to stop.
     """
     if asked := next(filter(None, all_gather(trained.asked)), None):
         on_rank_zero(ask_for_requeue)

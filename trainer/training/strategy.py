@@ -1,6 +1,6 @@
-"""How a run spreads over devices: everything is applied to the decoder here, from outside.
+"""Distribution of a run over devices, applied to the decoder from outside.
 
-The order matters: activation checkpointing, then compilation of each block, then sharding.
+Order: activation checkpointing, compilation of each block, sharding.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ SHARDED = ("fsdp2", "hsdp")
 
 
 class Uncopied(Strategy):
-    """In the end weights and the optimizer's state stay where they are, for the hooks that follow:
-    Lightning would copy them to the host, of all ranks of a node at once."""
+    """Mixin that leaves weights and optimizer state in place at the end of training.
+
+    Lightning would copy them to the host, for all ranks of a node simultaneously.
+    """
 
     def teardown(self) -> None:
-        """As Lightning's, without the copies; see :func:`releasing`."""
+        """Tear down as Lightning does, without the copies; see :func:`releasing`."""
         self.model = self.lightning_module
         for part in (
-            getattr(self, "cluster_environment", None),  # of several processes
+            getattr(self, "cluster_environment", None),  # with several processes
             self.precision_plugin,
             self.accelerator,
             self.checkpoint_io,
@@ -73,16 +75,19 @@ class Replicated(Uncopied, DDPStrategy):
 
 
 class Sharded(Uncopied, ModelParallelStrategy):
-    """FSDP2; the model has been put where it belongs when Lightning sees it."""
+    """FSDP2; the model is already distributed when Lightning sees it."""
 
     def model_to_device(self) -> None:
-        """With offloading the parameters stay on the CPU."""
+        """Do nothing: offloaded parameters stay on the CPU."""
 
 
 @contextmanager
 def releasing(module: nn.Module, strategy: Strategy) -> Iterator[None]:
-    """Afterwards what training has held is given up, which its checkpoint has: the trainer and all
-    it refers to are a circle, and else hold it until the next collection."""
+    """Free the memory of training at the end of the block; the checkpoint has its contents.
+
+    The trainer and all it refers to are a reference cycle, which would otherwise keep the memory
+    until the next collection.
+    """
     try:
         yield
     finally:
@@ -92,7 +97,7 @@ def releasing(module: nn.Module, strategy: Strategy) -> Iterator[None]:
 
 
 def lightning_strategy(config: RunConfig, ranks: Ranks) -> Strategy:
-    """Lightning's side of the configured strategy."""
+    """Create Lightning's strategy for the configured one."""
     if config.strategy.name == "single":
         return Single(device_of(config, ranks))
     if config.strategy.name == "ddp":
@@ -108,8 +113,10 @@ def parallelize(
     pretrained: Pretrained | None = None,
     draw: bool = True,
 ) -> None:
-    """Prepare a decoder made on the meta device, and put its weights where they belong: those of
-    ``pretrained``, or freshly drawn ones; without ``draw`` none yet, but the place for them."""
+    """Distribute a decoder from the meta device and initialize its weights.
+
+    Weights come from ``pretrained`` or are drawn; without ``draw`` they are only allocated.
+    """
     for block in model.layers:
         checkpoint_activations(block, config.strategy.activation_checkpointing)
         if config.trainer.compile:
@@ -117,7 +124,7 @@ def parallelize(
     home = device
     if config.strategy.name in SHARDED:
         mesh = device_mesh(config.strategy, ranks, device)
-        limit_collectives(config.strategy.timeouts.start)  # new groups have torch's limit
+        limit_collectives(config.strategy.timeouts.start)  # new groups have torch's default timeout
         shard(model, config, mesh)
         home = torch.device("cpu") if config.strategy.cpu_offload else device
     model.to_empty(device=home)
@@ -128,7 +135,7 @@ def parallelize(
 
 
 def device_mesh(config: StrategyConfig, ranks: Ranks, device: torch.device) -> DeviceMesh:
-    """Ranks as ``[replicate, shard]``, or ``[shard]`` alone."""
+    """Return the mesh of ranks: ``[replicate, shard]``, or ``[shard]`` alone."""
     size = shard_size(config, ranks.world_size, ranks.local_size)
     if config.name == "hsdp":
         shape: tuple[int, ...] = (ranks.world_size // size, size)
@@ -140,18 +147,24 @@ def device_mesh(config: StrategyConfig, ranks: Ranks, device: torch.device) -> D
 def _mesh(
     world: object, device_type: str, shape: tuple[int, ...], names: tuple[str, ...]
 ) -> DeviceMesh:
-    """Kept for all stretches and controls of a job: each mesh makes groups of its own, with the
-    memory of their communicators. ``world``: the ranks, for another job in the same process."""
+    """Create a mesh once for all stretches and controls of a job.
+
+    Each mesh creates process groups with communicators that take memory. ``world`` distinguishes
+    several jobs in one process.
+    """
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def shard(model: Decoder, config: RunConfig, mesh: DeviceMesh) -> None:
-    """FSDP2 on every block and on what is left; gathers weights in bf16 where the run computes in
-    it, and keeps weights, reductions and optimizer in float32."""
+    """Apply FSDP2 to every block and to the rest of the model.
+
+    Weights are gathered in bf16 if the run computes in bf16; weights, reductions and optimizer
+    state are float32.
+    """
     half = config.trainer.precision == "bf16"
     options: dict[str, Any] = {
         "mesh": mesh,
-        # Inputs keep their types: token weights are float32, embeddings come in bf16 by themselves.
+        # Inputs keep their dtypes: token weights are float32, and embeddings output bf16.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if half else None,
             reduce_dtype=torch.float32 if half else None,
@@ -162,7 +175,7 @@ def shard(model: Decoder, config: RunConfig, mesh: DeviceMesh) -> None:
         else OffloadPolicy(),
     }
     for block in model.layers:
-        # Backward begins with the last one: given back, it would be gathered again at once.
+        # Keep it unsharded: backward needs it first.
         fully_shard(block, reshard_after_forward=block is not model.layers[-1], **options)
     fully_shard(model, **options)
     for method in ("loss", "token_losses"):
@@ -171,9 +184,9 @@ def shard(model: Decoder, config: RunConfig, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def draw_weights(model: Decoder, seed: int, pretrained: Pretrained | None = None) -> None:
-    """Fill every parameter with the values it has on a single device, or with its shard of them.
+    """Fill every parameter, or its shard, with the values it has on a single device.
 
-    What ``pretrained`` lacks, query and key norms that wait for the drop, is drawn.
+    Parameters missing from ``pretrained``, the query and key norms that wait for a drop, are drawn.
     """
     for name, parameter in model.named_parameters():
         if pretrained is not None and name in pretrained.tensors:
@@ -183,7 +196,7 @@ def draw_weights(model: Decoder, seed: int, pretrained: Pretrained | None = None
             value = initial_value(model.config, name, parameter.shape, seed)
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            # Every rank has the same values, so none has to be sent.
+            # Every rank has the same values, so none need to be sent.
             value = distribute_tensor(
                 value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
             ).to(parameter.to_local().device)
@@ -191,12 +204,12 @@ def draw_weights(model: Decoder, seed: int, pretrained: Pretrained | None = None
 
 
 def reduces_once_a_step(model: nn.Module, kind: str, memory: int | None) -> bool:
-    """Whether whole gradients of a sharded model, float32, stay on every rank until a step ends.
+    """Whether unsharded float32 gradients stay on every rank until a step ends.
 
     Args:
-        model: its parameters.
-        kind: ``strategy.reduce_gradients``.
-        memory: bytes of the device; None: of a CPU, which has enough.
+        model: a model with sharded parameters.
+        kind: value of ``strategy.reduce_gradients``.
+        memory: bytes of the device; None for a CPU, which has enough.
     """
     if kind != "auto":
         return kind == "step"
@@ -204,13 +217,13 @@ def reduces_once_a_step(model: nn.Module, kind: str, memory: int | None) -> bool
 
 
 def synchronize_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward of a sharded model reduces gradients."""
+    """Set whether the next backward pass of a sharded model reduces gradients."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)
 
 
 def reshard(model: nn.Module) -> None:
-    """Give the whole parameters of a sharded model back after a forward pass without backward."""
+    """Reshard parameters after a forward pass without backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -218,14 +231,16 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def gathered(model: Decoder) -> Iterator[None]:
-    """Within it every rank has the whole parameters of a sharded model, in the type it computes in,
-    so that ranks may do other forward passes than each other. All ranks enter and leave it."""
+    """Keep the parameters of a sharded model gathered within the block, in the compute dtype.
+
+    Ranks may then do different forward passes. All ranks enter and leave the block together.
+    """
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not parts:
         yield
         return
     begin = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model.token_losses(begin, begin)  # before a first pass of the whole its parts know no root
+    model.token_losses(begin, begin)  # a first pass through the model registers the root
     try:
         for part in parts:
             part.unshard()
@@ -247,7 +262,7 @@ def checkpoint_activations(block: nn.Module, kind: str) -> None:
         more["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
     once = block.forward
 
-    # A method and not a partial, of which torch.compile captures nothing, without a word.
+    # Bind a method: torch.compile silently captures nothing of a partial.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(once, *args, use_reentrant=False, **more, **kwargs)
 
@@ -259,7 +274,7 @@ EXPENSIVE = ("aten.mm", "aten.addmm", "onednn_product", "attention", "flash_attn
 
 
 def _keep_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Results of matrix products and attention are kept; norms, rotations and SwiGLU are not."""
+    """Keep the results of matrix products and attention; recompute norms, rotations and SwiGLU."""
     name = str(operator)
     kept = any(part in name for part in EXPENSIVE)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -73,9 +73,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a stretch: its last ``step``, the steps of the phases that have ended early,
-    what the phases until then changed, the steps between which the run diverged, and who asked it
-    to stop in its very last step."""
+    """Result of a stretch.
+
+    Holds its last ``step``, the steps of phases that ended early, the effects of changes so far,
+    the steps between which the run diverged, and the signal or limit that asked it to stop in its
+    last step.
+    """
 
     step: int
     ends: dict[str, int]
@@ -86,8 +89,8 @@ class Trained:
 
 @dataclass(frozen=True)
 class Around:
-    """What a stretch has from the process that trains it: when that ``began`` (seconds since the
-    epoch), the user's ``own`` callbacks and others."""
+    """Context that a stretch gets from its process: its start time ``began`` (seconds since the
+    epoch), the user's callbacks ``own``, and further ones."""
 
     began: float
     own: Sequence[L.Callback]
@@ -107,8 +110,8 @@ def train_stretch(
         config: the run.
         corpus: its texts.
         start: its beginning, or a checkpoint.
-        skips: pairs (step, samples) left out from that step on; None: those of the checkpoint.
-        around: of the process.
+        skips: pairs (step, samples) skipped from that step on; None: those of the checkpoint.
+        around: context from the process.
 
     Raises:
         UserError: the checkpoint does not fit the run, the last one cannot be written, or the
@@ -118,7 +121,7 @@ def train_stretch(
     ranks, run_dir = current_ranks(), Path(config.run_dir)
     phases = phases_of(config)
     phase, end = phase_at(phases, start.step), stretch_end(phases, start.step)
-    # The run as this stretch trains it: its lengths and sizes, and its end.
+    # The run with this stretch's lengths, sizes and end.
     here = replace(phase.config, trainer=replace(phase.config.trainer, max_steps=end))
     torch.manual_seed(config.seed + ranks.rank)
     model, weights = _decoder(config, corpus, start, ranks)
@@ -165,7 +168,7 @@ def train_stretch(
             here,
             ranks,
             loggers,
-            # The order matters: changed, then ended, measured, logged, and then saved.
+            # The order matters: change, end, measure, log, save.
             [
                 Resume(start.checkpoint, start.state, with_state, around.own),
                 transitions,
@@ -199,7 +202,7 @@ def train_stretch(
             log.info("%s: what was read has the certificate %s", title, certificate)
         else:
             transitions.load_state_dict(callback_states(start.state)["Transitions"])
-        on_rank_zero(partial(close, loggers))  # no other rank ends before, which may end the first
+        on_rank_zero(partial(close, loggers))  # no other rank exits before rank 0
         if preemption.reason is not None:
             raise PreemptedError(
                 f"Stopped after step {trainer.global_step} ({preemption.reason}), checkpoint saved."
@@ -218,8 +221,10 @@ def train_stretch(
 def _decoder(
     config: RunConfig, corpus: Corpus, start: Start, ranks: Ranks
 ) -> tuple[Decoder, Pretrained | None]:
-    """The decoder with the layout it has at the start, without weights yet, and where they are if
-    the run begins with trained ones."""
+    """Create the decoder with its layout at the start, without weights.
+
+    Also returns the source of trained weights, if the run begins with them.
+    """
     weights = starting_weights(config.model) if start.checkpoint is None else None
     if weights is not None and len(found := set(all_gather(weights.name))) > 1:
         raise UserError(
@@ -247,7 +252,7 @@ def _first_sample(phases: Sequence[Phase], skips: Sequence[Sequence[int]], step:
 def _monitors(
     config: RunConfig, corpus: Corpus, ranks: Ranks, transitions: Transitions, metrics: Metrics
 ) -> list[L.Callback]:
-    """What measures the model while it trains."""
+    """Create the callbacks that measure the model during training."""
     found: list[L.Callback] = []
     if config.monitor.lengths_every is not None:
         found.append(Lengths(config, corpus, ranks, transitions, metrics.add))
@@ -259,7 +264,7 @@ def _monitors(
 
 
 def _guards(config: RunConfig, ranks: Ranks) -> list[L.Callback]:
-    """What looks after the process."""
+    """Create the callbacks that supervise the process."""
     found: list[L.Callback] = [
         Watchdog(config, Path(config.run_dir), ranks.is_rank_zero),
         Limits(config),
@@ -272,7 +277,7 @@ def _guards(config: RunConfig, ranks: Ranks) -> list[L.Callback]:
 
 
 def effect_batch(corpus: Corpus, phase: Phase) -> Batch:
-    """The fixed validation batch on which the effect of a change is measured, plain text."""
+    """Return the fixed batch of validation text on which the effect of a change is measured."""
     count, length = phase.config.drop.effect_sequences, phase.config.data.sequence_length
     windows = held_out_windows(corpus.validation, count, length)
     return as_batch(windows, corpus.end_of_text, np.ones(windows.shape, dtype=np.float32))

@@ -17,9 +17,9 @@ DEVIATIONS = 6.0
 
 
 class Spikes:
-    """Counts values far above the last :data:`WINDOW` ones, once there are so many.
+    """Counter of values far above the last :data:`WINDOW` ones.
 
-    Not a number and infinities are no spikes (their step is skipped) and are not remembered.
+    NaN and infinity are no spikes (their step is skipped) and are not remembered.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Spikes:
         self._last: Tensor | None = None
 
     def add(self, values: Tensor) -> None:
-        """Compare ``values`` ``[kinds]`` of a step with those of the steps before."""
+        """Compare ``values`` ``[kinds]`` of a step with those of earlier steps."""
         if self._last is None:
             self._last = values.new_zeros(WINDOW, len(values))
         self._last = self._last.to(values.device)
@@ -41,13 +41,13 @@ class Spikes:
         self.seen += 1
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers, for a checkpoint."""
+        """Return plain numbers for a checkpoint."""
         last = None if self._last is None else self._last.tolist()
         count = self.count.tolist() if isinstance(self.count, Tensor) else self.count
         return {"seen": self.seen, "count": count, "last": last}
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from :meth:`state`."""
+        """Resume from :meth:`state`."""
         self.seen = state["seen"]
         self._last = None if state["last"] is None else torch.tensor(state["last"], device=device)
         self.count = torch.tensor(state["count"], device=device)
@@ -56,13 +56,13 @@ class Spikes:
 class Tally:
     """Losses, weights, skipped updates and spikes.
 
-    Nothing here waits for the device but :meth:`read`, :meth:`skipped_in_a_row` and :meth:`state`.
+    Only :meth:`read`, :meth:`skipped_in_a_row` and :meth:`state` cause a host sync.
     """
 
     def __init__(self) -> None:
         self.spikes = Spikes()
         self._micro: list[Tensor] = []
-        self._sums: Tensor | None = None  # loss, weight, and the same of every bucket
+        self._sums: Tensor | None = None  # loss and weight, in total and per bucket
         self._loss: Tensor | float = 0.0
         self._steps: Tensor | float = 0.0
         self._skipped: Tensor | float = 0.0
@@ -70,13 +70,13 @@ class Tally:
         self._gradient_norm: Tensor | float = float("nan")
 
     def add(self, losses: Tensor, weights: Tensor) -> None:
-        """Count a micro-batch: its tokens' losses and their weights, both ``[B, T]`` float32."""
+        """Add a micro-batch: losses of its tokens and their weights, both ``[B, T]`` float32."""
         weighted = torch.stack([losses * weights, weights]).mean(dim=1)
         parts = [part.mean(dim=1) for part in weighted.tensor_split(BUCKETS, dim=1)]
         self._micro.append(torch.stack([weighted.mean(dim=1), *parts]))
 
     def end_step(self) -> tuple[Tensor, Tensor]:
-        """The mean loss of the step and the mean weight of its tokens, over all ranks."""
+        """Return the mean loss of the step and the mean weight of its tokens, over all ranks."""
         sums = mean_over_ranks(torch.stack(self._micro).mean(dim=0))
         self._micro = []
         loss, weight = sums[0, 0] / sums[0, 1], sums[0, 1]
@@ -88,16 +88,16 @@ class Tally:
         return loss, weight
 
     def end_update(self, loss: Tensor, gradient_norm: Tensor, skipped: Tensor) -> None:
-        """Count the update of a step."""
+        """Add the update of a step."""
         self.spikes.add(torch.stack([loss, gradient_norm]))
         self._gradient_norm = gradient_norm
         self._skipped = self._skipped + skipped.float()
         self._in_a_row = torch.where(skipped, self._in_a_row + 1.0, 0.0)
 
     def read(self) -> dict[str, float]:
-        """What is logged; resets the losses and the spikes.
+        """Return the values to log; reset losses and spikes.
 
-        The mean loss of the steps, and by position in the sequence (not a number if none was
+        These are the mean loss in total and by position in the sequence (NaN if no step was
         finite), the last gradient norm, the updates skipped since the start, and the share of steps
         whose loss or gradient norm was a spike.
         """
@@ -122,11 +122,11 @@ class Tally:
         }
 
     def skipped_in_a_row(self) -> int:
-        """Consecutive updates skipped, up to the last one."""
+        """Return the number of consecutive skipped updates, up to the last one."""
         return int(self._in_a_row)
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers, for a checkpoint between two logged rows."""
+        """Return plain numbers for a checkpoint between two logged rows."""
         keys = ("_loss", "_steps", "_skipped", "_in_a_row")
         values = _numbers(*(getattr(self, key) for key in keys))
         sums = None if self._sums is None else self._sums.tolist()
@@ -137,7 +137,7 @@ class Tally:
         }
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on from :meth:`state`."""
+        """Resume from :meth:`state`."""
         for key, value in state.items():
             if key == "spikes":
                 self.spikes.load(value, device)
@@ -146,7 +146,7 @@ class Tally:
 
 
 def mean_over_ranks(x: Tensor) -> Tensor:
-    """In place, without the barrier at which Lightning's would have the host wait."""
+    """Average in place, without the barrier of Lightning's version, which causes a host sync."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(x)
         x /= dist.get_world_size()
@@ -154,7 +154,7 @@ def mean_over_ranks(x: Tensor) -> Tensor:
 
 
 def _numbers(*values: Tensor | float) -> list[float]:
-    """All values in one transfer from the device."""
+    """Return all values in one transfer from the device."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     if tensors:
         found = iter(torch.stack([t.double() for t in tensors]).tolist())

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, without waiting for the device."""
+"""Time spent in the parts of a step, measured without a host sync."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.runs.metrics_file import PARTS
 
 
 class StepTimer:
-    """Seconds spent in each of :data:`PARTS` since they were last read.
+    """Timer of seconds spent in each of :data:`PARTS` since the last reading.
 
-    :meth:`enter` says that the part before has ended and the named one begins. On a GPU these are
-    events in its stream, read later, since the host runs ahead of it.
+    :meth:`enter` ends the previous part and begins the named one. On a GPU it records events in the
+    stream, which are read later, since the host runs ahead.
     """
 
     def __init__(self) -> None:
@@ -23,8 +23,8 @@ class StepTimer:
         self._gpu = False
 
     def enter(self, part: str) -> None:
-        """Begin to count for ``part``."""
-        if not self._marks:  # only now it is known which device is used
+        """Begin ``part``."""
+        if not self._marks:  # the device is known only now
             self._gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         if self._gpu:
             event = torch.cuda.Event(enable_timing=True)
@@ -44,7 +44,7 @@ class StepTimer:
         self._marks = self._marks[-1:]
 
     def read(self) -> dict[str, float]:
-        """Seconds by part since the last reading."""
+        """Return the seconds of each part since the last reading."""
         if self._gpu and self._marks:
             last = self._marks[-1][1]
             assert isinstance(last, torch.cuda.Event)

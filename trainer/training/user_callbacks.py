@@ -1,6 +1,7 @@
-"""A user's own Lightning callbacks, as ``callbacks`` in a configuration names them, and states.
+"""A user's own Lightning callbacks, named by ``callbacks`` in a configuration, and their states.
 
-Only training imports and constructs them; for all that reads checkpoints they are plain values.
+Only training imports and constructs them; readers of checkpoints treat their states as plain
+values.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MOST_ELEMENTS = 10_000
 
 
 def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is wrong with configured callbacks, one sentence each; imports their classes only."""
+    """Return one sentence per problem of the configured callbacks; imports their classes only."""
     problems: list[str] = []
     for name, values in given.items():
         try:
@@ -43,12 +44,11 @@ def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
-    """One callback for each name in ``given``: the class that ``_target_`` names, called with the
-    other keys.
+    """Create a callback for each name in ``given``: the class ``_target_`` with the other keys.
 
     Raises:
-        UserError: with every problem: a class that is not found, is no callback or takes other
-            arguments; two callbacks whose states would have the same key.
+        UserError: a class is missing, is no callback or takes other arguments; two callbacks have
+            the same state key. Names every problem.
     """
     made: dict[str, L.Callback] = {}
     problems: list[str] = []
@@ -73,7 +73,7 @@ def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
 
 
 def _checked(where: str, values: Mapping[str, Any]) -> tuple[type[L.Callback], dict[str, Any]]:
-    """The class, and arguments that it takes."""
+    """Import the class and check its arguments."""
     target = values.get(TARGET)
     kind = _find_class(f"{where}.{TARGET}", target)
     arguments = {str(key): value for key, value in values.items() if key != TARGET}
@@ -130,10 +130,10 @@ def _has_state(callback: L.Callback) -> bool:
 
 
 def states_of(callbacks: Sequence[L.Callback]) -> dict[str, Any]:
-    """The states by ``state_key``, as JSON has them; called on all ranks, for sharded tensors.
+    """Return the states by ``state_key`` as JSON values; all ranks call this together.
 
     Raises:
-        UserError: a state holds what JSON has no place for.
+        UserError: a state contains what JSON cannot hold.
     """
     return {
         callback.state_key: _encoded(callback.state_dict(), f"callbacks: {callback.state_key}")
@@ -143,7 +143,7 @@ def states_of(callbacks: Sequence[L.Callback]) -> dict[str, Any]:
 
 
 def load_states(callbacks: Sequence[L.Callback], states: Mapping[str, Any]) -> list[str]:
-    """Give each callback its state, if there is one; the keys of states that belong to none."""
+    """Restore the state of each callback; return the keys of states without a callback."""
     for callback in callbacks:
         if callback.state_key in states:
             callback.load_state_dict(_decoded(states[callback.state_key]))
@@ -151,7 +151,7 @@ def load_states(callbacks: Sequence[L.Callback], states: Mapping[str, Any]) -> l
 
 
 def _encoded(value: Any, where: str) -> Any:
-    """A copy in which a tensor is its values and its dtype."""
+    """Return a copy with each tensor as its values and dtype."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {str(key): _encoded(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):

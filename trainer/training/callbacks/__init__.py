@@ -1,1 +1,1 @@
-"""What happens beside the training step."""
+"""Lightning callbacks of a run."""

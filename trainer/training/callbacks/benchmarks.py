@@ -1,4 +1,4 @@
-"""Benchmarks while training, as in DroPE's Fig. 10."""
+"""Benchmarks during training, as in DroPE's Fig. 10."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class Benchmarks(Remembering):
-    """Scores of tasks, each on the same questions every time, shared out among the ranks.
+    """Scores of tasks, on the same questions every time, divided among the ranks.
 
-    The next row of metrics has the last ones. A run that begins with trained weights is measured
-    before its first step too.
+    The next row of metrics contains the latest scores. A run that begins with trained weights is
+    also measured before its first step.
     """
 
     kind = Milestone
@@ -68,20 +68,20 @@ class Benchmarks(Remembering):
         self.questions = _questions(self.asked, ranks)
 
     def is_due(self, module: LanguageModule, step: int) -> bool:
-        """Whether the step crossed a multiple of the steps, or of the tokens."""
+        """Whether the step crossed a multiple of the configured steps or tokens."""
         before = phase_before(module.phases, step - 1).tokens_at(step - 1)
         return self.asked.is_due(before, _tokens(module, step), step)
 
     def on_train_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule
     ) -> None:
-        """Measure what trained weights can do before anything is done to them."""
+        """Measure a model with trained weights before its first step."""
         if trainer.global_step == 0 and self.config.model.is_trained and not self.history:
             self.measure(trainer, module)
-            module.timer.read()  # before the clock of the first row
+            module.timer.read()  # exclude this time from the first row
 
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Each rank answers its part of the questions; all have the same scores afterwards."""
+        """Answer this rank's part of the questions; afterwards all ranks have the same scores."""
         began, step = time.perf_counter(), trainer.global_step
         scores: dict[str, float] = {}
         with evaluating(module) as model, gathered(module.model):
@@ -134,7 +134,7 @@ class Benchmarks(Remembering):
     def _spread(
         self, items: Sequence[Any], compute: Callable[[Sequence[Any]], list[Any]]
     ) -> list[Any]:
-        """Every rank computes a part; the results of all, in order."""
+        """Compute a part on every rank; return the results of all, in order."""
         rank, ranks = self.ranks.rank, self.ranks.world_size
         parts = all_gather(compute(items[rank::ranks]))
         found: list[Any] = [None] * len(items)
@@ -143,12 +143,12 @@ class Benchmarks(Remembering):
         return found
 
     def _watch(self) -> None:
-        """A task may take as long as a first step."""
+        """Extend the watchdog: a task may take as long as a first step."""
         watch(self.config.trainer.step_timeout, 10)
 
 
 def benchmark_problems(config: RunConfig) -> list[str]:
-    """What a run's benchmarks lack on this machine, one sentence each."""
+    """Check the benchmarks' data and packages; return one sentence for each that is missing."""
     asked = config.monitor.benchmarks
     found = missing_tasks(_choice_config(asked)) if asked.multiple_choice else []
     if asked.harness and find_spec("lm_eval") is None:
@@ -161,14 +161,14 @@ def benchmark_problems(config: RunConfig) -> list[str]:
 
 
 def _named(problem: str) -> str:
-    """The problem under the monitor's key."""
+    """Re-attribute a problem to the monitor's key."""
     return problem.replace("evaluation", "monitor.benchmarks", 1)
 
 
 def _tasks(
     config: RunConfig, corpus: Corpus, ranks: Ranks
 ) -> tuple[list[Measurement], tuple[int, ...]]:
-    """This rank's part of the tasks that have lengths, and these.
+    """Return this rank's part of the tasks with lengths, and their lengths.
 
     Raises:
         UserError: there is too little validation text, or a task does not fit a length.
@@ -190,7 +190,7 @@ def _tasks(
 
 
 def _within(config: EvaluationConfig, asked: BenchmarksConfig) -> EvaluationConfig:
-    """The evaluation's settings of tasks, none of which makes more than is asked."""
+    """Return the evaluation's settings, limited to the questions asked."""
     limit = asked.limit
     return replace(
         config,
@@ -213,7 +213,7 @@ def _harness_config(asked: BenchmarksConfig) -> HarnessConfig:
 
 
 def _questions(asked: BenchmarksConfig, ranks: Ranks) -> dict[str, list[Question]]:
-    """This rank's part of the questions of every task, with none but those that are asked."""
+    """Return this rank's part of every task's questions; tasks without questions are omitted."""
     directory = benchmark_directory(_choice_config(asked))
     found = {}
     for task in asked.multiple_choice:
@@ -228,7 +228,7 @@ def _tokens(module: LanguageModule, step: int) -> int:
 
 
 def _gathered(values: Sequence[float]) -> list[float]:
-    """Those of all ranks."""
+    """Gather the values of all ranks."""
     return [value for of_rank in all_gather(list(values)) for value in of_rank]
 
 

@@ -38,12 +38,12 @@ RunState = Callable[[L.Trainer], dict[str, Any]]
 
 
 class Checkpointing(L.Callback):
-    """Saves a checkpoint every ``checkpoint_every`` steps and at the end.
+    """Saving of a checkpoint every ``checkpoint_every`` steps and at the end.
 
-    The tensors are copied at the step boundary and written by a background thread, one checkpoint
-    at a time. If one cannot be written (a full disk), that is logged as a warning and the run goes
-    on; only the last one must succeed. There is one of every step in ``kept``, which
-    is never removed.
+    Tensors are copied at the step boundary and written by a background thread, one checkpoint at a
+    time. If a checkpoint cannot be written, for instance to a full disk, a warning is logged and
+    training continues; only the last one must succeed. Steps in ``kept`` get a checkpoint that is
+    never removed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Checkpointing(L.Callback):
         self.config, self.directory, self.run_state = config.trainer, directory, run_state
         self.kept = kept
         self.last_saved = 0
-        self.seconds = 0.0  # that the last one took to be written
+        self.seconds = 0.0  # duration of the last write
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[str, Future[None]] | None = None
         self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
@@ -86,10 +86,10 @@ class Checkpointing(L.Callback):
         self.save(trainer, BEFORE_DROP)
 
     def save_now(self, trainer: L.Trainer) -> None:
-        """Save this step and wait for it.
+        """Save this step and wait for completion.
 
         Raises:
-            TransientError: it could not be written.
+            TransientError: the checkpoint could not be written.
         """
         step = trainer.global_step
         if self.last_saved != step:
@@ -101,8 +101,8 @@ class Checkpointing(L.Callback):
             )
 
     def save(self, trainer: L.Trainer, name: str) -> None:
-        """Copy the current state and have the background thread write it."""
-        module = cast("LanguageModule", trainer.lightning_module)  # Lightning types its base
+        """Copy the current state and let the background thread write it."""
+        module = cast("LanguageModule", trainer.lightning_module)  # typed as the base class
         module.timer.enter("checkpoint")
         self.finish()
         state = self.run_state(trainer)
@@ -116,12 +116,12 @@ class Checkpointing(L.Callback):
         module.timer.enter("data")
 
     def _write_beside(self, device: torch.device, *checkpoint: Any) -> None:
-        if device.type == "cuda":  # every thread has one of its own, at first the first GPU
+        if device.type == "cuda":  # the current device is per thread, initially GPU 0
             torch.cuda.set_device(device)
         self._write(*checkpoint)
 
     def finish(self) -> str | None:
-        """Wait for the checkpoint being written; returns what went wrong with it, or None."""
+        """Wait for the checkpoint being written; return its error, or None."""
         if self._in_flight is None:
             return None
         name, work = self._in_flight
@@ -145,7 +145,7 @@ class Checkpointing(L.Callback):
         self._thread.shutdown()
 
     def _staged(self, tensors: Tensors) -> Tensors:
-        """A copy on the CPU, in the same (pinned) memory every time where it comes from a GPU."""
+        """Copy to the CPU, for GPU tensors into the same pinned memory every time."""
         names = frozenset(tensors)
         if self._stager is None or self._stager[0] != names:
             self._stager = names, BlockingAsyncStager(torch.cuda.is_available())
@@ -156,7 +156,7 @@ class Checkpointing(L.Callback):
         if self._group is not None:
             rank = dist.get_rank()
         try:
-            # Before any rank makes it.
+            # before any rank creates it
             on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True), self._group)
             save(tensors, partial, self._group)
             parts = on_all_ranks(lambda: digests(partial, f"__{rank}_*"), self._group)
@@ -168,7 +168,7 @@ class Checkpointing(L.Callback):
                 publish(partial, self.directory / name, files)
                 rotate(self.directory, self.config, self.kept)
 
-            # Here all wait for a slow disk, and not in a collective of the next step.
+            # wait for a slow disk here, not in a collective of the next step
             on_rank_zero(complete, self._group)
             self.seconds = time.monotonic() - began
         except BaseException:
@@ -178,7 +178,7 @@ class Checkpointing(L.Callback):
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error; of one that DCP wraps, that of its cause."""
+    """Return the first line of an error; for one that DCP wraps, of its cause."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -186,6 +186,8 @@ def reason(error: BaseException) -> str:
 
 @lru_cache(maxsize=1)
 def group_of_threads(world: object, seconds: float) -> dist.ProcessGroup:
-    """Kept for all stretches and controls of a job. ``world``: the ranks, for another job in the
-    same process."""
+    """Create the thread's process group once for all stretches and controls of a job.
+
+    ``world`` distinguishes several jobs in one process.
+    """
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))

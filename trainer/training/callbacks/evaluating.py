@@ -1,4 +1,4 @@
-"""Forward passes in the middle of training that leave the training as it was."""
+"""Forward passes during training that do not affect it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trainer.training.strategy import reshard
 
 @contextmanager
 def evaluating(module: LanguageModule) -> Iterator[Decoder]:
-    """The decoder in training, for forward passes in the run's precision without gradient.
+    """Provide the decoder in training for forward passes in the run's precision, without gradients.
 
-    Afterwards modes, random states, backends and shards are as before. All of it runs uncompiled:
-    other shapes would have blocks compiled anew, and training go on with other kernels. The time
+    Afterwards modes, random states, backends and shards are restored. Everything runs uncompiled:
+    new shapes would recompile the blocks, and training would continue with other kernels. The time
     counts as ``monitor``. Ranks that share parameters must do the same forward passes.
     """
     model, device = module.model, module.device
@@ -29,11 +29,11 @@ def evaluating(module: LanguageModule) -> Iterator[Decoder]:
     try:
         model.eval()
         for block in model.layers:
-            if block.self_attn.attend is flex:  # uncompiled it holds all scores
+            if block.self_attn.attend is flex:  # uncompiled FlexAttention materializes all scores
                 block.self_attn.attend = sdpa
         with (
             torch.no_grad(),
-            isolate_rng(include_cuda=False),  # with it: a context on every GPU from every rank
+            isolate_rng(include_cuda=False),  # it creates a context on every GPU
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.compiler.set_stance("force_eager"),
         ):

@@ -25,7 +25,7 @@ from trainer.training.module import LanguageModule
 class Lengths(Remembering):
     """Retrieval and held-out loss at several lengths, on the same validation text every time.
 
-    The next row of metrics has the last of them.
+    The next row of metrics contains the latest values.
     """
 
     kind = Reach
@@ -44,7 +44,7 @@ class Lengths(Remembering):
         self.perplexity, self.statements = measurements(config, corpus, ranks)
 
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Each rank reads its part; all have the same numbers afterwards."""
+        """Read this rank's part; afterwards all ranks have the same values."""
         C, tokens = self.config.data.sequence_length, self.config.evaluation.batch_tokens
         lengths = tuple(self.perplexity.windows)
         retrieval: list[float] = []
@@ -54,7 +54,7 @@ class Lengths(Remembering):
                 for length in lengths:
                     scores = self.statements.measure(model, length, None, tokens)["scores"]
                     retrieval.append(sum(scores) / len(scores))
-        edges, losses = found[-1]["edges"], found[-1]["losses"]  # of the longest
+        edges, losses = found[-1]["edges"], found[-1]["losses"]  # of the longest length
         loss = [of_one["last_loss"] for of_one in found]
         mine = torch.tensor([*loss, *retrieval, *losses], dtype=torch.float64)
         means = iter(trainer.strategy.reduce(mine.to(module.device)).tolist())
@@ -72,10 +72,10 @@ class Lengths(Remembering):
 
 
 def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
-    """Whether the validation text is as long as what is read of it.
+    """Check that the validation text is long enough.
 
     Raises:
-        UserError: it is not.
+        UserError: it is too short.
     """
     if config.monitor.lengths_every is None:
         return
@@ -91,7 +91,7 @@ def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
 def measurements(
     config: RunConfig, corpus: Corpus, ranks: Ranks
 ) -> tuple[Perplexity, Statements | None]:
-    """This rank's part of what is read: validation text, with needles where training has them."""
+    """Return this rank's part of the validation text, with needles if training has them."""
     monitor, needles, C = config.monitor, config.evaluation.needles, config.data.sequence_length
     lengths = [C * factor for factor in sorted(set(monitor.lengths))]
     text, end = corpus.validation, corpus.end_of_text

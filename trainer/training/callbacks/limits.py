@@ -1,4 +1,4 @@
-"""How long ranks wait for each other in collectives, before the first step and after it."""
+"""Timeouts of collectives, before and after the first step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from trainer.training.callbacks.steps import ends_step
 
 
 class Limits(L.Callback):
-    """``strategy.timeouts.collective`` once the first step, which may compile, is done on all
-    ranks; ``strategy.timeouts.start`` again after the last one."""
+    """Timeouts of collectives: ``strategy.timeouts.collective`` after the first step, which may
+    compile.
+
+    ``strategy.timeouts.start`` applies before it and again after the last step.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.timeouts = config.strategy.timeouts
@@ -22,11 +25,11 @@ class Limits(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        """Shorten the limit at the end of the first step."""
+        """Shorten the timeout at the end of the first step."""
         if self._first and ends_step(trainer, index):
             self._first = False
             limit_collectives(self.timeouts.collective)
 
     def on_train_end(self, *_: Any) -> None:
-        """Put it back, for what comes next."""
+        """Restore the longer timeout."""
         limit_collectives(self.timeouts.start)

@@ -1,4 +1,4 @@
-"""Metrics every ``log_every`` steps; between two rows nothing waits for the device."""
+"""Metrics every ``log_every`` steps; between two rows there is no host sync."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ Epochs = Callable[[int], dict[str, float]]
 class Metrics(L.Callback):
     """Writes a row to all loggers, and advances the progress bar.
 
-    The row also holds what the user's callbacks gave to ``module.log``. Sums over steps stay on the
-    device until then, in the module's tally; what else goes into the next row is this callback's
-    state.
+    The row also contains what the user's callbacks passed to ``module.log``. Sums over steps stay
+    on the device, in the module's tally; other values for the next row are this callback's state.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, progress: Progress, epochs: Epochs) -> None:
@@ -51,7 +50,7 @@ class Metrics(L.Callback):
     def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        """Log at every ``log_every``-th step, after its last micro-batch."""
+        """Log every ``log_every``-th step, after its last micro-batch."""
         module.timer.enter("data")
         step = trainer.global_step
         last = step == self.config.trainer.max_steps or module.phase_ended
@@ -79,7 +78,7 @@ class Metrics(L.Callback):
     def _speed(self, module: LanguageModule, step: int, batch: Batch) -> dict[str, float]:
         times = module.timer.read()
         now, steps = time.perf_counter(), step - self.last_step
-        # Speed is that of training: what a run looks at meanwhile is its own choice.
+        # Speed excludes monitors, whose frequency is the user's choice.
         rate = steps * self.config.tokens_per_step / (now - self.last_time - times["monitor"])
         self.last_time, self.last_step = now, step
         found = {"tokens_per_second": round(rate, 1)}
@@ -94,20 +93,21 @@ class Metrics(L.Callback):
         return found
 
     def add(self, metrics: dict[str, float]) -> None:
-        """Put ``metrics`` into the next row."""
+        """Add ``metrics`` to the next row."""
         self.pending |= metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not yet logged."""
+        """Return the values not logged yet."""
         return {"pending": dict(self.pending), "last_loss": self.last_loss}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it."""
+        """Restore the values not logged yet."""
         self.pending, self.last_loss = dict(state_dict["pending"]), state_dict["last_loss"]
 
 
 def flops_per_token(model: Decoder, batch: Batch) -> float:
-    """Operations of a training step for a token; with document masks, of those in ``batch``."""
+    """Return the operations of a training step per token; with document masks, of those in
+    ``batch``."""
     rows, length = batch["input_ids"].shape
     if "documents" not in batch:
         return training_flops(model.config, model.layout, length) / length
@@ -117,7 +117,7 @@ def flops_per_token(model: Decoder, batch: Batch) -> float:
 
 
 def _logged_by_users(trainer: L.Trainer) -> dict[str, float]:
-    """What a user's own callbacks logged; a name that the run has itself is set apart."""
+    """Return what the user's callbacks logged, renamed if the run uses the same name."""
     return {
         f"callback/{name}" if name in COLUMNS else name: float(value)
         for name, value in trainer.logged_metrics.items()

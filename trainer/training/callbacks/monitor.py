@@ -1,4 +1,4 @@
-"""What periodic measurements during training have in common."""
+"""Base classes of periodic measurements during training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainer.training.module import LanguageModule
 
 
 class Monitor(L.Callback, ABC):
-    """Measures every ``every`` steps (or where :meth:`is_due` says), just before and just after the
-    drop, and after the last step of every phase.
+    """Measurement every ``every`` steps (or as :meth:`is_due` says).
 
-    In the list of callbacks it comes after the transitions, and before those that log and save.
+    Also measures just before and after the drop, and after the last step of every phase. In the
+    list of callbacks it follows the transitions and precedes logging and saving.
     """
 
     def __init__(self, config: RunConfig, every: int, transitions: Transitions) -> None:
@@ -26,17 +26,17 @@ class Monitor(L.Callback, ABC):
         self.fixed = {phase.end for phase in transitions.phases}
 
     def is_due(self, module: LanguageModule, step: int) -> bool:
-        """Whether to measure after so many steps, wherever else it does."""
+        """Whether to measure after ``step`` steps, in addition to drops and ends of phases."""
         return step % self.every == 0
 
     @abstractmethod
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Measure the model as it is now."""
+        """Measure the present model."""
 
     def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
     ) -> None:
-        """Measure just after the model was changed."""
+        """Measure directly after the model was changed."""
         if self.transitions.crossed_at(trainer.global_step) and begins_step(trainer, index):
             self.measure(trainer, module)
 
@@ -51,7 +51,7 @@ class Monitor(L.Callback, ABC):
 
 
 class Remembering(Monitor):
-    """A monitor whose ``history``, its state, holds all its measurements, each a ``kind``."""
+    """Monitor whose state, ``history``, contains all its measurements, each a ``kind``."""
 
     kind: ClassVar[type[Json]]
 
@@ -60,9 +60,9 @@ class Remembering(Monitor):
         self.history: list[Any] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements."""
+        """Return all measurements."""
         return {"history": [one.to_dict() for one in self.history]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore them."""
+        """Restore all measurements."""
         self.history = [self.kind.from_dict(one) for one in state_dict["history"]]

@@ -1,9 +1,9 @@
-"""Signals and time limits: stop at a step boundary with a checkpoint, so that the run can go on.
+"""Signals and time limits: stop at a step boundary with a checkpoint, so that the run can resume.
 
-SLURM announces preemption with SIGTERM, and the end of a job with the signal of ``--signal``; both,
-and Ctrl-C, only raise a flag here. All ranks agree on it without waiting for a device, and act
-after the same step. A second signal ends the process at once, but for those that follow within
-:data:`ECHO` seconds: schedulers and launchers pass the same notice on by several ways.
+SLURM announces preemption with SIGTERM, and the end of a job with the signal of ``--signal``. Both,
+like Ctrl-C, only set a flag here. All ranks agree on it without a host sync and act after the same
+step. A second signal ends the process immediately, unless it follows within :data:`ECHO` seconds:
+schedulers and launchers deliver the same notice in several ways.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ECHO = 10.0
 
 
 class Notice:
-    """``asked``: the first signal that came. A second one ends the process at once."""
+    """Signal handler; ``asked`` is the first signal. A second one ends the process immediately."""
 
     def __init__(self) -> None:
         self.asked: str | None = None
@@ -64,9 +64,11 @@ _standing: Notice | None = None
 
 @contextmanager
 def heeding_signals() -> Iterator[None]:
-    """Within it SIGTERM and SIGUSR1 are heeded between trainings too, while weights are read or
-    compiled programs dropped: the run stops after its next step. A batch script may have left them
-    ignored."""
+    """Handle SIGTERM and SIGUSR1 between trainings as well.
+
+    While weights are read or compiled code is discarded, a signal stops the run after its next
+    step. A batch script may have left the signals ignored.
+    """
     global _standing  # noqa: PLW0603
     _standing = Notice()
     numbers = (signal.SIGTERM, signal.SIGUSR1)
@@ -80,9 +82,9 @@ def heeding_signals() -> Iterator[None]:
 
 
 class Preemption(L.Callback):
-    """Stops the run when it was asked to; ``reason`` then says why.
+    """Stops the run on request; ``reason`` then says why.
 
-    ``asked``: who has asked, also in the last step, after which nothing stops.
+    ``asked``: the request, even one during the last step, after which nothing stops.
     """
 
     def __init__(self, config: RunConfig, checkpointing: Checkpointing, began: float) -> None:
@@ -90,7 +92,7 @@ class Preemption(L.Callback):
         self._step_ends: deque[float] = deque(maxlen=20)
         self.reason: str | None = None
         self._notice = _standing or Notice()
-        self._limit: str | None = None  # that has been reached
+        self._limit: str | None = None  # limit that was reached
         self._vote = Vote()
 
     @property
@@ -99,15 +101,17 @@ class Preemption(L.Callback):
         return self._notice.asked or self._limit
 
     def on_train_start(self, *_: Any) -> None:
-        """Install the signal handlers; Lightning's own would act in the middle of a step. When it
-        has trained, or could not, it restores those from before."""
+        """Install the signal handlers; Lightning's own would act in the middle of a step.
+
+        Lightning restores the previous handlers after training or a failure.
+        """
         for number in SIGNALS:
             signal.signal(number, self._notice.on_signal)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        """Save and stop, after the step at which all ranks know of it."""
+        """Save and stop after the step at which all ranks know of the request."""
         if not ends_step(trainer, index) or trainer.global_step == self.config.trainer.max_steps:
             return
         self._step_ends.append(time.time())
@@ -119,21 +123,26 @@ class Preemption(L.Callback):
         self.reason = self.asked or "another rank"
         log.warning("Stopping after step %d (%s)", trainer.global_step, self.reason)
         self.checkpointing.save_now(trainer)
-        # At once: what comes next, such as an upload, may take longer than the job has left. And on
-        # all ranks, since the first one to end may end the others.
+        # Stop now: what comes next, such as an upload, may take longer than the job has left. Stop
+        # on
+        # all ranks, since the first one to exit may end the others.
         on_rank_zero(ask_for_requeue)
         trainer.should_stop = True
 
     def _margin(self) -> float:
-        """Seconds for the step after which all ranks know, one more, and a checkpoint; half as much
-        again, since disks are slow when all jobs of a cluster end."""
+        """Return the seconds to reserve: two steps and a checkpoint, plus half as much again.
+
+        Disks are slow when all jobs of a cluster end.
+        """
         step = max((b - a for a, b in pairwise(self._step_ends)), default=0.0)
         return max(MARGIN, 1.5 * (2 * step + self.checkpointing.seconds))
 
 
 def deadline(config: RunConfig, began: float, margin: float = MARGIN) -> tuple[float, str]:
-    """When to stop (seconds since the epoch), and the name of the limit; ``margin``: seconds before
-    a job's end."""
+    """Return when to stop (seconds since the epoch) and the name of the limit.
+
+    ``margin``: seconds before a job's end.
+    """
     limits = [(float("inf"), "no limit")]
     if config.trainer.max_time is not None:
         limits.append((began + seconds_of(config.trainer.max_time), "trainer.max_time"))
@@ -143,7 +152,9 @@ def deadline(config: RunConfig, began: float, margin: float = MARGIN) -> tuple[f
 
 
 def stopping_between_files() -> AbstractContextManager[None]:
-    """Stop the program at once on SIGTERM or SIGUSR1; for what comes after training, which only
-    writes files atomically."""
+    """Stop the program immediately on SIGTERM or SIGUSR1; for work after training.
+
+    Such work only writes files atomically.
+    """
     numbers = (signal.SIGTERM, signal.SIGUSR1)
     return stopping_at_once("Stopped after training", *numbers, first=ask_for_requeue)

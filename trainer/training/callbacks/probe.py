@@ -18,10 +18,10 @@ from trainer.training.module import LanguageModule
 
 
 class Probe(Monitor):
-    """Adds each measure of :func:`probe` to the next row of metrics, by layer and over all layers.
+    """Adds each measure of :func:`probe` to the next row of metrics, per layer and over all layers.
 
-    Over all layers: their mean, and of the largest logit the maximum. Every rank reads the same few
-    sequences, of the training length.
+    Over all layers it is the mean, and the maximum for the largest logit. Every rank reads the same
+    few sequences of the training length.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Probe(Monitor):
         self.add_metrics = add_metrics
         count, length = config.monitor.probe_sequences, config.data.sequence_length
         text = held_out_windows(corpus.validation, count, length)
-        text[:, 0] = corpus.end_of_text  # sequences begin with it in training
+        text[:, 0] = corpus.end_of_text  # as in training
         self.ids = torch.from_numpy(text)
 
     def measure(self, trainer: L.Trainer, module: LanguageModule) -> None:

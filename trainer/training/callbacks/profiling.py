@@ -1,4 +1,4 @@
-"""What the CPU and the GPU do in a few chosen steps."""
+"""Profiles of the CPU and the GPU in a few chosen steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Profiling(L.Callback):
     """Profiles the steps ``first`` to ``last`` of one rank into ``directory``.
 
     Writes a trace (``steps-10-13-rank-0.json.gz``, for Perfetto) and a table of the most expensive
-    operators (``.txt``). The step before the first warms the profiler up, where there is one.
+    operators (``.txt``). The step before the first one, if any, warms up the profiler.
     """
 
     def __init__(self, first: int, last: int, directory: Path, rank: int) -> None:
@@ -32,12 +32,12 @@ class Profiling(L.Callback):
         self._profiler: profile | None = None
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
-        """Start, one step ahead."""
+        """Start one step early."""
         step = trainer.global_step + 1
         due = self.first - 1 <= step <= self.last and self._profiler is None
         if not due or not begins_step(trainer, index):
             return
-        begin = max(step, self.first)  # later than the first after a resume
+        begin = max(step, self.first)  # later than ``first`` after a resume
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # no step for it
             steps = schedule(wait=0, warmup=begin - step, active=self.last - begin + 1, repeat=1)
@@ -71,7 +71,7 @@ class Profiling(L.Callback):
             self._profiler = None
 
     def on_exception(self, *_: Any) -> None:
-        """Stop there too."""
+        """Stop after an error, too."""
         self.on_train_end()
 
     def _write(self, name: str, profiler: profile) -> None:
@@ -81,5 +81,5 @@ class Profiling(L.Callback):
         try:
             write_atomically(self.directory / f"{name}.txt", table)
             profiler.export_chrome_trace(str(self.directory / f"{name}.json.gz"))
-        except OSError as error:  # a full disk, which stops no run
+        except OSError as error:  # a full disk stops no run
             log.warning("The profile %s could not be written (%s)", name, error)

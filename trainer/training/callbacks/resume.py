@@ -1,4 +1,4 @@
-"""Puts a checkpoint's state into a run that is about to start."""
+"""Restores a checkpoint's state into a run that is about to start."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class Resume(L.Callback):
     """Restores weights, optimizer, counters and the states of other callbacks.
 
-    The loader is made from its first step on, so Lightning's loops begin anew; all they must know
-    is the number of updates done.
+    The data loader starts at the right step, so Lightning's loops start from zero and need only the
+    number of updates done.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Resume(L.Callback):
     def on_fit_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule
     ) -> None:
-        """Restore, once model and optimizer are where they belong."""
+        """Restore after model and optimizer are on their devices."""
         if self.checkpoint is None:
             return
         restore(module.model, trainer.optimizers[0], self.checkpoint)
@@ -46,7 +46,7 @@ class Resume(L.Callback):
         module.certificate.load(self.state["certificate"])
         states = callback_states(self.state)
         for callback in self.callbacks:
-            # A monitor may have come with this command.
+            # A monitor may be new in this command.
             if (name := type(callback).__name__) in states:
                 callback.load_state_dict(states[name])
         unused = load_states(self.user_callbacks, self.state.get("user_callbacks", {}))

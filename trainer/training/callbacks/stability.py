@@ -1,4 +1,4 @@
-"""Going back to a checkpoint when a run diverges, and ending it when it hangs."""
+"""Rewind to a checkpoint after divergence, and end of a process that hangs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class Rewind(L.Callback):
-    """Stops the run where ``trainer.rewind_after`` updates in a row were skipped.
+    """Stops the run if ``trainer.rewind_after`` updates in a row were skipped.
 
-    The run then goes back to its last checkpoint from before, and leaves out the samples since:
-    ``broken`` holds the last sound step and the one it stopped at. The count is read only where
-    metrics are, so that no step waits for the device.
+    The run then resumes from its last checkpoint before them and skips the samples since.
+    ``broken`` holds the last sound step and the step of the stop. The count is read together with
+    the metrics, so that it causes no further host sync.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -37,7 +37,7 @@ class Rewind(L.Callback):
     def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        """Look at the count every ``log_every`` steps."""
+        """Check the count every ``log_every`` steps."""
         step = trainer.global_step
         if self.limit is None or not ends_step(trainer, index) or step % self.log_every:
             return
@@ -53,8 +53,11 @@ class Rewind(L.Callback):
 
 
 def watch(timeout: float | None, times: int = 1) -> None:
-    """End the process, with the stacks of all its threads, unless this is called again or watching
-    is over within ``times`` timeouts (seconds; None: never)."""
+    """End the process with the stacks of all threads, unless called again within ``times``
+    timeouts.
+
+    The timeout is in seconds; None disables the watchdog.
+    """
     if timeout is not None:
         faulthandler.dump_traceback_later(
             times * timeout, exit=True, file=sys.__stderr__ or sys.stderr
@@ -62,18 +65,18 @@ def watch(timeout: float | None, times: int = 1) -> None:
 
 
 class Watchdog(L.Callback):
-    """Ends a process that is stuck, with the stacks of all its threads, and keeps a heartbeat.
+    """Ends a process that hangs, with the stacks of all its threads, and writes a heartbeat.
 
-    A step that takes longer than ``trainer.step_timeout`` seconds (the first one, which may
-    compile, ten times as long) has lost a rank, a file system or a device, and would wait until
-    the end of the job. ``heartbeat.json`` holds the last step and when it ended.
+    A step that takes longer than ``trainer.step_timeout`` seconds has lost a rank, a file system or
+    a device, and would wait until the end of the job. The first step, which may compile, has ten
+    times as long. ``heartbeat.json`` contains the last step and the time of its end.
     """
 
     def __init__(self, config: RunConfig, directory: Path, is_rank_zero: bool) -> None:
         self.timeout = config.trainer.step_timeout
         self.log_every = config.trainer.log_every
         self.heartbeat = directory / "heartbeat.json" if is_rank_zero else None
-        self.failed = False  # when it was written last
+        self.failed = False  # whether the last write failed
 
     def on_train_start(self, *_: Any) -> None:
         """Watch the first step."""
@@ -94,7 +97,7 @@ class Watchdog(L.Callback):
             beat = {"step": step, "time": time.time(), "pid": os.getpid()}
             try:
                 write_atomically(self.heartbeat, json.dumps(beat))
-            except OSError as error:  # a full disk, which stops no run
+            except OSError as error:  # a full disk stops no run
                 if not self.failed:
                     log.warning("%s: %s; the run goes on", self.heartbeat.name, error.strerror)
                 self.failed = True
@@ -106,7 +109,7 @@ class Watchdog(L.Callback):
         faulthandler.cancel_dump_traceback_later()
 
     def on_exception(self, *_: Any) -> None:
-        """Stop there too."""
+        """Stop watching after an error."""
         self.on_train_end()
 
     def _arm(self, times: int) -> None:

@@ -1,4 +1,4 @@
-"""The callback that changes the model between two phases: drops, rescalings, a fresh optimizer."""
+"""Changes of the model between two phases: drops, rescalings, QK-norm, a fresh optimizer."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 
 class Transitions(L.Callback):
-    """At the first step of a phase: another layout, QK-norm, an optimizer whose state is cleared.
+    """Changes the model at the first step of a phase: layout, QK-norm, optimizer state.
 
-    What a change did is measured on one fixed held-out batch, of the length of the phase, just
-    before, just after and at the end of the phase. ``effects`` by the names of phases are this
-    callback's state; a run that resumes keeps them and changes nothing twice, and the layout itself
-    comes with the checkpoint. Of a drop that takes steps the layout before it is kept until then.
+    The effect of a change is measured on one fixed held-out batch of the phase's length: just
+    before, just after, and at the end of the phase. ``effects`` by phase are this callback's state.
+    A resumed run keeps them and repeats no change; the layout itself comes with the checkpoint. A
+    drop in several steps also keeps the layout from before it.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Transitions(L.Callback):
         self._batch: tuple[str, Batch] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the changes did, and the layout that is shrinking."""
+        """Return the effects of changes, and the layout of a drop in progress."""
         before = None if self._before is None else self._before.to_dict()
         return {"effects": dict(self.effects), "before": before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember what happened."""
+        """Restore the effects of changes."""
         self.effects = dict(state_dict["effects"])
         before = state_dict.get("before")
         self._before = None if before is None else Layout.from_dict(before)
@@ -67,13 +67,13 @@ class Transitions(L.Callback):
         return any(phase.drop and phase.name in self.effects for phase in self.phases)
 
     def crossed_at(self, step: int) -> bool:
-        """Whether the model was changed after so many steps."""
+        """Whether the model was changed after ``step`` steps."""
         return any(effect["step"] == step for effect in self.effects.values())
 
     def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
     ) -> None:
-        """Change the model before the first batch of a phase, or a little before every step."""
+        """Change the model before the first batch of a phase; a gradual drop, before every step."""
         if not begins_step(trainer, index):
             return
         phase = phase_at(self.phases, trainer.global_step)
@@ -85,7 +85,7 @@ class Transitions(L.Callback):
     def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        """Measure at the last step of a phase where the loss has come to."""
+        """Measure the effect at the last step of a phase."""
         if not ends_step(trainer, index):
             return
         phase = phase_at(self.phases, trainer.global_step - 1)
@@ -93,7 +93,7 @@ class Transitions(L.Callback):
             self.measure_end(module, phase)
 
     def measure_end(self, module: LanguageModule, phase: Phase) -> None:
-        """Measure where a phase has come to, if its start changed something."""
+        """Measure the loss at the end of a phase that began with a change."""
         effect = self.effects.get(phase.name)
         if effect is None:
             return
@@ -162,11 +162,11 @@ class Transitions(L.Callback):
                     optimizer.state.pop(submodule.weight, None)
 
     def losses(self, module: LanguageModule, phase: Phase) -> list[float]:
-        """Of every sequence of the fixed batch."""
+        """Return the loss of each sequence in the fixed batch."""
         rank, ranks = module.ranks.rank, module.ranks.world_size
         with evaluating(module) as model:
             parts = self._micro_batches(module, phase, ranks)
-            if len(parts) % ranks:  # fewer sequences than ranks, which all read them then
+            if len(parts) % ranks:  # with fewer sequences than ranks, each rank reads all of them
                 rank, ranks = 0, 1
             own = [model.token_losses(*x).mean(dim=1) for x in parts[rank::ranks]]
             mine = torch.stack(own).tolist()
@@ -176,8 +176,11 @@ class Transitions(L.Callback):
     def _micro_batches(
         self, module: LanguageModule, phase: Phase, shared: int = 1
     ) -> list[tuple[Tensor, Tensor]]:
-        """The fixed batch, inputs and targets, in parts of one size, no larger than those that the
-        run trains on, and as many for each of the ranks that share them, where that can be."""
+        """Split the fixed batch, inputs and targets, into parts of one size.
+
+        Parts are no larger than training's micro-batches. If possible, each of the ranks that share
+        the parts gets the same number.
+        """
         if self._batch is None or self._batch[0] != phase.name:
             self._batch = phase.name, self.effect_batch(phase)
         batch = self._batch[1]
@@ -190,8 +193,11 @@ class Transitions(L.Callback):
 
 
 def layout_of_phase(layout: Layout, phase: Phase, model: ModelConfig) -> Layout:
-    """The layout that a phase begins with, from that of the one before: dropped or rescaled, and
-    for longer sequences. A drop that takes steps has taken none."""
+    """Return the layout that a phase begins with: the previous one, dropped or rescaled, and
+    extended.
+
+    A drop in several steps has made none.
+    """
     if phase.drop is not None:
         norms_on = model.qk_norm.when == "after_drop"
         positional = phase.config.positional
@@ -203,7 +209,7 @@ def layout_of_phase(layout: Layout, phase: Phase, model: ModelConfig) -> Layout:
 
 
 def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
-    """The layout of a run whose phase rescales its frequencies."""
+    """Return the layout of a run whose phase rescales its frequencies."""
     assert phase.rescale is not None
     reach = phase.config.data.sequence_length / layout.training_length
     factor = phase.rescale.factor or max(reach, 1.0)
@@ -211,7 +217,7 @@ def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
 
 
 def describe(phase: Phase, rotates: bool = True) -> str:
-    """What the start of a phase changes, in words; ``rotates``: whether anything did before it."""
+    """Describe the changes at the start of a phase; ``rotates``: whether any layer rotated."""
     if phase.drop is not None:
         steps = phase.drop.anneal_steps
         over = f" over {steps} steps" if steps else ""
@@ -223,5 +229,5 @@ def describe(phase: Phase, rotates: bool = True) -> str:
 
 
 def _key(phase: Phase) -> str:
-    """How the names of its metrics begin."""
+    """Return the prefix of a phase's metrics."""
     return "drop" if phase.drop else f"phase_{phase.name}"

@@ -1,4 +1,4 @@
-"""The callback that ends a phase before its steps are done."""
+"""Early end of a phase, by its held-out loss."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class Until(L.Callback):
-    """Measures the held-out loss every ``until.every`` steps of a phase, and ends it where that has
-    flattened, or is back where it was before the phase changed something.
+    """Ends a phase once its held-out loss is flat, or back at its value before the change.
 
-    ``ended`` is then the phase's number of steps. The losses are this callback's state. The first
-    rank decides for all.
+    The loss is measured every ``until.every`` steps; the losses are this callback's state.
+    ``ended`` is the phase's number of steps, once it has ended. Rank 0 decides for all.
     """
 
     def __init__(
@@ -33,11 +32,11 @@ class Until(L.Callback):
         self.ended: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured in this phase."""
+        """Return the losses of this phase."""
         return {"phase": self.phase.name, "losses": list(self.losses)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it, unless it is another phase's."""
+        """Restore the losses, unless they belong to another phase."""
         if state_dict["phase"] == self.phase.name:
             self.losses = list(state_dict["losses"])
 
@@ -50,7 +49,7 @@ class Until(L.Callback):
         if until is None or not ends_step(trainer, index) or done % until.every:
             return
         if self.phase.drop is not None and done < self.phase.drop.anneal_steps:
-            return  # nothing is dropped yet, so that the loss says nothing of it
+            return  # before the drop is complete the loss does not reflect it
         self.losses.append(fmean(self.transitions.losses(module, self.phase)))
         if step == self.phase.end or not trainer.strategy.broadcast(self._is_over()):
             return
@@ -65,7 +64,7 @@ class Until(L.Callback):
     def on_train_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule
     ) -> None:
-        """The phase's last checkpoint, once everything else has seen its last step."""
+        """Save the phase's last checkpoint after all other callbacks have seen its last step."""
         if self.ended is not None:
             self.checkpointing.save_now(trainer)
 

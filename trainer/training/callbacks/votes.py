@@ -1,4 +1,4 @@
-"""What ranks agree on at every step without waiting for a device."""
+"""Agreement of ranks at every step without a host sync."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from trainer.runs.ranks import waiting_group
 
 
 class Vote:
-    """Whether any rank wants something: known one step later on all, so that the vote has travelled
-    while the step was computed; at once where there is one rank."""
+    """Vote on whether any rank wants something.
+
+    The result is known one step later on all ranks, so that communication overlaps with
+    computation; immediately with a single rank.
+    """
 
     def __init__(self) -> None:
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._cast: tuple[torch.Tensor, Any] | None = None
 
     def agreed(self, mine: bool) -> bool:
-        """Cast this step's vote, and count that of the step before; all ranks call it at every
+        """Cast this step's vote and return the previous step's result; all ranks call this every
         step."""
         if self._alone:
             return mine
