@@ -1,1 +1,1 @@
-"""The decoder: attention and its backends, cache, loss."""
+"""The decoder: attention and its backends, key-value cache, loss."""

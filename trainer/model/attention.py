@@ -1,4 +1,4 @@
-"""Grouped-query attention with optional QK-norm; positions come in as data."""
+"""Grouped-query attention with optional QK-norm; the positional encoding is passed in as data."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ the ``softcap`` of their scores and the ``sinks`` beside them, ``[Hq]``."""
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a layer does in a forward pass to queries or keys at ``positions``, ``[T]`` or
-    ``[B, T]``."""
+    """Encoding of one layer for queries or keys at ``positions``, ``[T]`` or ``[B, T]``."""
 
     groups: Groups
     positions: Tensor
@@ -48,23 +47,23 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[..., size]``."""
-        # Of one type with x, or torch leaves its fused kernel.
+        """Normalize ``[..., size]``."""
+        # Match x's dtype; otherwise torch falls back from the fused kernel.
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
     """Causal attention over ``[B, T, hidden_size]``.
 
-    The query and key norms exist from the start where the configuration has them at any time, so
-    that a drop adds no parameters to a run. While they are off they take part with weight zero:
-    every parameter then has a gradient, which sharded and replicated training need.
+    If the configuration uses query and key norms at any time, they exist from the start, so that a
+    drop adds no parameters to a run. While disabled they take part with weight zero. Every
+    parameter then has a gradient, which sharded and replicated training need.
 
-    A learned scale of the softmax multiplies the queries of its head before their encoding, so that
-    every backend and every analysis has it. A sink is a logit beside the head's scores.
+    A learned softmax scale multiplies the queries of its head before their encoding, so that every
+    backend and every analysis includes it. A sink is a logit beside the head's scores.
 
-    Encoded queries and keys pass one seam before they meet: ``intervention``, where the layout
-    has one, returns others, and ``observe``, where it is set, is shown them.
+    Encoded queries and keys pass one seam: ``intervention``, if the layout has one, replaces them,
+    and ``observe``, if set, receives them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -99,11 +98,11 @@ class Attention(nn.Module):
         self.observe: Observer | None = None
 
     def intervene_with(self, wanted: Intervention | None) -> None:
-        """Put what changes encoded queries and keys in its place; None: nothing does."""
+        """Set the intervention on encoded queries and keys; None removes it."""
         if wanted is None:
             self.intervention = None
             return
-        from trainer.positional.intervening import Intervene  # brings the compiler, a second
+        from trainer.positional.intervening import Intervene  # slow import: the compiler
 
         self.intervention = Intervene(wanted)
 
@@ -117,18 +116,18 @@ class Attention(nn.Module):
         of_all_keys: Encoding | None = None,
         last: int | None = None,
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
             x: ``[B, T, hidden_size]``.
             encoding: rotation and temperature of the heads for these tokens.
-            mask: what a query may not see beyond causality.
-            qk_norm: whether the query and key norms are on.
+            mask: restrictions beyond causality.
+            qk_norm: whether the query and key norms are enabled.
             cache: keys and values of earlier tokens, extended in place.
-            of_all_keys: where frequencies follow the length of the sequence, or query heads have
-                copies of their keys, the encoding of the cache's tokens and these together; the
-                cache then keeps keys that are not encoded.
-            last: how many of the last positions to compute; None: all.
+            of_all_keys: encoding of cached and new tokens together, if frequencies depend on the
+                sequence length or query heads have their own copies of keys; the cache then stores
+                unencoded keys.
+            last: number of last positions to compute; None: all.
         """
         plain_q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
         if self.softmax_scale is not None:
@@ -145,7 +144,7 @@ class Attention(nn.Module):
         q, k = encode_queries(plain_q, encoding.groups), encode_keys(plain_k, of_keys.groups)
         if self.intervention is not None:
             q, k = self.intervention(q, k, encoding.positions, of_keys.positions)
-        # Of one type with queries, as the weights of norms are, whatever the strategy gathers.
+        # Norm weights keep their dtype under every strategy: match the queries' dtype.
         softmax = Softmax(None if self.sinks is None else self.sinks.to(q.dtype), self.softcap)
         if self.observe is not None:
             self.observe(plain_q, plain_k, q, k, **softmax._asdict())
@@ -161,7 +160,8 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """``[B, T, H * D]`` to ``[B, H, T, D]``, normalised over the head or the projection."""
+        """Reshape ``[B, T, H * D]`` to ``[B, H, T, D]``, normalized over the head or the
+        projection."""
         if norm is not None and not self.per_head_norm:
             x = norm(x)
         x = x.unflatten(-1, (-1, self.head_dim))
@@ -171,7 +171,7 @@ class Attention(nn.Module):
 
 
 def bias_slopes(layout: Layout, heads: int, device: torch.device) -> list[Tensor | None]:
-    """ALiBi's slopes ``[heads]`` of every layer, None where no head has a bias."""
+    """Return ALiBi's slopes ``[heads]`` for every layer; None if no head of a layer has a bias."""
     found: dict[int, Tensor | None] = {}
     for layer in layout.layers:
         if id(layer) not in found:
@@ -182,6 +182,6 @@ def bias_slopes(layout: Layout, heads: int, device: torch.device) -> list[Tensor
 
 @lru_cache
 def slopes_of(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor:
-    """``[heads]``, 0 where the key-value head has no bias; kept, since copying to a GPU waits."""
+    """Return slopes ``[heads]``, 0 for key-value heads without bias; cached, which avoids a sync."""
     slopes = torch.tensor(alibi_slopes(heads), device=device)
     return slopes * torch.tensor(biased, device=device).repeat_interleave(heads // len(biased))

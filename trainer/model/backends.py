@@ -1,10 +1,10 @@
-"""Ways to compute causal attention: ``sdpa``, ``flash``, ``varlen``, ``flex``, ``eager``.
+"""Backends of causal attention: ``sdpa``, ``flash``, ``varlen``, ``flex``, ``eager``.
 
-All take queries ``[B, Hq, Tq, D]`` and keys and values ``[B, Hkv, Tk, D]``, Tk >= Tq, the last
-query seeing the last key, a :class:`Mask` that went through :func:`prepared` and a
-:class:`Softmax`, and return ``[B, Hq, Tq, D]``. No backend but ``eager`` holds a [Tq, Tk] tensor:
-where a kernel needs a mask, or a softmax is none that a kernel knows, ``sdpa`` goes through the
-queries in blocks. A single query, a step of generation, is ``sdpa``'s in all.
+All take queries ``[B, Hq, Tq, D]``, keys and values ``[B, Hkv, Tk, D]`` with Tk >= Tq, a
+:class:`Mask` from :func:`prepared` and a :class:`Softmax`, and return ``[B, Hq, Tq, D]``. The last
+query sees the last key. Only ``eager`` allocates a [Tq, Tk] tensor. If a kernel needs a mask, or
+the softmax is one that no kernel computes, ``sdpa`` processes the queries in blocks. Single
+queries, as in generation, use ``sdpa`` in all backends.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ VARIANTS = 64
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
-    """torch's scaled_dot_product_attention, in blocks of queries where it needs a mask.
+    """Compute torch's scaled_dot_product_attention, in blocks of queries if it needs a mask.
 
-    With a window each block reads its window of the keys only, so time and memory are linear in the
-    length. Sinks and soft-caps are written out block by block.
+    With a window, each block reads only its window of the keys, so that time and memory are linear
+    in the length. Sinks and soft-caps are computed explicitly, block by block.
     """
     Tq, Tk = q.shape[2], k.shape[2]
     if softmax.is_plain:
@@ -46,9 +46,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
         if mask.is_plain and Tq == Tk:
             return _fused(q, k, v, is_causal=True)
         if mask.is_plain and q.device.type != "cpu":
-            from torch.nn.attention.bias import causal_lower_right  # brings the compiler, a second
+            from torch.nn.attention.bias import causal_lower_right  # slow import: the compiler
 
-            return _fused(q, k, v, attn_mask=causal_lower_right(Tq, Tk))  # known to CUDA's kernels
+            return _fused(q, k, v, attn_mask=causal_lower_right(Tq, Tk))  # CUDA kernels know it
     past, outputs = Tk - Tq, []
     block = QUERY_BLOCK.get(q.device.type, 512)
     if not softmax.is_plain:
@@ -71,10 +71,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """SDPA, called so that one of its fused kernels can serve."""
+    """Call SDPA such that one of its fused kernels can be used."""
     shared = q.shape[1] // k.shape[1]
-    # Of CUDA's kernels only flash's reads keys that heads share, in 16 bits and without a mask.
-    # Asked for more, torch takes, without a word, the one that holds all scores.
+    # Of CUDA's kernels only flash supports grouped keys: 16 bits, no mask. Otherwise torch silently
+    # takes the kernel that materializes all scores.
     needs_more = q.element_size() > 2 or "attn_mask" in options
     if shared > 1 and q.device.type != "cpu" and needs_more:
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
@@ -82,17 +82,20 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def _share_keys(q: Tensor, k: Tensor) -> bool:
-    """Whether heads do. As words of code, since the compiler takes the comparison for a symbol, no
-    bool, where the number of heads changes in a run."""
+    """Whether heads share keys.
+
+    A function, because the compiler would treat the comparison as a symbol, not a bool, if the
+    number of heads changes during a run.
+    """
     if q.shape[1] != k.shape[1]:  # noqa: SIM103
         return True
     return False
 
 
 def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """One query a head: the heads that share keys become queries of one head.
+    """Compute attention for one query per head: heads that share keys become queries of one head.
 
-    No kernel then copies keys for each of them, which on a CPU costs more than the attention.
+    No kernel then copies keys for each head, which on a CPU costs more than the attention.
     """
     Tk, heads = k.shape[2], k.shape[1]
     first = 0 if mask.window is None else max(0, Tk - mask.window)
@@ -108,7 +111,7 @@ def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
-    """The flash-attn package (CUDA); documents go through its variable-length kernel."""
+    """Call the flash-attn package (CUDA); documents use its variable-length kernel."""
     if q.shape[2] == 1 or mask.begins is not None:
         return sdpa(q, k, v, mask, softmax)
     from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -118,9 +121,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN)
         "causal": True,
         "window_size": window,
         "alibi_slopes": mask.slopes,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),  # of its backward
+        "deterministic": torch.are_deterministic_algorithms_enabled(),  # affects its backward
     }
-    if softmax.softcap is not None:  # of which versions before 2.6 know nothing
+    if softmax.softcap is not None:  # unsupported before version 2.6
         options["softcap"] = softmax.softcap
     if mask.documents is None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -129,7 +132,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
-    """torch's own variable-length kernel (CUDA, 16 bits) for documents; without them ``sdpa``."""
+    """Call torch's variable-length kernel (CUDA, 16 bits) for documents; otherwise ``sdpa``."""
     if q.shape[2] == 1 or mask.documents is None or mask.begins is not None:
         return sdpa(q, k, v, mask, softmax)
     from torch.nn.attention.varlen import varlen_attn
@@ -147,7 +150,7 @@ def _packed(
     mask: Mask,
     options: dict[str, Any],
 ) -> Tensor:
-    """All rows as one row of documents."""
+    """Call a kernel with all rows packed into one row of documents."""
     if q.shape[2] != k.shape[2]:
         raise UserError(
             "model.attention_backend: document masks do not work with a KV cache in kernels of "
@@ -155,18 +158,18 @@ def _packed(
         )
     B, T = q.shape[0], q.shape[2]
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    # Of which kernels reserve as much for every document; asking the device would wait for it.
+    # Kernels allocate this length per document; reading the exact one would cause a host sync.
     longest = min(mask.longest or T, T)
     out = kernel(*flat, mask.bounds, mask.bounds, longest, longest, **options)
     return out.unflatten(0, (B, T)).transpose(1, 2)
 
 
 def _compiled(name: str) -> Callable[..., Any]:
-    """A function of torch's FlexAttention, which uncompiled holds all scores."""
+    """Compile a function of torch's FlexAttention, which uncompiled materializes all scores."""
     from torch.nn.attention import flex_attention
 
     function = getattr(flex_attention, name)
-    whole = name == "flex_attention"  # of which torch would else run, after so many shapes, parts
+    whole = name == "flex_attention"  # in one graph, even after many shapes
     return function if torch.compiler.is_compiling() else _compiled_once(function, whole)
 
 
@@ -177,7 +180,8 @@ def _compiled_once(function: Callable[..., Any], whole: bool) -> Callable[..., A
     compiled = torch.compile(function, fullgraph=whole)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Masks, types and numbers of heads are each compiled for: of one process more than eight.
+        # Masks, dtypes and numbers of heads each need a compilation: more than eight in one
+        # process.
         with config.patch(recompile_limit=VARIANTS):
             return compiled(*args, **kwargs)
 
@@ -185,7 +189,7 @@ def _compiled_once(function: Callable[..., Any], whole: bool) -> Callable[..., A
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
-    """torch's FlexAttention (GPU): any mask, ALiBi, soft-caps and sinks in one fused kernel."""
+    """Call torch's FlexAttention (GPU): any mask, ALiBi, soft-caps and sinks in one kernel."""
     if q.shape[2] == 1 or mask.begins is not None:
         return sdpa(q, k, v, mask, softmax)
     past, slopes = k.shape[2] - q.shape[2], mask.slopes
@@ -204,13 +208,13 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
     from torch.nn.attention.flex_attention import AuxRequest
 
     out, aux = _compiled("flex_attention")(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    # A sink takes the share exp(sink) / (exp(sink) + the sum over keys) of every head's weights.
+    # A sink takes the share exp(sink) / (exp(sink) + the sum over keys) of each head's weights.
     kept = (aux.lse - softmax.sinks.float()[:, None]).sigmoid()
     return out * kept[..., None].to(out.dtype)
 
 
 def _block_mask(mask: Mask, rows: int, queries: int, keys: int, device: torch.device) -> Any:
-    """FlexAttention's: which blocks of scores hold anything, and what within them."""
+    """Build FlexAttention's block mask: which blocks contain visible scores, and which ones."""
     past, documents, window = keys - queries, mask.documents, mask.window or keys
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -224,14 +228,14 @@ def _block_mask(mask: Mask, rows: int, queries: int, keys: int, device: torch.de
 def prepared(
     attend: Attend, mask: Mask, shape: tuple[int, int], keys: int, device: torch.device
 ) -> Mask:
-    """A mask with what its backend needs of it, computed once for all layers that have it.
+    """Add to a mask what its backend needs, computed once for all layers that share it.
 
     Args:
         attend: the backend.
-        mask: of a batch.
-        shape: rows of the batch, and queries of a row.
-        keys: of a row.
-        device: of queries and keys.
+        mask: mask of a batch.
+        shape: rows of the batch, and queries per row.
+        keys: keys per row.
+        device: device of queries and keys.
     """
     rows, queries = shape
     if queries == 1 or mask.begins is not None:

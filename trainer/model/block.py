@@ -25,12 +25,12 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, T, hidden_size]`` to the same."""
+        """Transform ``[B, T, hidden_size]``."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 if TYPE_CHECKING:
 
     class Blocks(nn.ModuleList):
-        """The blocks of a decoder; torch's list does not say what its modules are."""
+        """Blocks of a decoder: a module list that declares its element type."""
 
         def __init__(self, modules: Iterable[Block]) -> None: ...
         def __iter__(self) -> Iterator[Block]: ...

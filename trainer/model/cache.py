@@ -1,4 +1,4 @@
-"""Keys and values of the tokens already read, for generation."""
+"""Key-value cache for generation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from trainer.model.config import ModelConfig
 class LayerCache:
     """Keys and values of one layer, ``[B, Hkv, capacity, D]``, filled up to ``length``.
 
-    Keys are rotated, but for layers whose frequencies follow the length of the sequence, or whose
-    query heads have spectra of their own: those keep them as they were before. ``begins``: see
-    :class:`KVCache`.
+    Keys are rotated, except in layers whose frequencies depend on the sequence length or whose
+    query heads have their own spectra. ``begins``: see :class:`KVCache`.
     """
 
     keys: Tensor
@@ -25,10 +24,10 @@ class LayerCache:
     begins: tuple[int, ...] = ()
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``[B, Hkv, T, D]`` and return everything so far.
+        """Append ``[B, Hkv, T, D]``; return all keys and values so far.
 
         Raises:
-            ValueError: there is no room.
+            ValueError: the capacity is exceeded.
         """
         end = self.length + k.shape[2]
         if end > self.keys.shape[2]:
@@ -41,10 +40,11 @@ class LayerCache:
 
 @dataclass
 class KVCache:
-    """One :class:`LayerCache` a layer, filled by the decoder.
+    """One :class:`LayerCache` per layer, filled by the decoder.
 
-    All rows end in the same column. Rows of fewer tokens begin later, in the columns ``begins``,
-    so that a token is appended to all with one copy and distances are those of the columns.
+    All rows end in the same column; shorter rows begin later, in the columns ``begins``. A token is
+    thus appended to all rows with one copy, and distances between tokens are distances between
+    columns.
     """
 
     layers: list[LayerCache]
@@ -58,11 +58,10 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> KVCache:
-        """Room for ``capacity`` tokens in each of ``batch`` rows."""
+        """Allocate room for ``capacity`` tokens in each of ``batch`` rows."""
         shape = batch, config.num_key_value_heads, capacity, config.head_size
 
-        # Zeros, since a probability of 0 times whatever lies in columns before a row begins is NaN
-        # where that is.
+        # Zeros: in columns before a row begins, a weight of 0 times NaN would be NaN.
         def zeros() -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -70,16 +69,16 @@ class KVCache:
 
     @property
     def begins(self) -> tuple[int, ...]:
-        """The first column of every row; empty where that is 0 for all."""
+        """First column of every row; empty if all begin at 0."""
         return self.layers[0].begins
 
     @property
     def length(self) -> int:
-        """Columns that are filled: tokens of the longest row."""
+        """Number of filled columns: tokens of the longest row."""
         return self.layers[0].length
 
     def part(self, first: int, rows: int, begin: int) -> KVCache:
-        """Neighbouring rows from column ``begin`` on, in shared memory and not filled yet."""
+        """Return neighbouring rows from column ``begin``, sharing memory, not filled yet."""
         return KVCache(
             [
                 LayerCache(
@@ -91,13 +90,14 @@ class KVCache:
         )
 
     def fill(self, begins: tuple[int, ...], length: int) -> None:
-        """Say that :meth:`part` by part all rows were filled from ``begins`` up to ``length``."""
+        """Mark all rows as filled from ``begins`` to ``length``, after filling them by
+        :meth:`part`."""
         for layer in self.layers:
             layer.begins = begins if any(begins) else ()
             layer.length = length
 
     def remove(self, row: int) -> None:
-        """Forget a row; the last one takes its place."""
+        """Remove a row; the last one takes its place."""
         for layer in self.layers:
             for kept in (layer.keys, layer.values):
                 kept[row, :, : layer.length] = kept[-1, :, : layer.length]

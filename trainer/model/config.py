@@ -38,7 +38,7 @@ class SoftmaxConfig:
 
     @property
     def is_fused(self) -> bool:
-        """Whether scores and their softmax are those that every kernel computes."""
+        """Whether every kernel computes this softmax."""
         return not self.sinks and self.softcap is None
 
 
@@ -92,23 +92,23 @@ class ModelConfig:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it begins with trained weights."""
+        """Whether the model begins with trained weights."""
         return self.from_pretrained is not None or self.from_run is not None
 
     @property
     def head_size(self) -> int:
-        """Channels a head."""
+        """Channels per head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def block_weights(self) -> int:
-        """Weights of the matrices of all blocks."""
+        """Number of weights in the matrices of all blocks."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_size
         block = self.hidden_size * (heads + 3 * self.intermediate_size)
         return self.num_hidden_layers * block
 
     def problems(self) -> list[str]:
-        """What is impossible about this shape, one sentence each."""
+        """Check the shape; return one sentence per problem."""
         found = [
             f"model.{key}: expected a positive number, got {value}."
             for key in (

@@ -1,8 +1,8 @@
-"""A Llama-style decoder whose positions are data.
+"""Llama-style decoder whose positional encoding is data.
 
-Module names are those of Hugging Face's Llama, so that a state dict differs by a prefix only. The
-decoder knows no method: it holds a :class:`Layout`, computes each distinct spectrum's tables once a
-forward pass and hands every block what its heads need, or nothing.
+Module names are those of Hugging Face's Llama, so that state dicts differ only by a prefix. The
+decoder knows no encoding method. It holds a :class:`Layout`, computes the tables of each distinct
+spectrum once per forward pass, and passes each block the tables of its heads, or none.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from trainer.positional.rotation import head_groups
 
 
 class Decoder(LanguageModel):
-    """Token ids to hidden states, logits or a loss.
+    """Decoder from token ids to hidden states, logits or a loss.
 
-    ``layout`` is the positional encoding as it is now; assign another to change it (a drop, an
+    ``layout`` is the present positional encoding; assign another one to change it (a drop, an
     extension method). ``config.vocab_size`` must be set. Weights are drawn from ``seed``, unless
-    the decoder is made on torch's meta device.
+    the decoder is created on torch's meta device.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -48,7 +48,7 @@ class Decoder(LanguageModel):
         if config.vocab_size is None:
             raise ValueError("config.vocab_size must be known when a decoder is built")
         self.config = config
-        words = torch.empty(config.vocab_size, config.hidden_size)  # drawn below, and not here too
+        words = torch.empty(config.vocab_size, config.hidden_size)  # drawn below, not twice
         self.embed_tokens = nn.Embedding.from_pretrained(words, freeze=False)
         self.layers = Blocks(Block(config) for _ in range(config.num_hidden_layers))
         self.layout = layout
@@ -61,7 +61,7 @@ class Decoder(LanguageModel):
             self.reset_parameters(seed)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Decoder:
-        """What torch calls to put a module on a device or into another type."""
+        """Apply ``function`` to all tensors, as torch does to change device or dtype."""
         super()._apply(*args, **kwargs)
         self.choose_products(self.norm.weight.device.type, self.compute_dtype)
         return self
@@ -70,9 +70,9 @@ class Decoder(LanguageModel):
         """Choose how matrices are multiplied.
 
         Args:
-            device: "cpu" or "cuda", that of the weights unless they are offloaded.
-            compute: the type of activations and products, the residual stream among them; None:
-                that of the weights.
+            device: "cpu" or "cuda"; that of the weights unless they are offloaded.
+            compute: dtype of activations and products, including the residual stream; None: the
+                dtype of the weights.
         """
         self.computes_on, self.compute_dtype = device, compute
         weights = self.norm.weight.dtype
@@ -83,9 +83,9 @@ class Decoder(LanguageModel):
 
     @contextmanager
     def packed(self) -> Iterator[None]:
-        """Within it, a CPU reads copies of the weights in the order of its kernels.
+        """On a CPU, use copies of the weights in the kernels' memory order within the block.
 
-        Products of few rows are faster then. Weights must not change meanwhile.
+        Products with few rows are faster then. Weights must not change meanwhile.
         """
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         usual, compute = self._product, self.compute_dtype or self.norm.weight.dtype
@@ -101,11 +101,11 @@ class Decoder(LanguageModel):
 
     @property
     def layout(self) -> Layout:
-        """The positional encoding as it is now.
+        """Present positional encoding.
 
         Raises:
-            ValueError: on assignment of a layout for another shape, or with norms on that the model
-                does not have.
+            ValueError: on assignment of a layout for another shape, or with norms enabled that the
+                model does not have.
         """
         return self._layout
 
@@ -132,17 +132,17 @@ class Decoder(LanguageModel):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.norm.weight.device
 
     @property
     def head(self) -> Tensor:
-        """``[vocab, hidden_size]``, the embeddings where they are tied."""
+        """Output weights ``[vocab, hidden_size]``; the embeddings if they are tied."""
         return (self.lm_head or self.embed_tokens).weight
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Draw all weights anew."""
+        """Draw all weights again."""
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_value(self.config, name, parameter.shape, seed))
 
@@ -182,23 +182,23 @@ class Decoder(LanguageModel):
         length: int | None = None,
         last: int | None = None,
     ) -> Tensor:
-        """Normalised states before the head.
+        """Compute normalized states before the head.
 
         Args:
             ids: ``[B, T]`` token ids.
             documents: ``[B, T]`` integers; attention stays within equal numbers.
-            bounds: where the documents begin, see :func:`trainer.model.masks.bounds_of`; found
-                where it is needed and not given, which waits for the device.
-            longest: no document has more tokens; None: than T.
+            bounds: starts of the documents, see :func:`trainer.model.masks.bounds_of`. If needed
+                and not given, computing them causes a host sync.
+            longest: upper bound of the documents' lengths; None: T.
             positions: ``[T]`` or ``[B, T]``; default 0 .. T - 1, or onwards from the cache.
             cache: earlier tokens, extended in place.
-            length: tokens in the whole sequence, where this is a part of it and more will follow;
-                positional encodings that depend on the length are those for it.
-            last: how many of the last positions to return; None: all. The last block computes
-                nothing but keys and values for the others.
+            length: tokens of the whole sequence if more will follow; encodings that depend on the
+                length use it.
+            last: number of last positions to return; None: all. For other positions the last block
+                computes only keys and values.
 
         Returns:
-            ``[B, T, hidden_size]``, or of the ``last`` positions only.
+            ``[B, T, hidden_size]``, or the ``last`` positions only.
         """
         past = cache.length if cache else 0
         end, device = past + ids.shape[1], ids.device
@@ -240,7 +240,7 @@ class Decoder(LanguageModel):
     def _masks(
         self, common: Mask, shape: tuple[int, int], keys: int, device: torch.device
     ) -> list[Mask]:
-        """Of every layer; those that have the same share what their backend makes of it."""
+        """Return the mask of every layer; equal ones share the backend's preparation."""
         slopes = bias_slopes(self.layout, self.config.num_attention_heads, device)
         found: dict[tuple[int | None, int], Mask] = {}
         masks = []
@@ -254,11 +254,11 @@ class Decoder(LanguageModel):
         return masks
 
     def _encodings(self, positions: Tensor, lengths: int | list[int]) -> list[Encoding]:
-        """Of every layer, for tokens at ``positions``."""
+        """Return the encoding of every layer for tokens at ``positions``."""
         return [Encoding(x, positions) for x in head_groups(self.layout, positions, lengths)]
 
     def logits(self, states: Tensor) -> Tensor:
-        """``[..., vocab]`` of normalised states ``[..., hidden_size]``."""
+        """Compute ``[..., vocab]`` from normalized states ``[..., hidden_size]``."""
         return capped(self._product(states, self.head, None), self.config.softmax.final_softcap)
 
     def loss(
@@ -271,8 +271,10 @@ class Decoder(LanguageModel):
         losses: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Weighted mean cross-entropy, nats per token; see :func:`linear_cross_entropy`, and for
-        ``options`` :meth:`hidden_states`."""
+        """Return the weighted mean cross-entropy in nats per token.
+
+        See :func:`linear_cross_entropy`, and :meth:`hidden_states` for ``options``.
+        """
         x, softcap = self.hidden_states(ids, **options), self.config.softmax.final_softcap
         more: dict[str, Any] = {"softcap": softcap, "product": self._product}
         return linear_cross_entropy(

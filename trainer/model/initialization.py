@@ -1,4 +1,4 @@
-"""The weights that a model begins with."""
+"""Initial weights of a model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainer.model.config import ModelConfig
 
 
 def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The whole initial tensor of one parameter on the CPU; see :class:`ModelConfig`.
+    """Return the whole initial tensor of one parameter on the CPU; see :class:`ModelConfig`.
 
-    Each parameter has a generator of its own, so that its values depend on nothing but its name,
-    its shape and the seed: not on other parameters, nor on how a run is spread.
+    Each parameter has its own generator. Its values depend only on its name, its shape and the
+    seed: not on other parameters, nor on the distribution over devices.
     """
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape)
@@ -31,9 +31,10 @@ def _std(config: ModelConfig, name: str, shape: torch.Size) -> float:
     elif module == "embed_tokens" and not config.tie_word_embeddings:
         std = 1.0
     else:
-        # Tied embeddings too, as the head needs them: PaLM (Chowdhery et al. 2022, section 5) draws
-        # them with 1 and divides the logits by sqrt(hidden_size), which Llama's shape has no place
-        # for. What they are as inputs matters less, since every block normalises what it reads.
+        # Tied embeddings, too, get the head's scale: PaLM (Chowdhery et al. 2022, section 5) draws
+        # them
+        # with 1 and divides the logits by sqrt(hidden_size), which Llama's shape does not have. As
+        # inputs their scale matters less, since every block normalizes its input.
         std = shape[1] ** -0.5
         if module == "lm_head":
             std *= 0.1

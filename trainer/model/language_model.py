@@ -1,4 +1,4 @@
-"""What analyses, evaluations and generation ask of a model, whoever computes it."""
+"""Interface of a model for analyses, evaluations and generation, whoever implements it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ than usual."""
 
 
 class LanguageModel(nn.Module, ABC):
-    """A causal language model whose queries and keys can be watched.
+    """Causal language model whose queries and keys can be observed.
 
-    ``config``: its shape. ``layout``: its positional encoding as it is now; assign another to
-    change it.
+    ``config``: its shape. ``layout``: its present positional encoding; assign another one to change
+    it.
     """
 
     config: ModelConfig
@@ -33,18 +33,18 @@ class LanguageModel(nn.Module, ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, which every model that is built knows."""
+        """Number of token ids; known for every model that is built."""
         assert self.config.vocab_size is not None
         return self.config.vocab_size
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of its weights."""
 
     @property
     def computes_on(self) -> str:
-        """The type of device it computes on, "cpu" or "cuda"."""
+        """Type of the device it computes on, "cpu" or "cuda"."""
         return self.device.type
 
     @abstractmethod
@@ -68,41 +68,44 @@ class LanguageModel(nn.Module, ABC):
         length: int | None = None,
         last: int | None = None,
     ) -> Tensor:
-        """States ``[B, T, hidden_size]`` before the head, of ids ``[B, T]``.
+        """Compute states ``[B, T, hidden_size]`` before the head, for ids ``[B, T]``.
 
-        ``cache``: earlier tokens, extended in place. ``last``: how many of the last positions to
-        return (None: all). ``length``: tokens in the whole sequence, where more will follow.
+        ``cache``: earlier tokens, extended in place. ``last``: number of last positions to return
+        (None: all). ``length``: tokens of the whole sequence, if more will follow.
         """
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """``[..., vocab]`` of states ``[..., hidden_size]``."""
+        """Compute ``[..., vocab]`` from states ``[..., hidden_size]``."""
 
     @abstractmethod
     def losses(self, states: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy ``[...]`` of every target after states ``[..., hidden_size]``, float32
-        nats, without gradient."""
+        """Return each target's cross-entropy ``[...]``, float32 nats, without gradient.
+
+        The targets follow the states ``[..., hidden_size]``.
+        """
 
     @abstractmethod
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
-        """Room for ``capacity`` tokens in each of ``rows``, of the type computed in."""
+        """Allocate a cache for ``capacity`` tokens in each of ``rows``, in the compute dtype."""
 
     @abstractmethod
     def observed(self, on_layer: OnLayer) -> AbstractContextManager[None]:
-        """Within it, every forward pass calls ``on_layer`` for each layer, before its attention."""
+        """Call ``on_layer`` for each layer, before its attention, in every forward pass within the
+        block."""
 
     @abstractmethod
     def feeding(self, on_input: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Within it, every forward pass calls ``on_input`` with the index of each layer and the
-        states ``[B, T, hidden_size]`` that are fed into its attention."""
+        """Call ``on_input`` with each layer's index and its attention's input ``[B, T,
+        hidden_size]``."""
 
     def packed(self) -> AbstractContextManager[None]:
-        """Within it weights do not change, and many small passes follow."""
+        """Prepare for many small forward passes with constant weights within the block."""
         return nullcontext()
 
     @contextmanager
     def using(self, layout: Layout) -> Iterator[None]:
-        """A context at whose end the model has its own layout again; ``layout`` comes first."""
+        """Use ``layout`` within the block, then restore the model's own."""
         own = self.layout
         try:
             self.layout = layout
@@ -111,11 +114,11 @@ class LanguageModel(nn.Module, ABC):
             self.layout = own
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        """Logits ``[B, T, vocab]``, or of the ``last`` positions only; see
+        """Return logits ``[B, T, vocab]``, or those of the ``last`` positions; see
         :meth:`hidden_states`."""
         return self.logits(self.hidden_states(ids, **options))
 
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of every token ``[B, T]``, without gradient."""
+        """Return each token's cross-entropy ``[B, T]``, without gradient."""
         with torch.no_grad():
             return self.losses(self.hidden_states(ids), targets)

@@ -1,6 +1,6 @@
-"""Matrix products of the model: torch's, but for those that a CPU does better otherwise.
+"""Matrix products of the model: torch's, or faster ones on some CPUs.
 
-Which ones are used is chosen once, by :func:`product_for`, when a model is put on a device.
+:func:`product_for` chooses once, when a model is put on a device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 
 
 def _mkl_is_slow() -> bool:
-    """Whether torch multiplies by MKL, which keeps to slow kernels on processors of others."""
+    """Whether torch uses MKL, which has only slow kernels for processors of other vendors."""
     try:
         processor = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -38,7 +38,7 @@ MKL_IS_SLOW = _mkl_is_slow()
 SMALL = 600_000
 """Multiplications below which a product in float32 takes less time than a call of oneDNN."""
 
-# For one row oneDNN leaves float32 as it is; this order is good for 1 to 64.
+# oneDNN does not repack float32 for one row; the order for this many rows is good for 1 to 64.
 _PACKED_FOR_ROWS = 8
 
 MANY_ROWS = 128
@@ -47,7 +47,8 @@ MANY_ROWS = 128
 
 
 def product_for(device: str, weights: torch.dtype, compute: torch.dtype) -> Product:
-    """The product of inputs of type ``compute`` with ``weights`` on a device ("cpu", "cuda")."""
+    """Return the product of inputs of dtype ``compute`` with ``weights`` on a device ("cpu",
+    "cuda")."""
     if weights != compute:
         return casting_product
     if device == "cpu" and weights == torch.float32 and HAS_ONEDNN and MKL_IS_SLOW:
@@ -56,16 +57,16 @@ def product_for(device: str, weights: torch.dtype, compute: torch.dtype) -> Prod
 
 
 def casting_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """In the type of ``x``; the gradients of the weights have theirs."""
+    """Multiply in the dtype of ``x``; gradients of the weights have the weights' dtype."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def packed_product(weight: Tensor, compute: torch.dtype) -> Product:
-    """A product of inputs of type ``compute`` with a copy of ``weight`` in the order of oneDNN's
-    kernels; the usual one where oneDNN does not multiply such weights.
+    """Return a product with a copy of ``weight`` in the memory order of oneDNN's kernels.
 
-    Products of few rows then take about two thirds of the time on a CPU. The weight must not change
-    meanwhile, and gets no gradient.
+    Products with few rows then take about two thirds of the time on a CPU. The weight must not
+    change meanwhile, and gets no gradient. If oneDNN does not support such weights, returns the
+    usual product.
     """
     kinds = {torch.float32}
     if HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -88,12 +89,13 @@ def _multiply_packed(
 
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """In float32 through oneDNN, about twice as fast as MKL on a processor that is not Intel's.
-    Small products are MKL's all the same, since calling oneDNN takes longer than they do.
+    """Multiply in float32 with oneDNN, about twice as fast as MKL on processors of other vendors.
+
+    Small products use MKL, because calling oneDNN takes longer than computing them.
     """
     if _is_small(x, weight):
         return F.linear(x, weight, bias)
-    # Calling a custom operator costs as much as a small product; only gradients need it.
+    # A custom operator costs as much as a small product and only gradients need it.
     direct = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     out = (_onednn_kernel if direct else _onednn_operator)(x, weight)
     return out if bias is None else out + bias
@@ -134,13 +136,13 @@ _onednn_operator.register_autograd(
 
 
 class Linear(nn.Linear):
-    """torch's, with the ``product`` that the decoder chose; the decoder draws its weights."""
+    """torch's linear layer with the ``product`` that the decoder chose."""
 
     product: Product = staticmethod(F.linear)
 
     def reset_parameters(self) -> None:
-        """Left to :meth:`trainer.model.decoder.Decoder.reset_parameters`."""
+        """Do nothing: :meth:`trainer.model.decoder.Decoder.reset_parameters` draws the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
+        """Transform ``[..., in_features]`` to ``[..., out_features]``."""
         return self.product(x, self.weight, self.bias)

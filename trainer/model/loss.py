@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear head that never holds the logits of all positions.
+"""Cross-entropy of a linear head without the logits of all positions in memory.
 
-Tokens go through the head in chunks. Each chunk's gradient is taken at once, in the forward pass,
-so that its logits are computed once and thrown away; backward only scales what is there.
+Tokens pass through the head in chunks. The gradient of each chunk is computed during the forward
+pass, so that its logits are computed once and then freed; backward only scales the gradient.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trainer.model.softmax import capped
 
 @dataclass(frozen=True)
 class Chunks:
-    """How much goes through the head at once: ``logits`` bytes in float32, of ``tokens`` or more,
-    and ``rows`` of its gradient."""
+    """Size of a chunk: at most ``logits`` bytes in float32, at least ``tokens`` tokens, and
+    ``rows`` rows of the gradient."""
 
     logits: int
     tokens: int
@@ -28,23 +28,23 @@ class Chunks:
 
 
 CHUNKS = {
-    # A C allocator hands blocks of more than 32 MiB back to the system, and the page faults of
-    # getting them again cost more than the softmax. With fewer tokens, adding to the head's
-    # gradient costs more than the products.
+    # glibc returns blocks of more than 32 MiB to the system, and page faults of allocating them
+    # again cost more than the softmax. With smaller chunks, accumulating the head's gradient
+    # costs more than the products.
     "cpu": Chunks(logits=16 * 2**20, tokens=128, rows=8192),
-    # Few launches and few passes over the head's gradient; with the copies of a chunk in 16 bits,
-    # 2 GiB.
+    # Few launches and few passes over the head's gradient; 2 GiB including the 16-bit copies
+    # of a chunk.
     "cuda": Chunks(logits=2**30, tokens=1024, rows=2**31),
 }
 
 
 def chunks_on(device: torch.device) -> Chunks:
-    """What suits a device."""
+    """Return the chunk size for a device."""
     return CHUNKS.get(device.type, CHUNKS["cuda"])
 
 
 def chunk_size(vocab_size: int, device: torch.device) -> int:
-    """Tokens whose logits are there at once."""
+    """Return the number of tokens whose logits are in memory together."""
     chunks = chunks_on(device)
     return max(chunks.tokens, chunks.logits // (4 * vocab_size))
 
@@ -65,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype = hidden.dtype
         head = weight.to(dtype)
         size, rows_at_once = chunk_size(len(weight), hidden.device), chunks_on(hidden.device).rows
-        if softcap is not None:  # whose slope is held beside the logits
+        if softcap is not None:  # its slope is kept beside the logits
             size = max(size // 2, 1)
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 slope = (logits / softcap).square_().neg_().add_(1)
             top = logits.amax(dim=-1)
             picked[part] = logits.gather(-1, y[:, None])[:, 0]
-            # One pass in the logits' memory; the likeliest token's probability gives log_z back.
+            # One pass in the logits' memory; the largest probability gives log_z back.
             grad = torch.softmax(logits, dim=-1, out=logits)
             torch.sub(top, grad.amax(dim=-1).log_(), out=log_z[part])
             if grad_hidden is None or grad_weight is None:
@@ -94,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for first in range(0, len(weight), rows_at_once):
                 rows = slice(first, first + rows_at_once)
                 grad_weight[rows] += product(grad.T[rows], x.T, None)
-            del logits, slope, grad  # before the next chunk's are there
+            del logits, slope, grad  # free them before the next chunk
         ctx.gradients = grad_hidden, grad_weight
         ctx.weight_dtype = weight.dtype
         each = log_z - picked
@@ -108,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("linear_cross_entropy: backward ran twice; call the loss again.")
         grad_hidden, grad_weight = ctx.gradients
-        ctx.gradients = None  # scaled in place, so there is no second time
+        ctx.gradients = None  # scaled in place: a second backward is impossible
         return (
             grad_hidden.mul_(scale),
             grad_weight.mul_(scale).to(ctx.weight_dtype),
@@ -127,20 +127,20 @@ def linear_cross_entropy(
     losses: Tensor | None = None,
     product: Product = F.linear,
 ) -> Tensor:
-    """Weighted mean cross-entropy of ``softmax(hidden @ weight.T)`` in nats per token.
+    """Return the weighted mean cross-entropy of ``softmax(hidden @ weight.T)`` in nats per token.
 
     Args:
-        hidden: ``[..., d]``; products are in its type, sums and logarithms in float32.
+        hidden: ``[..., d]``; products are in its dtype, sums and logarithms in float32.
         weight: ``[vocab, d]``, the head.
         targets: ``[...]`` token ids.
-        weights: ``[...]`` non-negative weights of the tokens, default 1; 0 leaves a token out.
+        weights: ``[...]`` non-negative weights of the tokens, default 1; 0 excludes a token.
         z_loss: coefficient of the mean squared log-partition (PaLM, Sec. 5).
-        softcap: of the logits, see :func:`trainer.model.softmax.capped`.
-        losses: ``[...]`` float32 to be filled with every token's cross-entropy, without gradient.
+        softcap: cap of the logits, see :func:`trainer.model.softmax.capped`.
+        losses: ``[...]`` float32, filled with every token's cross-entropy, without gradient.
         product: how matrices are multiplied on this device.
 
     Returns:
-        A float32 scalar: sum(w * loss) / sum(w), and 0 where all weights are 0.
+        A float32 scalar: sum(w * loss) / sum(w), or 0 if all weights are 0.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     w = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights.flatten()
@@ -157,7 +157,7 @@ def token_losses(
     product: Product = F.linear,
     softcap: float | None = None,
 ) -> Tensor:
-    """Cross-entropy of every token, ``[...]`` float32, for evaluation; logits in chunks."""
+    """Return each token's cross-entropy, ``[...]`` float32, for evaluation; logits in chunks."""
     size = chunk_size(len(weight), hidden.device)
     states, of_states = hidden.flatten(0, -2).split(size), targets.flatten().split(size)
     head = weight.to(hidden.dtype)

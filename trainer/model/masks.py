@@ -1,4 +1,4 @@
-"""What a query may not see beyond causality, as booleans, biases, bounds or blocks of scores."""
+"""Restrictions of attention beyond causality, as booleans, biases, bounds or block masks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 class Mask:
     """Restrictions beyond causality.
 
-    ``window``: keys a query sees, itself included. ``documents``: ``[B, Tk]`` integers, a query
-    sees keys of its own document. ``slopes``: ``[Hq]`` float32 of ALiBi. ``begins``: ``[B]``
+    ``window``: number of keys a query sees, itself included. ``documents``: ``[B, Tk]`` integers; a
+    query sees keys of its own document. ``slopes``: ``[Hq]`` float32, of ALiBi. ``begins``: ``[B]``
     integers, the first key of each row. ``bounds``, ``longest``, ``blocks``: the same documents and
-    windows as kernels want them, see :func:`trainer.model.backends.prepared`; no document has more
-    than ``longest`` tokens (None: than a row).
+    windows in the form of the kernels, see :func:`trainer.model.backends.prepared`; no document has
+    more than ``longest`` tokens (None: the length of a row).
     """
 
     window: int | None = None
@@ -32,12 +32,12 @@ class Mask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but causality."""
+        """Whether there is only causality."""
         return all(x is None for x in (self.window, self.documents, self.slopes, self.begins))
 
 
 def allowed(mask: Mask, queries: range, keys: range, device: torch.device) -> Tensor:
-    """``[Tq, Tk]`` or ``[B, 1, Tq, Tk]`` booleans for absolute positions."""
+    """Return visibility, ``[Tq, Tk]`` or ``[B, 1, Tq, Tk]`` booleans, for absolute positions."""
     i = torch.arange(queries.start, queries.stop, device=device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=device)
     seen = j <= i
@@ -52,25 +52,27 @@ def allowed(mask: Mask, queries: range, keys: range, device: torch.device) -> Te
 
 
 def bias(mask: Mask, queries: range, keys: range, q: Tensor) -> Tensor:
-    """What SDPA takes as ``attn_mask``: booleans, or with ALiBi a bias ``[.., Hq, Tq, Tk]``, in
-    float32 at least on the CPU and elsewhere in the type of the queries."""
+    """Return SDPA's ``attn_mask``: booleans, or with ALiBi a bias ``[.., Hq, Tq, Tk]``.
+
+    The bias is at least float32 on the CPU, and in the queries' dtype elsewhere.
+    """
     seen = allowed(mask, queries, keys, q.device)
     if mask.slopes is None:
         return seen
     i = torch.arange(queries.start, queries.stop, device=q.device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=q.device)
     slope = mask.slopes[:, None, None] * (j - i)
-    # CUDA's kernels take a bias of the queries' type alone. In 16 bits it is off by up to 0.4%,
-    # which counts little: where that is much, the key is far and weighs next to nothing.
+    # CUDA kernels take only a bias of the queries' dtype. In 16 bits it is off by up to 0.4%, which
+    # matters little: where the bias is large, the key is far and has almost no weight.
     precise = torch.promote_types(q.dtype, torch.float32)
     return slope.masked_fill(~seen, -math.inf).to(precise if q.device.type == "cpu" else q.dtype)
 
 
 def bounds_of(documents: Tensor) -> Tensor:
-    """Where the documents ``[B, T]`` of a whole batch begin in its B T tokens, and B T; int32.
+    """Return the starts of the documents ``[B, T]`` within the batch's B T tokens, then B T; int32.
 
-    A document begins where its number changes and with every row. Waits for the device: the loader
-    of a run counts them itself.
+    A document starts where its number changes and at every row. Causes a host sync; during training
+    the data loader computes the starts instead.
     """
     begins = F.pad(documents.diff(dim=1).ne(0), (1, 0), value=True)
     starts = begins.flatten().nonzero().flatten()

@@ -1,7 +1,7 @@
-"""The softmax of attention where it is more than that of scores, written out: scores kept within a
-cap (Gemma 2, Riviere et al. 2024, Sec. 2), and a learned sink beside them (gpt-oss, OpenAI 2025).
+"""Softmax of attention with soft-caps and sinks, computed explicitly.
 
-No fused kernel but FlexAttention's has both with their gradients.
+A soft-cap bounds the scores (Gemma 2, Riviere et al. 2024, Sec. 2). A learned sink is a logit
+beside them (gpt-oss, OpenAI 2025). Only FlexAttention fuses both, with their gradients.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from trainer.model.masks import Mask, bias
 
 
 class Softmax(NamedTuple):
-    """What a layer's softmax has beside scores and masks.
+    """Extensions of a layer's softmax.
 
-    ``sinks``: ``[Hq]``, for every query head a logit that takes part in each of its softmaxes and
-    has no value, so that weights on keys sum to less than 1. ``softcap``: see :func:`capped`.
+    ``sinks``: ``[Hq]``, one logit per query head that takes part in each of its softmaxes and has
+    no value, so that weights on keys sum to less than 1. ``softcap``: see :func:`capped`.
     """
 
     sinks: Tensor | None = None
@@ -28,7 +28,7 @@ class Softmax(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but scores."""
+        """Whether it is a plain softmax."""
         return self.sinks is None and self.softcap is None
 
 
@@ -36,8 +36,7 @@ PLAIN = Softmax()
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores kept within +-``softcap`` by softcap tanh(score / softcap) (Gemma 2); None: as they
-    are."""
+    """Bound scores by softcap tanh(score / softcap) (Gemma 2); None returns them unchanged."""
     return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
@@ -50,15 +49,15 @@ def probabilities(
     scaling: float | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Attention probabilities ``[B, Hq, Tq, Tk]``, in float32 at least, written plainly.
+    """Return attention probabilities ``[B, Hq, Tq, Tk]``, at least float32, computed explicitly.
 
-    Dot products are scaled, capped, biased and masked; sinks stand beside what has become of them.
-    ``scaling``: of the dot products (None: 1 / sqrt(D)). ``first``: the position of the first key;
-    the last query sees the last key.
+    Dot products are scaled, capped, biased and masked, in this order; sinks are added afterwards.
+    ``scaling``: factor on the dot products (None: 1 / sqrt(D)). ``first``: position of the first
+    key; the last query sees the last key.
     """
     (B, Hq, Tq, D), (Hkv, Tk) = q.shape, k.shape[1:3]
     precise = torch.promote_types(q.dtype, torch.float32)
-    # Heads that share keys are queries of one head, so that no key is copied.
+    # Heads that share keys become queries of one head, so that no key is copied.
     shared = q.to(precise).reshape(B, Hkv, -1, D) @ k.to(precise).mT
     products = shared.view(B, Hq, Tq, Tk)
     scores = products / math.sqrt(D) if scaling is None else products * scaling
@@ -75,14 +74,14 @@ def probabilities(
 def eager(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN, first: int = 0
 ) -> Tensor:
-    """The definition, and the reference in tests; ``first``: see :func:`probabilities`."""
+    """Compute attention by its definition, as the reference in tests; see :func:`probabilities`."""
     weights = probabilities(q, k, mask, softmax, first=first)
     B, Hkv, Tk, _ = v.shape
     return (weights.reshape(B, Hkv, -1, Tk) @ v.to(weights.dtype)).view(q.shape).to(q.dtype)
 
 
 def recomputed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax, first: int) -> Tensor:
-    """:func:`eager`, whose probabilities backward computes again instead of keeping them."""
+    """Compute :func:`eager`, with probabilities recomputed in backward instead of stored."""
     if not torch.is_grad_enabled():
         return eager(q, k, v, mask, softmax, first)
     arguments = (q, k, v, mask, softmax, first)

@@ -1,5 +1,4 @@
-"""The blocks of a decoder, watched; they run uncompiled meanwhile, and nothing that was compiled is
-lost."""
+"""Observation of a decoder's blocks; they run uncompiled meanwhile and stay compiled afterwards."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from trainer.model.block import Block
 
 @contextmanager
 def observed(blocks: Iterable[Block], on_layer: Callable[..., None]) -> Iterator[None]:
-    """Within it ``on_layer`` is told a block's index and its queries and keys, before and after
-    their encoding."""
+    """Call ``on_layer`` with each block's index, queries and keys before and after encoding."""
     layers = [block.self_attn for block in blocks]
     try:
         for index, attention in enumerate(layers):
@@ -30,7 +28,7 @@ def observed(blocks: Iterable[Block], on_layer: Callable[..., None]) -> Iterator
 
 @contextmanager
 def feeding(blocks: Iterable[Block], on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Within it ``on_input`` is told a block's index and what is fed into its attention."""
+    """Call ``on_input`` with each block's index and the input of its attention."""
     hooks = [
         block.input_layernorm.register_forward_hook(
             lambda _, __, out, index=index: on_input(index, out)
