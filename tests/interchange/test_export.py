@@ -20,9 +20,8 @@ from trainer.interchange.export.directory import write_files
 from trainer.interchange.export.engines import OLDEST_TRANSFORMERS, verdicts
 from trainer.interchange.export.plan import make_plan
 from trainer.interchange.export.weights import round_weights, write_weights
-from trainer.interchange.pretrained import read_pretrained
+from trainer.interchange.pretrained import read_pretrained, waits
 from trainer.interchange.tensor_files import read_headers
-from trainer.interchange.waiting import waits
 from trainer.model.config import QKNormConfig, SoftmaxConfig
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.rescaling import dynamic, llama3, longrope, ntk_aware, yarn

@@ -1,6 +1,6 @@
-"""Shape and positions out of the ``config.json`` of a checkpoint that DroPE's authors released.
+"""Shape and layout from the ``config.json`` of a checkpoint released by DroPE's authors.
 
-Their classes (SakanaAI/DroPE, ``custom_models``) are Llama and Qwen2 without a rotation, and with
+Their classes (SakanaAI/DroPE, ``custom_models``) are Llama and Qwen2 without rotation, and with
 norms over the full projections of queries, keys or both. The code beside a checkpoint is never run.
 """
 
@@ -32,7 +32,7 @@ _ROTATIONS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_f
 
 
 def is_drope(values: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is of a checkpoint of DroPE's own classes."""
+    """Whether a ``config.json`` belongs to a checkpoint of DroPE's own classes."""
     return _architecture(values) in BASES
 
 
@@ -44,7 +44,7 @@ def _architecture(values: Mapping[str, Any]) -> str | None:
 
 
 def is_unused(values: Mapping[str, Any], tensor: str) -> bool:
-    """Whether a checkpoint stores this tensor and never reads it: the norm of the other side."""
+    """Whether a checkpoint stores this tensor without using it: the norm of the other side."""
     unused = _UNUSED.get(str(values.get("attention_type")))
     return is_drope(values) and unused is not None and tensor.endswith(unused)
 
@@ -54,15 +54,15 @@ SMALLEST, LARGEST = 1e-6, 1e6
 
 
 def from_drope_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
-    """Return shape and positions; C is ``max_position_embeddings``.
+    """Return shape and layout; C is ``max_position_embeddings``.
 
     Args:
-        values: what ``config.json`` says. ``softmax_scale``, where it is set, replaces
-            1 / sqrt(head size) as the factor on the scores.
+        values: contents of ``config.json``. ``softmax_scale``, if set, replaces 1 / sqrt(head size)
+            as the factor on the scores.
         name: how errors call the file.
 
     Raises:
-        UserError: a key is missing, wrong or not supported; every problem is named.
+        UserError: a key is missing, wrong or not supported; names every problem.
     """
     base = {key: value for key, value in values.items() if key not in _ROTATIONS}
     problems: list[str] = []

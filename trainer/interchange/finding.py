@@ -1,4 +1,4 @@
-"""Where a published model lies: a directory, a file, or the hub of Hugging Face."""
+"""Location of a published model: a directory, a file, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FETCHED = {
 
 
 def find_pretrained(given: str) -> Path:
-    """The directory or ``.gguf`` file that ``model.from_pretrained`` means.
+    """Return the directory or ``.gguf`` file that ``model.from_pretrained`` names.
 
     A hub id is looked up in the hub's local cache, then downloaded.
 
@@ -60,10 +60,10 @@ def _from_hub(model_id: str) -> Path:
             found = snapshot_download(model_id, allow_patterns=wanted, local_files_only=local)
         except HfHubHTTPError as error:
             reason = f" (the hub says: {str(error).strip().splitlines()[0]})"
-        except (OSError, ValueError):  # not in the cache, no network, or no valid id
+        except (OSError, ValueError):  # not cached, no network, or an invalid id
             continue
         else:
-            # Without a network both ways return what an interrupted download has left.
+            # Without a network both ways return the partial result of an interrupted download.
             if (problem := weights_problem(Path(found))) is None:
                 return Path(found)
             reason = f" ({problem.removesuffix('.')})"

@@ -1,9 +1,9 @@
-"""Llama models in GGUF, llama.cpp's file format: configuration, tokenizer and quantised weights.
+"""Llama models in GGUF, llama.cpp's file format: configuration, tokenizer and quantized weights.
 
-A format of its own in four ways: names are shorter, weights are quantised in blocks along their
-rows, the rows of query and key projections are permuted, since llama.cpp rotates neighbouring
-channels (2 m, 2 m + 1) where Hugging Face rotates (m, m + M), and Llama 3's rescaling is a tensor
-of what the frequencies are divided by.
+The format differs in four ways. Names are shorter. Weights are quantized in blocks along their
+rows. Rows of the query and key projections are permuted, because llama.cpp rotates neighbouring
+channels (2 m, 2 m + 1) and Hugging Face (m, m + M). Llama 3's rescaling is a tensor of divisors of
+the frequencies.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LLAMA_3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How text is cut into words of bytes, by ``tokenizer.ggml.pre``.
+# Pre-tokenizers by ``tokenizer.ggml.pre``.
 _PRE_TOKENIZERS: dict[str, list[Any]] = {
     "smollm": [
         pre_tokenizers.Digits(individual_digits=True),
@@ -72,12 +72,12 @@ _PRE_TOKENIZERS: dict[str, list[Any]] = {
 }
 _WHOLE_WORDS = ("llama-bpe",)
 """Where a word in the vocabulary is a token, whatever the merges make of it."""
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that text is searched for as a whole
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are matched as a whole
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor in a GGUF file; ``heads``: of a projection whose rows are permuted, else None."""
+    """One tensor in a GGUF file; ``heads``: heads of a permuted projection, otherwise None."""
 
     name: str
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ class GgufTensor:
     heads: int | None = None
 
     def read_into(self, out: Tensor) -> None:
-        """Dequantise into ``out`` (contiguous, of this shape), converting to its type."""
+        """Dequantize into ``out`` (contiguous, of this shape), converting to its dtype."""
         from gguf import dequantize
 
         data = self.stored.data if len(self.shape) > 1 else self.stored.data[None]
@@ -100,14 +100,14 @@ class GgufTensor:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokenizer]:
-    """What ``config.json``, the weights' header and ``tokenizer.json`` would hold.
+    """Return the equivalents of ``config.json``, the weights' headers and ``tokenizer.json``.
 
     Returns:
-        Values for :func:`trainer.interchange.hf_config.from_hf_config`, tensors by their names in
-        Hugging Face models, and the tokenizer.
+        Values for :func:`trainer.interchange.hf_config.from_hf_config`, tensors by their Hugging
+            Face names, and the tokenizer.
 
     Raises:
-        UserError: the gguf package is missing, or the file is damaged or no supported model.
+        UserError: the gguf package is missing, or the file is damaged or holds no supported model.
     """
     try:
         from gguf import GGUFReader
@@ -136,11 +136,11 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], Tokeni
 
 
 def convert_gguf(source: Path, directory: Path) -> None:
-    """Write the model of a GGUF file as ``config.json``, ``model.safetensors`` (float32) and
+    """Convert a GGUF file to ``config.json``, ``model.safetensors`` (float32) and
     ``tokenizer.json``.
 
     Raises:
-        UserError: as :func:`read_gguf` does.
+        UserError: as for :func:`read_gguf`.
     """
     from safetensors.torch import save_file
 
@@ -151,7 +151,7 @@ def convert_gguf(source: Path, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors leaves it to its owner alone
+    path.chmod(0o644)  # safetensors makes it readable only by its owner
     tokenizer.save(str(directory / "tokenizer.json"))
     config = json.dumps(values | {"dtype": "float32"}, indent=2)
     (directory / "config.json").write_text(config + "\n", encoding="utf-8")
@@ -193,8 +193,10 @@ def _config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _divided_frequencies(stored: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Every frequency divided by its entry of a tensor, in sequences of any length: Llama 3's
-    rescaling as llama.cpp has it. The type that holds any numbers is LongRoPE's."""
+    """Divide each frequency by its entry of a tensor, at any sequence length.
+
+    This is Llama 3's rescaling as llama.cpp stores it; LongRoPE's type can hold arbitrary numbers.
+    """
     if kind := values.get("rope_scaling", {}).get("rope_type"):
         raise UserError(
             f"llama.rope.scaling.type: {kind!r} together with {_ROPE_FACTORS} is not supported."
@@ -217,7 +219,7 @@ def _divided_frequencies(stored: Any, values: Mapping[str, Any]) -> dict[str, An
 
 
 def _hf_name(name: str) -> str:
-    """``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``."""
+    """Convert ``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(\w+)", name)
     if match is None or match[2] not in _NAMES:
         return name
@@ -226,7 +228,7 @@ def _hf_name(name: str) -> str:
 
 
 def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """A byte-level BPE of the vocabulary, merges and special tokens in the metadata."""
+    """Build the byte-level BPE of the vocabulary, merges and special tokens in the metadata."""
     kind, pre = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise UserError(

@@ -1,5 +1,7 @@
-"""Shape and positions out of a Hugging Face ``config.json``, for the published architectures that
-this decoder computes exactly."""
+"""Shape and layout from a Hugging Face ``config.json``.
+
+Supports the published architectures that this decoder computes exactly.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from trainer.positional.spectrum import Spectrum
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a published architecture does without being told.
+    """Implicit properties of a published architecture.
 
     ``nope_layers``: whether some layers do not rotate (``no_rope_layers``). ``windows``: whether
-    ``sliding_window`` holds in no layer, in every one, or in some (``layer_types``).
-    ``defaults``: what absent keys stand for.
+    ``sliding_window`` applies to no layer, every layer, or some (``layer_types``). ``defaults``:
+    values of absent keys.
     """
 
     qkv_bias: bool = False
@@ -67,7 +69,7 @@ _PLAIN = (
 )
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# Keys that change the computation, with the values that leave it as it is here; null always does.
+# Keys that change the computation, with the values supported here; null always is.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
@@ -86,16 +88,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def from_hf_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
-    """Shape and positions of a published model; C is its ``max_position_embeddings``.
+    """Return shape and layout of a published model; C is its ``max_position_embeddings``.
 
     Args:
-        values: what ``config.json`` says, in the style of transformers 4 (``rope_theta``,
+        values: contents of ``config.json``, in the style of transformers 4 (``rope_theta``,
             ``rope_scaling``) or 5 (``rope_parameters``).
         name: how errors call the file.
 
     Raises:
         UserError: the architecture or a key that changes its computation is not supported, or keys
-            are missing or wrong; every problem is named.
+            are missing or wrong; names every problem.
     """
     architecture = _architecture(values, name)
     values = dict(architecture.defaults) | dict(values)
@@ -116,7 +118,7 @@ def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
     if not isinstance(listed, list) or not isinstance(listed[0], str | None):
         raise UserError(f"{name}: architectures: expected a list of names, got {listed!r}.")
     given = listed[0]
-    if given is None:  # as in a file of an older model: the type alone
+    if given is None:  # files of older models give only the type
         kinds = {key.removesuffix("ForCausalLM").lower(): key for key in ARCHITECTURES}
         kind = str(values.get("model_type"))
         given = kinds.get(kind, kind)
@@ -134,7 +136,7 @@ def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
 
 
 def malformed(values: Mapping[str, Any]) -> list[str]:
-    """What is missing or of a wrong kind, one sentence each."""
+    """Return one sentence per key that is missing or of the wrong type."""
     found = [
         f"{key}: expected a positive whole number, got {values.get(key)!r}."
         for key in (*_REQUIRED, *_OPTIONAL)
@@ -163,7 +165,7 @@ def malformed(values: Mapping[str, Any]) -> list[str]:
 
 
 def _unsupported(values: Mapping[str, Any]) -> list[str]:
-    """Keys that ask for another computation, one sentence each."""
+    """Return one sentence per key that requires an unsupported computation."""
     return [
         f"{key}={values[key]!r} is not supported"
         + (f", only {' or '.join(map(repr, allowed))}." if allowed else ".")
@@ -205,14 +207,14 @@ def _layout(values: Mapping[str, Any], architecture: Architecture, config: Model
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the new style, with what older files write beside them."""
+    """Return the rope parameters in the new style, including older top-level keys."""
     given = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise UserError(f"rope_parameters: expected keys and values, got {given!r}.")
     beside = {"rope_theta": values.get("rope_theta") or 10_000.0}
     beside["partial_rotary_factor"] = values.get("partial_rotary_factor")
     merged = beside | {key: value for key, value in given.items() if value is not None}
-    # The one key that counts more beside the parameters than among them.
+    # The one top-level key that takes precedence over the parameters.
     if original := values.get("original_max_position_embeddings"):
         merged["original_max_position_embeddings"] = original
     kind, share = merged.get("rope_type", merged.get("type", "default")), _share(merged)
@@ -226,13 +228,13 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share(rope: Mapping[str, Any]) -> float:
-    """Of the channels that rotate; 1 where that is malformed, which is found later."""
+    """Return the share of channels that rotate; 1 if malformed, which is reported later."""
     share = rope.get("partial_rotary_factor")
     return float(share) if isinstance(share, int | float) else 1.0
 
 
 def _rotating(values: Mapping[str, Any], architecture: Architecture, depth: int) -> list[bool]:
-    """Whether each layer rotates."""
+    """Return whether each layer rotates."""
     if not architecture.nope_layers:
         return [True] * depth
     if (given := values.get("no_rope_layers")) is not None:
@@ -243,7 +245,7 @@ def _rotating(values: Mapping[str, Any], architecture: Architecture, depth: int)
 def _windows(
     values: Mapping[str, Any], architecture: Architecture, rotates: list[bool]
 ) -> list[int | None]:
-    """The sliding window of each layer, in tokens."""
+    """Return the sliding window of each layer, in tokens."""
     window, depth = values.get("sliding_window"), len(rotates)
     if architecture.windows == "every":
         return [window] * depth
@@ -259,8 +261,11 @@ def _windows(
 
 
 def named_bos(values: Mapping[str, Any]) -> int | None:
-    """Id of the token that a model's configuration says texts begin with, which its tokenizer need
-    not put there; None where it says nothing that is in its vocabulary."""
+    """Return the configured id of the token that texts begin with, or None if it is not in the
+    vocabulary.
+
+    The model's tokenizer may not add this token itself.
+    """
     values = values.get("text_config") or values
     token, size = values.get("bos_token_id"), values.get("vocab_size")
     return token if type(token) is type(size) is int and 0 <= token < size else None

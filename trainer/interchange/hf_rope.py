@@ -1,4 +1,4 @@
-"""A spectrum out of the ``rope_parameters`` (once ``rope_scaling``) of a Hugging Face config.json.
+"""Spectrum from the ``rope_parameters`` (formerly ``rope_scaling``) of a Hugging Face config.json.
 
 Every rope type of transformers 5 (``modeling_rope_utils.py``) is a rescaling of RoPE's spectrum.
 """
@@ -36,12 +36,12 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 STILL = 1e-20
 """Radians per token below which a pair does not turn in any sequence."""
 
-# Every number and what it must be greater than.
+# Lower bound (exclusive) of every number.
 _NUMBERS = {
     **dict.fromkeys(("rope_theta", "original_max_position_embeddings"), 1),
     **dict.fromkeys(("factor", "attention_factor", "beta_fast", "beta_slow"), 0),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), 0),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), -1),  # 0 stands for none
+    **dict.fromkeys(("mscale", "mscale_all_dim"), -1),  # 0 means unset
 }
 _LISTS = ("short_factor", "long_factor")
 _OTHERS = ("rope_type", "type", "truncate", "partial_rotary_factor", "finetuned")
@@ -49,7 +49,7 @@ _OTHERS = ("rope_type", "type", "truncate", "partial_rotary_factor", "finetuned"
 
 @dataclass(frozen=True)
 class _Rope:
-    """Checked parameters; ``values`` holds no null."""
+    """Checked parameters; ``values`` contains no null."""
 
     values: Mapping[str, Any]
     head_dim: int
@@ -57,12 +57,12 @@ class _Rope:
 
     @property
     def original_length(self) -> int:
-        """Tokens, before the extension that the parameters describe."""
+        """Training length in tokens before the described extension."""
         return self.values.get("original_max_position_embeddings", self.training_length)
 
     @property
     def factor(self) -> float:
-        """How many times longer the training length is, unless it is given otherwise."""
+        """Ratio of the lengths after and before the extension, unless given explicitly."""
         return self.values.get("factor", self.training_length / self.original_length)
 
     @property
@@ -75,17 +75,17 @@ class _Rope:
 def spectrum_from_rope_parameters(
     values: Mapping[str, Any], head_dim: int, training_length: int
 ) -> Spectrum:
-    """The spectrum that transformers computes from these parameters.
+    """Return the spectrum that transformers computes from these parameters.
 
     Args:
-        values: ``rope_type`` (or ``type``), ``rope_theta`` and what the type needs. The length
-            before the extension, ``original_max_position_embeddings``, is the training length
-            where it is not given.
-        head_dim: channels a head, even.
+        values: ``rope_type`` (or ``type``), ``rope_theta`` and the keys of the type.
+            ``original_max_position_embeddings``, the length before the extension, defaults to the
+            training length.
+        head_dim: channels per head, even.
         training_length: C in tokens, ``max_position_embeddings``.
 
     Raises:
-        UserError: an unknown type, or keys that are unknown, missing or of a wrong value.
+        UserError: the type is unknown, or keys are unknown, missing or wrong.
     """
     given = {key: value for key, value in values.items() if value is not None}
     kind = given.get("rope_type", given.get("type", "default"))
@@ -98,15 +98,15 @@ def spectrum_from_rope_parameters(
 
 
 def _without_standstill(spectrum: Spectrum) -> Spectrum:
-    """Set frequencies that never turn a pair to 0.
+    """Set frequencies that never complete a turn to 0.
 
-    Files divide them by a huge factor where their type has no other way to say 0.
+    Files divide frequencies by a huge factor if their type cannot express 0.
     """
     return replace(spectrum, inv_freq=tuple(f if f > STILL else 0.0 for f in spectrum.inv_freq))
 
 
 def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[str]:
-    """What is wrong with the keys, one sentence each."""
+    """Return one sentence per problem of the keys."""
     known = (*_OTHERS, *_NUMBERS, *_LISTS)
     found = [
         f"rope_parameters: unknown key {key!r}.{did_you_mean(key, known)}"
@@ -169,12 +169,12 @@ def _interpolated(spectrum: Spectrum, factor: float) -> Spectrum:
 
 
 def _dynamic(rope: _Rope) -> Spectrum:
-    """Dynamic NTK."""
+    """Return the spectrum of dynamic NTK."""
     return dynamic(rope.plain, ntk_aware, rope.training_length, growth=rope.factor)
 
 
 def _proportional(rope: _Rope) -> Spectrum:
-    """The fastest ``partial_rotary_factor`` of all pairs rotates, the others stand still."""
+    """Rotate the fastest ``partial_rotary_factor`` of all pairs; the others have frequency 0."""
     pairs = rope.head_dim // 2
     kept = int(rope.values.get("partial_rotary_factor", 1.0) * pairs)
     inv_freq = geometric(rope.values["rope_theta"], pairs)[:kept] + (0.0,) * (pairs - kept)
@@ -182,7 +182,8 @@ def _proportional(rope: _Rope) -> Spectrum:
 
 
 def _yarn(rope: _Rope) -> Spectrum:
-    """YaRN; its attention factor is 0.1 ln s + 1 unless it is given, or as a quotient."""
+    """Return YaRN's spectrum; the attention factor defaults to 0.1 ln s + 1, or is given as a
+    quotient."""
     known = {key: rope.values[key] for key in ("beta_fast", "beta_slow") if key in rope.values}
     truncate = rope.values.get("truncate", True)
     stretch = yarn(rope.plain.inv_freq, rope.original_length, truncate=truncate, **known)
@@ -197,7 +198,7 @@ def _yarn(rope: _Rope) -> Spectrum:
 
 
 def _longrope(rope: _Rope) -> Spectrum:
-    """LongRoPE; its attention factor is sqrt(1 + ln s / ln L), L the length before extension."""
+    """Return LongRoPE's spectrum; attention factor sqrt(1 + ln s / ln L), L the original length."""
     scaled = longrope(
         rope.plain,
         rope.values["short_factor"],
@@ -210,7 +211,7 @@ def _longrope(rope: _Rope) -> Spectrum:
 
 
 def _llama3(rope: _Rope) -> Spectrum:
-    """The scaling of Llama 3.1."""
+    """Return the spectrum of Llama 3.1's scaling."""
     stretch = llama3(
         rope.plain.inv_freq,
         rope.original_length,

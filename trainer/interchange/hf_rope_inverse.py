@@ -1,4 +1,4 @@
-"""The ``rope_parameters`` of a Hugging Face config.json that stand for a spectrum; the inverse of
+"""Hugging Face ``rope_parameters`` for a spectrum; the inverse of
 :mod:`trainer.interchange.hf_rope`."""
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ says the same more plainly, and vLLM refuses it.
 
 
 def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> Parameters | None:
-    """Parameters with which transformers turns the pairs of a whole head like this spectrum's.
+    """Return parameters with which transformers rotates all pairs of a head like this spectrum.
 
-    The most telling type that fits: ``default``, ``linear``, ``dynamic``, ``proportional``,
-    ``llama3``, ``yarn``; else ``longrope``, which can hold any frequencies. Its ``yarn`` and
-    ``longrope`` also carry the size of rotated channels; what they do not carry of it, and the
-    temperature, is left to the caller.
+    Prefers the most specific type that fits: ``default``, ``linear``, ``dynamic``,
+    ``proportional``, ``llama3``, ``yarn``; otherwise ``longrope``, which can express any
+    frequencies. ``yarn`` and ``longrope`` also express the scale of rotated channels. The caller
+    handles the rest of that scale and the temperature.
 
     Args:
-        spectrum: what to express. Pairs that it does not have stand still, at the end.
-        head_dim: channels a head, even.
+        spectrum: the spectrum to express. Its missing pairs, at the end, do not rotate.
+        head_dim: channels per head, even.
         training_length: C in tokens.
 
     Returns:
-        None where no type fits.
+        None if no type fits.
     """
     for candidate in _candidates(spectrum, head_dim, training_length):
-        with suppress(UserError):  # a guess may be out of all bounds
+        with suppress(UserError):  # a candidate may be out of bounds
             read_back = spectrum_from_rope_parameters(candidate, head_dim, training_length)
             if _rotate_alike(read_back, spectrum, head_dim // 2):
                 return candidate
@@ -63,7 +63,7 @@ def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> 
 
 
 def whole_head(inv_freq: Frequencies, pairs: int) -> Frequencies:
-    """``inv_freq`` with zeros for the pairs up to ``pairs`` that it lacks."""
+    """Pad ``inv_freq`` with zeros to ``pairs`` entries."""
     return inv_freq + (0.0,) * (pairs - len(inv_freq))
 
 
@@ -91,7 +91,7 @@ def _stretches_alike(held: LongFrequencies, wanted: LongFrequencies) -> bool:
 
 
 def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iterator[Parameters]:
-    """Every guess worth a comparison."""
+    """Yield every candidate worth a comparison."""
     pairs = head_dim // 2
     moving = [f for f in spectrum.inv_freq if f > 0]
     if not moving:
@@ -105,13 +105,13 @@ def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iter
     yield default | {"rope_type": "linear", "factor": factor}
     if spectrum.long is not None:
         yield default | {"rope_type": "dynamic", "factor": spectrum.long.growth}
-    # transformers rounds down, and 29 / 50 * 50 to 28.
+    # int() truncates 28.999... to 28.
     exact = int(len(moving) / pairs * pairs) == len(moving)
     share = {"partial_rotary_factor": (len(moving) if exact else len(moving) + 0.5) / pairs}
     yield default | {"rope_type": "proportional"} | share
     yield default | {"rope_type": "proportional", "factor": factor} | share
     if len(moving) == pairs:
-        # Outside of the ramps of YaRN and Llama 3 neighbours differ by the step of plain RoPE.
+        # Outside the ramps of YaRN and Llama 3, neighbours differ by the ratio of plain RoPE.
         steps = (_short((a / b) ** pairs) for a, b in pairwise(moving))
         for base in dict.fromkeys(steps):
             if base > 1:
@@ -120,7 +120,7 @@ def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iter
 
 
 def _ramps(spectrum: Spectrum, theta: float, length: int) -> Iterator[Parameters]:
-    """Types that divide slow pairs by a factor, fast ones by none, and those between by less."""
+    """Yield types that divide slow pairs by a factor, fast pairs by 1, others on a ramp."""
     plain = geometric(theta, len(spectrum.inv_freq))
     shares = [f / g for f, g in zip(spectrum.inv_freq, plain, strict=True)]
     factor = _short(1 / shares[-1])
@@ -130,7 +130,7 @@ def _ramps(spectrum: Spectrum, theta: float, length: int) -> Iterator[Parameters
     kept = [(share - 1 / factor) / (1 - 1 / factor) for share in shares]
     between = [(f, k) for f, k in zip(plain, kept, strict=True) if 1e-6 < k < 1 - 1e-6]
     if len(between) > 1:
-        # The kept share is linear in the frequency: 0 where a pair turns once, 1 at the fast end.
+        # The kept share is linear in the frequency: 0 at one turn, 1 at the fast end.
         (f, kept_f), (g, kept_g) = between[0], between[-1]
         slope = (kept_f - kept_g) / (f - g)
         slow, fast = f - kept_f / slope, f + (1 - kept_f) / slope
@@ -142,7 +142,7 @@ def _ramps(spectrum: Spectrum, theta: float, length: int) -> Iterator[Parameters
                 "original_max_position_embeddings": round(2 * math.pi / slow),
             }
     attention = spectrum.rotary_scale * math.sqrt(spectrum.temperature.scale)
-    # Left out where it is YaRN's own: not every engine reads the key.
+    # Omit YaRN's default: not every engine reads the key.
     usual = math.isclose(attention, 0.1 * math.log(factor) + 1, rel_tol=1e-9)
     beside = {} if usual else {"attention_factor": attention}
     for original in dict.fromkeys((round(length / factor), length)):
@@ -159,7 +159,7 @@ def _ramps(spectrum: Spectrum, theta: float, length: int) -> Iterator[Parameters
 
 
 def _longrope(spectrum: Spectrum, pairs: int, length: int) -> Parameters:
-    """A factor for every pair."""
+    """Return LongRoPE parameters with a factor for every pair."""
     long = spectrum.long
     original = length if long is None else long.length
     theta = 10_000.0
@@ -180,6 +180,6 @@ def _longrope(spectrum: Spectrum, pairs: int, length: int) -> Parameters:
 
 
 def _short(value: float) -> float:
-    """The shortest decimal number that differs by no more than rounding: 10000 for 9999.999999."""
+    """Return the shortest decimal number within rounding: 10000 for 9999.999999."""
     digits = (float(f"{value:.{n}g}") for n in range(1, 17))
     return next((d for d in digits if math.isclose(d, value, rel_tol=1e-11)), value)

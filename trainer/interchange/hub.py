@@ -1,4 +1,4 @@
-"""The Hugging Face hub, asked only where it can be reached."""
+"""Access to the Hugging Face hub, only if it is reachable."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ WAIT = 5.0
 
 
 def no_hub() -> str | None:
-    """Why the hub cannot be reached, or None. Known at once, where its client would try again for
-    half a minute; a proxy is trusted to reach it."""
+    """Return why the hub is unreachable, or None.
+
+    Answers immediately, while the hub's client would retry for half a minute. A proxy is assumed to
+    reach the hub.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -30,11 +33,11 @@ def no_hub() -> str | None:
 
 
 def cached_or_downloaded(download: Callable[..., str], *what: str, **options: str) -> str:
-    """The path that ``hf_hub_download`` gives: without a word to the hub where the file is on this
-    machine.
+    """Return the path of a file from ``hf_hub_download``, from the local cache without asking the
+    hub.
 
     Raises:
-        OSError: it is not, and the hub cannot be reached; or as the client raises.
+        OSError: the file is not cached and the hub is unreachable; or as the client raises.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError
 

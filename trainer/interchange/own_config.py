@@ -1,6 +1,6 @@
-"""Shape and positions out of the ``config.json`` of a model that was exported with code of its own.
+"""Shape and layout from the ``config.json`` of a model exported with custom code.
 
-The file holds our layout as it is; the code beside it is for transformers, and never run here.
+The file contains our layout unchanged. The code beside it is for transformers and never run here.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _KINDS, _TARGETS = ("per_head", "full"), ("both", "q", "k")
 
 
 def is_own(values: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is of a model exported with code of its own."""
+    """Whether a ``config.json`` belongs to a model exported with custom code."""
     return values.get("architectures") == [OWN]
 
 
 def code_remark(values: Mapping[str, Any], given: str) -> str | None:
-    """Return what to tell about an export whose code is older than this program's, or None.
+    """Return a remark about an export whose code is older than this program's, or None.
 
     Args:
-        values: what its ``config.json`` says.
+        values: contents of its ``config.json``.
         given: its directory, as the user named it.
     """
     version = values.get("code_version", 1)
@@ -58,14 +58,14 @@ def code_remark(values: Mapping[str, Any], given: str) -> str | None:
 
 
 def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, Layout]:
-    """Shape and positions; the inverse of what an export writes.
+    """Return shape and layout; the inverse of what an export writes.
 
     Args:
-        values: what ``config.json`` says.
+        values: contents of ``config.json``.
         name: how errors call the file.
 
     Raises:
-        UserError: keys are missing, wrong, or do not fit each other.
+        UserError: keys are missing, wrong, or contradict each other.
     """
     problems = malformed(values)
     problems += [

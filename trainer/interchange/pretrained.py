@@ -1,8 +1,8 @@
-"""Published weights: checked by their headers, and read into a decoder one at a time.
+"""Published weights: checked by their headers, and read into a decoder one tensor at a time.
 
-A model is a directory as Hugging Face publishes them (``config.json``, ``model.safetensors`` or
-shards with an index, ``tokenizer.json``), an export of ours, an id on its hub, or a ``.gguf`` file.
-Only tensors are read: nothing in a file is run.
+A model is a directory as Hugging Face publishes it (``config.json``, ``model.safetensors`` or
+shards with an index, ``tokenizer.json``), one of our exports, a hub id, or a ``.gguf`` file. Only
+tensors are read; no code in a file is run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from trainer.interchange.hf_config import from_hf_config, named_bos
 from trainer.interchange.own_config import code_remark, from_own_config, is_own
 from trainer.interchange.tensor_files import FileTensor, read_headers
 from trainer.interchange.tokenizer_file import tokenizer_from_file
-from trainer.interchange.waiting import waits
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.initialization import initial_value
@@ -40,16 +39,16 @@ T = TypeVar("T")
 
 
 class StoredTensor(Protocol):
-    """A tensor in a file, not read yet."""
+    """A tensor in a file, to be read later."""
 
     @property
     def name(self) -> str:
-        """Its name in the file."""
+        """Name in the file."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape in the file."""
+        """Shape in the file."""
         ...
 
     def read_into(self, out: Tensor) -> None:
@@ -60,8 +59,8 @@ class StoredTensor(Protocol):
 class Pretrained:
     """A model whose files were checked, and whose weights are still in them.
 
-    ``tensors``: by the decoder's parameter names. ``dtype``: of the weights when they are read.
-    ``tokenizer``: None where the model came without one. ``bos_token``: see
+    ``tensors``: by the decoder's parameter names. ``dtype``: of the weights in memory.
+    ``tokenizer``: None if the model came without one. ``bos_token``: see
     :func:`~trainer.interchange.hf_config.named_bos`.
     """
 
@@ -74,7 +73,7 @@ class Pretrained:
     bos_token: int | None = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, tensor on the CPU), one at a time."""
+        """Yield (parameter name, tensor on the CPU), one at a time."""
         for name, stored in self.tensors.items():
             tensor = torch.empty(stored.shape, dtype=self.dtype)
             stored.read_into(tensor)
@@ -84,8 +83,8 @@ class Pretrained:
     def fill(self, model: Decoder) -> None:
         """Read the weights into a decoder of this shape, in place.
 
-        What the file does not have, query and key norms that wait for a drop, gets its initial
-        value.
+        Parameters missing from the file, the query and key norms that wait for a drop, get their
+        initial values.
         """
         for name, parameter in model.named_parameters():
             if name in self.tensors:
@@ -94,7 +93,7 @@ class Pretrained:
                 parameter.copy_(initial_value(model.config, name, parameter.shape, seed=0))
 
     def decoder(self, device: str = "cpu") -> Decoder:
-        """The model, read straight onto the device; takes its size in memory and hardly more."""
+        """Load the model directly onto the device; takes hardly more memory than its size."""
         with torch.device("meta"):
             model = Decoder(self.config, self.layout).to(self.dtype)
         model.to_empty(device=device)
@@ -102,7 +101,7 @@ class Pretrained:
         return model
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
             UserError: the model came without one.
@@ -115,15 +114,15 @@ class Pretrained:
 
 
 def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretrained:
-    """Check a published model's files, reading no weights yet.
+    """Check a published model's files without reading weights.
 
     Args:
         given: a directory, a hub id or a ``.gguf`` file.
-        dtype: of the weights in memory.
+        dtype: dtype of the weights in memory.
 
     Raises:
         UserError: the model is not found, not supported, or its files are incomplete or damaged;
-            every problem is named.
+            names every problem.
     """
     path = find_pretrained(given)
     problems: list[str] = []
@@ -177,7 +176,7 @@ def read_pretrained(given: str, dtype: torch.dtype = torch.float32) -> Pretraine
 
 
 def _shape(values: Mapping[str, Any], source: str) -> tuple[ModelConfig, Layout]:
-    """Return shape and positions, whoever wrote the configuration."""
+    """Return shape and layout from any supported kind of configuration."""
     if is_own(values):
         return from_own_config(values, source)
     if is_drope(values):
@@ -186,10 +185,10 @@ def _shape(values: Mapping[str, Any], source: str) -> tuple[ModelConfig, Layout]
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """What ``config.json`` says.
+    """Read ``config.json``.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: the file is missing or damaged.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -204,10 +203,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """``tokenizer.json``, or None where there is none.
+    """Read ``tokenizer.json``, or return None if there is none.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -221,7 +220,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
 def _check(
     shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor], tied: bool
 ) -> None:
-    """Refuse tensors that are not those of a decoder with parameters of these shapes."""
+    """Check that the tensors are those of a decoder with parameters of these shapes."""
     missing = [_published(name) for name in shapes if name not in tensors]
     extra = [
         tensor.name
@@ -243,7 +242,7 @@ def _check(
 
 
 def _is_harmless(name: str, tensors: Mapping[str, StoredTensor], tied: bool) -> bool:
-    """Whether an extra tensor says nothing new: a table of rotations, a copy of tied embeddings."""
+    """Whether an extra tensor is redundant: a table of rotations, or a copy of tied embeddings."""
     head, embeddings = tensors[name], tensors.get("embed_tokens.weight")
     return name.endswith("rotary_emb.inv_freq") or (
         tied
@@ -261,3 +260,9 @@ def _published(name: str) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - NAMES_SHOWN
     return ", ".join(map(repr, names[:NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+def waits(name: str, layout: Layout) -> bool:
+    """Whether a parameter is a query or key norm of a layer whose norms are disabled."""
+    parts = name.split(".")
+    return parts[-2] in ("q_norm", "k_norm") and not layout.layers[int(parts[1])].qk_norm

@@ -56,7 +56,7 @@ class FileTensor:
 
 
 def read_headers(directory: Path) -> dict[str, FileTensor]:
-    """Every tensor of the model in ``directory``, one file or sharded, by its name there.
+    """Return every tensor of the model in ``directory``, sharded or not, by its name there.
 
     Raises:
         UserError: no safetensors file, missing or damaged ones; every problem is named.
@@ -130,10 +130,10 @@ def _read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _opened(path: Path) -> Any:
-    """The file, mapped into memory; a context manager.
+    """Open the file as a context manager; it is mapped into memory.
 
     Raises:
-        UserError: it is missing, damaged or no safetensors file.
+        UserError: the file is missing, damaged or no safetensors file.
     """
     try:
         return safe_open(path, framework="pt")

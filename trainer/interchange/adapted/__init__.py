@@ -1,1 +1,1 @@
-"""Models that transformers computes, as analyses and evaluations ask for them."""
+"""Models computed by transformers, behind our interface for analyses and evaluations."""

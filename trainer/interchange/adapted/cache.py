@@ -1,4 +1,4 @@
-"""Our keys and values as transformers' cache, so that generation and evaluation need no other."""
+"""Our key-value cache behind the interface of transformers' cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.model.cache import KVCache, LayerCache
 
 
 class _Layer(CacheLayerMixin):
-    """All tokens of a layer, windows or not: masks hide what a window does not see."""
+    """All tokens of a layer, even with a sliding window: masks hide what the window excludes."""
 
     is_sliding = False
 
@@ -24,38 +24,41 @@ class _Layer(CacheLayerMixin):
         self.keys, self.values, self.is_initialized = own.keys, own.values, True
 
     def lazy_initialization(self, *states: Tensor) -> None:
-        """Nothing: there is room already."""
+        """Do nothing: memory is allocated already."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append, and return everything so far."""
+        """Append; return all keys and values so far."""
         return self.own.append(key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return self.own.length
 
     def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
-        """Keys once so many queries are appended, and the first of them."""
+        """Return the number of keys after appending ``queries`` tokens, and the index of the first
+        key."""
         new = queries.shape[0] if isinstance(queries, Tensor) else queries
         return self.own.length + new, 0
 
     def get_max_length(self) -> int:
-        """None is known."""
+        """Return None: transformers need not know the capacity."""
         return -1
 
     get_max_cache_shape = get_max_length
 
 
 def cache_name(module: nn.Module) -> str:
-    """Return what a model or layer calls its key-value cache: ``cache`` from transformers 5.24 on,
-    ``past_key_values`` before."""
+    """Return the name of a model's or layer's cache argument.
+
+    It is ``cache`` from transformers 5.24 on, ``past_key_values`` before.
+    """
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def as_transformers_cache(cache: KVCache) -> Cache:
-    """A view: what transformers appends is in ``cache``."""
+    """Return a view: what transformers appends goes to ``cache``."""
     return Cache(layers=[_Layer(layer) for layer in cache.layers])
 
 
@@ -66,8 +69,11 @@ def empty_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    """Room for ``capacity`` tokens in each of ``rows``; ``shapes``: heads and channels of the keys
-    and of the values of every layer, which differ where a model keeps compressed ones."""
+    """Allocate a cache for ``capacity`` tokens in each of ``rows``.
+
+    ``shapes``: heads and channels of the keys and of the values of every layer, which differ in
+    models that cache compressed ones.
+    """
 
     def zeros(heads: int, channels: int) -> Tensor:
         return torch.zeros(rows, heads, capacity, channels, dtype=dtype, device=device)

@@ -1,5 +1,4 @@
-"""Whether a layer does what the layout of its model says, so that no analysis states a wrong
-number."""
+"""Checks that a layer behaves as its layout says, so that no analysis reports a wrong number."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ LENGTHS = "analysis.length, or evaluation.choice.length and evaluation.lengths"
 
 
 def check_scores(call: Call, window: int | None) -> None:
-    """Refuse a softmax over other keys than those before a query, or in its window.
+    """Check that the mask is causal, within the layer's window.
 
     Raises:
         UserError: the mask is another one.
@@ -39,17 +38,17 @@ def check_scores(call: Call, window: int | None) -> None:
 
 
 def check_rotation(call: Call, rotation: Rotation) -> None:
-    """Refuse tables that are not those of the spectrum at the last position.
+    """Check that the tables are those of the spectrum at the last position.
 
     Raises:
-        UserError: the rotation follows the length of the text.
+        UserError: the rotation depends on the length of the text.
     """
     if call.tables is not None:
         check_tables(call.index, call.tables, rotation, call.q.shape[2] - 1)
 
 
 def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) -> None:
-    """The same of the tables of a layer alone, whose last position is given."""
+    """Check one layer's tables at a given last position."""
     if not rotation.spectrum.rotates:
         return
     table = complex_table(tables)[1][0, -1]
@@ -63,6 +62,6 @@ def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) 
 
 
 def ends(positions: Tensor) -> tuple[int, int]:
-    """The last position of the first row, and the last of all."""
+    """Return the last position of the first row, and the last of all rows."""
     rows = positions.reshape(-1, positions.shape[-1])
     return int(rows[0, -1]), int(rows[:, -1].max())

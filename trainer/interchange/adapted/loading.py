@@ -1,7 +1,7 @@
 """Any decoder of transformers from a local directory, computed by transformers itself.
 
-No code of a model is run and no pickle is read: the architecture must be one of transformers' own,
-and weights are safetensors.
+No code of a model is run and no pickle is read: the architecture must be transformers' own, and the
+weights safetensors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ PREFIX = "hf:"
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model that was found and tried; ``load`` reads its weights again. ``bos_token``: see
-    :func:`~trainer.interchange.hf_config.named_bos`."""
+    """A model that was found and tried; ``load`` reads its weights again.
+
+    ``bos_token``: see :func:`~trainer.interchange.hf_config.named_bos`.
+    """
 
     path: Path
     tokenizer: Tokenizer
@@ -39,18 +41,18 @@ class Adapted:
     bos_token: int | None
 
     def load(self, device: str = "cpu") -> LanguageModel:
-        """The model in float32 on a device."""
+        """Load the model in float32 onto a device."""
         return _read(self.path).to(device)
 
 
 def read_adapted(given: str) -> Adapted:
-    """Find the model that ``hf:DIRECTORY`` means, and see what its layers do.
+    """Find the model that ``hf:DIRECTORY`` names, and determine the behaviour of its layers.
 
-    Reads its weights, and keeps none of them.
+    Reads its weights without keeping them.
 
     Raises:
-        UserError: transformers is not installed, there is no such directory, or it holds no model
-            that transformers can compute and that can be watched.
+        UserError: transformers is not installed, there is no such directory, or it contains no
+            model that transformers can compute and that can be observed.
     """
     if find_spec("transformers") is None:
         raise UserError(
@@ -81,7 +83,7 @@ def read_adapted(given: str) -> Adapted:
 
 
 def _check_type(values: dict[str, Any]) -> None:
-    """Refuse what transformers would need the model's own code for."""
+    """Refuse models for which transformers would need the model's own code."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     kind = values.get("model_type")
@@ -119,7 +121,7 @@ def _read(path: Path) -> Any:
         model, info = loaded
         with torch.no_grad():
             model(torch.zeros(1, 2, dtype=torch.long))
-    except Exception as error:  # transformers raises nearly every kind
+    except Exception as error:  # transformers raises nearly every type
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"transformers cannot compute it: {why[0]}") from error
     finally:

@@ -1,4 +1,4 @@
-"""A model of transformers as a :class:`LanguageModel`: read, watched, and turned otherwise."""
+"""A transformers model as a :class:`LanguageModel`: read, observed, and rotated differently."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilo
 class AdaptedModel(LanguageModel):
     """A causal model of transformers, without gradients.
 
-    Its layout is what its layers were seen to do. Channels of queries and keys are given in the
-    order that spectra have; dot products are the same in any order. A layout assigned later must
-    rotate the same pairs, at any speed or not at all, and all heads of a layer alike.
+    Its layout is determined from the behaviour of its layers. Channels of queries and keys are
+    reordered to the order of spectra, which leaves dot products unchanged. A layout assigned later
+    must rotate the same pairs, at any frequency or not at all, and equally in all heads of a layer.
 
     Args:
         hf: the model, in float32.
 
     Raises:
-        UserError: its attention cannot be watched, or rotates in a way that is not known.
+        UserError: its attention cannot be observed, or rotates in an unknown way.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -92,7 +92,8 @@ class AdaptedModel(LanguageModel):
 
     @torch.no_grad()
     def _tried(self) -> list[Call]:
-        """What every layer does with a few tokens, and what the cache keeps of them."""
+        """Run a few tokens; return the attention call of every layer, and record the shapes in the
+        cache."""
         calls: list[Call] = []
 
         def see(call: Call) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ class AdaptedModel(LanguageModel):
         return calls
 
     def _rotation(self, call: Call) -> Rotation:
-        """Of one layer, found by what it does."""
+        """Determine the rotation of one layer from its behaviour."""
         inside = call.tables is None and any("inv_freq" in n for n, _ in self.hf.named_buffers())
         found = None if inside else found_rotation(call.tables, call.plain, (call.q, call.k))
         if found is None:
@@ -122,9 +123,9 @@ class AdaptedModel(LanguageModel):
         return found
 
     def _apply(self, *args: Any, **options: Any) -> AdaptedModel:
-        """What torch calls to put a module on a device or into another type.
+        """Apply ``function`` to all tensors, as torch does to change device or dtype.
 
-        Buffers keep their type: frequencies rounded to 16 bits would be others.
+        Buffers keep their dtype: frequencies rounded to 16 bits would be wrong.
         """
         before = dict(self.named_buffers(remove_duplicate=False))
         super()._apply(*args, **options)
@@ -135,15 +136,15 @@ class AdaptedModel(LanguageModel):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.hf.device
 
     @property
     def layout(self) -> Layout:
-        """The positional encoding as it is now.
+        """Present positional encoding.
 
         Raises:
-            UserError: on assignment of one that this model cannot be given.
+            UserError: on assignment of a layout that this model cannot have.
         """
         return self._layout
 
@@ -168,7 +169,7 @@ class AdaptedModel(LanguageModel):
         self._layout = layout
 
     def use_backend(self, name: str, device: str, **needs: Any) -> Choice:
-        """That of transformers."""
+        """Report transformers' own backend, which is always used."""
         return Choice(self._seam.usual, "chosen by transformers")
 
     @torch.no_grad()
@@ -180,7 +181,7 @@ class AdaptedModel(LanguageModel):
         length: int | None = None,
         last: int | None = None,
     ) -> Tensor:
-        """States ``[B, T, hidden_size]`` before the head; see :class:`LanguageModel`."""
+        """Compute states ``[B, T, hidden_size]`` before the head; see :class:`LanguageModel`."""
         past = cache.length if cache else 0
         if not past:
             forget_lengths(self.hf)
@@ -209,8 +210,10 @@ class AdaptedModel(LanguageModel):
 
     @torch.no_grad()
     def logits(self, states: Tensor) -> Tensor:
-        """``[..., vocab]`` of states ``[..., hidden_size]``, by the model's own forward pass after
-        its layers, which may cap, scale or shift them."""
+        """Compute ``[..., vocab]`` with the model's own forward pass after its layers.
+
+        It may cap, scale or shift the logits.
+        """
         rows = states.reshape(1, -1, states.shape[-1])
         self._base.forward = lambda *_, **__: self._outputs(last_hidden_state=rows)
         try:
@@ -221,7 +224,7 @@ class AdaptedModel(LanguageModel):
 
     @torch.no_grad()
     def losses(self, states: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy ``[...]`` of every target, float32 nats; logits in chunks."""
+        """Return each target's cross-entropy ``[...]``, float32 nats; logits in chunks."""
         size = chunk_size(self.vocab_size, states.device)
         rows, of_rows = states.flatten(0, -2).split(size), targets.flatten().split(size)
         losses = [
@@ -231,12 +234,13 @@ class AdaptedModel(LanguageModel):
         return torch.cat(losses).view(targets.shape)
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
-        """Room for ``capacity`` tokens in each of ``rows``."""
+        """Allocate a cache for ``capacity`` tokens in each of ``rows``."""
         return empty_cache(self._cached, rows, capacity, self.hf.dtype, self.device)
 
     @contextmanager
     def observed(self, on_layer: OnLayer) -> Iterator[None]:
-        """Within it, every forward pass calls ``on_layer`` for each layer, before its attention."""
+        """Call ``on_layer`` for each layer, before its attention, in every forward pass within the
+        block."""
         self._observe = on_layer
         try:
             yield
@@ -245,12 +249,12 @@ class AdaptedModel(LanguageModel):
 
     @contextmanager
     def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Within it ``on_input`` is told what is fed into the attention of every layer."""
+        """Call ``on_input`` with each attention's input within the block."""
         with self._seam.feeding(on_input):
             yield
 
     def _passing(self, positions: Tensor, keys: Tensor, lengths: int | list[int]) -> Any:
-        """What a forward pass runs in: nothing, unless it is watched or turned otherwise."""
+        """Return the context of a forward pass, which observes or modifies it if necessary."""
         changed = self.layout != self.own_layout
         if not changed and self._observe is None:
             return nullcontext()
@@ -267,7 +271,7 @@ class AdaptedModel(LanguageModel):
 
         def tables(index: int, given: Tables) -> Tables:
             group, form = groups[index][0], self.rotations[index].form
-            # Those of a spectrum would else stand for frequencies that follow the length.
+            # Otherwise the spectrum's frequencies would be taken for length-dependent ones.
             if (index, last, longest) not in self._checked:
                 check_tables(index, given, self.rotations[index], last)
                 self._checked.add((index, last, longest))
@@ -282,7 +286,8 @@ class AdaptedModel(LanguageModel):
         )
 
     def _turned(self, call: Call, groups: Groups, positions: Tensor, keys: Tensor) -> Call:
-        """With the temperature and the intervention of the layout; tables have rotated it."""
+        """Apply the layout's temperature and intervention; the tables have rotated queries and
+        keys."""
         q, k, temperature = call.q, call.k, groups[0].temperature
         if temperature is not None:
             q = (q * temperature).to(q.dtype)
@@ -291,10 +296,10 @@ class AdaptedModel(LanguageModel):
         return replace(call, q=q, k=k)
 
     def _show(self, observe: OnLayer, call: Call, *, by_itself: bool) -> None:
-        """Tell the observer, once it is sure that the layer does what the layout says."""
+        """Inform the observer after checking that the layer behaves as the layout says."""
         check_scores(call, self.layout.layers[call.index].window)
         if by_itself:
             check_rotation(call, self.rotations[call.index])
-        assert call.plain is not None  # asked for wherever someone observes
+        assert call.plain is not None  # requested whenever there is an observer
         softmax = {name: getattr(call, name) for name in ("scaling", "softcap", "sinks")}
         observe(call.index, *call.plain, call.q, call.k, **softmax)

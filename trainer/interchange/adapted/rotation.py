@@ -1,10 +1,10 @@
-"""How an attention layer of transformers rotates, read from what it does.
+"""Determine how an attention layer of transformers rotates, from its behaviour.
 
-Layers are given tables of cosines and sines and differ in how these are laid out and in which
-channels make a pair: halves of a head (Llama), of its first channels only (Phi), neighbours
-(Llama 4), or neighbours among the last channels (DeepSeek-V2). Here a layer is shown once with its
-tables and once with those of no rotation, and the arrangement is the one that leads from one to the
-other.
+Layers get tables of cosines and sines. They differ in the tables' form and in the channels of a
+pair: halves of a head (Llama), of its first channels only (Phi), neighbours (Llama 4), or
+neighbours among the last channels (DeepSeek-V2). Each layer is run once with its tables and once
+with tables of no rotation. Its arrangement is the one that transforms the second result into the
+first.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ CLOSE = 1e-4
 
 @dataclass(frozen=True)
 class Rotation:
-    """``spectrum``: of every head of a layer. ``order``: its channels as a spectrum has them, pair
-    m at m and m + pairs and what does not rotate behind (None: as they are). ``form``: how its
-    tables are laid out, see :func:`complex_table` (None: it has none)."""
+    """Rotation of one layer.
+
+    ``spectrum``: of every head. ``order``: the layer's channels in spectrum order: pair m at m and
+    m + pairs, then the channels that do not rotate (None: unchanged). ``form``: form of its tables,
+    see :func:`complex_table` (None: it has none).
+    """
 
     spectrum: Spectrum
     order: tuple[int, ...] | None = None
     form: str | None = None
 
     def ordered(self, x: Tensor) -> Tensor:
-        """``[..., D]`` with its channels in that order."""
+        """Reorder the channels of ``[..., D]``."""
         return x if self.order is None else x[..., list(self.order)]
 
 
 def no_rotation(tables: Tables) -> Tables:
-    """Tables like these that leave queries and keys as they are."""
+    """Return tables of the same form that leave queries and keys unchanged."""
     if isinstance(tables, Tensor):
         return torch.ones_like(tables)
     return torch.ones_like(tables[0]), torch.zeros_like(tables[1])
 
 
 def complex_table(tables: Tables) -> tuple[str, Tensor]:
-    """The form of tables, and ``[B, T, pairs]`` complex128.
+    """Return the form of tables, and their values ``[B, T, pairs]`` as complex128.
 
-    ``complex``: one number a pair; ``halves``, ``neighbours``: every cosine twice, in both halves
+    ``complex``: one number per pair; ``halves``, ``neighbours``: every cosine twice, in both halves
     or side by side; ``single``: once.
     """
     if isinstance(tables, Tensor):
@@ -67,7 +70,8 @@ def complex_table(tables: Tables) -> tuple[str, Tensor]:
 
 
 def tables_like(given: Tables, form: str | None, cos: Tensor, sin: Tensor) -> Tables:
-    """``[T, pairs]`` or ``[B, 1, T, pairs]`` in a form, of the types of the ``given`` tables."""
+    """Convert ``[T, pairs]`` or ``[B, 1, T, pairs]`` to a form, with the dtypes of the ``given``
+    tables."""
     if isinstance(given, Tensor):
         return torch.complex(*_rows(cos, sin)).to(given.dtype).expand_as(given)
     if form == "halves":
@@ -79,22 +83,23 @@ def tables_like(given: Tables, form: str | None, cos: Tensor, sin: Tensor) -> Ta
 
 
 def _rows(*tables: Tensor) -> tuple[Tensor, ...]:
-    """``[B or 1, T, n]``."""
+    """Return the rows of tables, ``[B or 1, T, n]``."""
     return tuple(x.squeeze(1) if x.dim() == 4 else x[None] for x in tables)
 
 
 def found_rotation(
     tables: Tables | None, plain: tuple[Tensor, Tensor] | None, encoded: tuple[Tensor, Tensor]
 ) -> Rotation | None:
-    """What leads from queries and keys ``plain`` to ``encoded``, ``[B, H, T, D]`` float32 each.
+    """Determine the rotation from ``plain`` to ``encoded`` queries and keys, ``[B, H, T, D]``
+    float32.
 
     Args:
-        tables: for positions 0, 1, ..., T - 1, T at least 2.
-        plain: with the tables of no rotation (None: not known).
-        encoded: with these.
+        tables: tables for positions 0, 1, ..., T - 1, with T at least 2.
+        plain: result with the tables of no rotation (None: unknown).
+        encoded: result with ``tables``.
 
     Returns:
-        None where no known arrangement does.
+        None if no known arrangement fits.
     """
     if plain is None:
         return None
@@ -124,7 +129,8 @@ def _leads(rotation: Rotation, plain: Tensor, encoded: Tensor) -> bool:
 
 
 def _orders(size: int, rotated: int) -> list[tuple[int, ...] | None]:
-    """Arrangements of the ``rotated`` channels of a head, halves and neighbours, first or last."""
+    """List arrangements of the ``rotated`` channels of a head: halves and neighbours, first or
+    last."""
     if rotated > size:
         return []
     found: list[tuple[int, ...] | None] = []
@@ -137,14 +143,16 @@ def _orders(size: int, rotated: int) -> list[tuple[int, ...] | None]:
 
 
 def in_one_order(rotations: list[Rotation]) -> list[Rotation]:
-    """Layers without rotation have their channels in the pairs that the others turn."""
+    """Give layers without rotation the channel order of the rotating ones."""
     order = next((r.order for r in rotations if r.spectrum.rotates), None)
     return [r if r.spectrum.rotates else replace(r, order=order) for r in rotations]
 
 
 def forget_lengths(model: PreTrainedModel) -> None:
-    """Let frequencies that have grown with a text be those of a new one: transformers keeps them
-    for a shorter text that is as long as the training length."""
+    """Reset frequencies that grew with an earlier text.
+
+    transformers keeps them for a shorter text that is as long as the training length.
+    """
     for module in model.modules():
         if not hasattr(module, "original_max_seq_len"):
             continue

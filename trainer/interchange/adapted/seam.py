@@ -1,8 +1,8 @@
-"""The attention layers of a transformers model, watched and changed in place.
+"""Attention layers of a transformers model, observed and modified in place.
 
-Nearly all models of transformers 5 call attention by a name that is registered with its
-``AttentionInterface``. Under a name of ours the call passes here with queries and keys as they meet
-in the scores, and goes on to the function that the model would have called.
+Nearly all models of transformers 5 call attention by a name registered with its
+``AttentionInterface``. A name of ours routes the call through this module, with queries and keys as
+they enter the scores, and then to the function that the model would have called.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ for _usual, _mask in _MASKS.items():
 
 @dataclass(frozen=True)
 class Call:
-    """Attention of one layer: queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, Tk, D]``.
+    """Attention call of one layer, with queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, Tk, D]``.
 
-    ``tables``: that the layer was given (None: none). ``plain``: queries and keys as they would
-    have been without rotation (None: not asked for). ``mask``: ``[B, 1, T, Tk]``, booleans or what
-    is added to the scores (None: causal). ``scaling``, ``softcap``, ``window``: of the scores;
-    ``sinks``: ``[Hq]``, learned logits beside them (None: none).
+    ``tables``: tables given to the layer (None: none). ``plain``: queries and keys without rotation
+    (None: not requested). ``mask``: ``[B, 1, T, Tk]``, booleans or a bias on the scores (None:
+    causal). ``scaling``, ``softcap``, ``window``: of the scores; ``sinks``: ``[Hq]``, learned
+    logits beside them (None: none).
     """
 
     index: int
@@ -62,19 +62,19 @@ class Call:
 
 
 class Seam:
-    """Where the attention of every layer of ``model`` passes.
+    """Interception of the attention of every layer of ``model``.
 
-    ``modules``: its attention layers, from the first to the last. ``usual``: the implementation
-    that the model uses by itself.
+    ``modules``: its attention layers, in order. ``usual``: the implementation that the model uses
+    by itself.
 
     Raises:
-        UserError: not every layer has attention that passes the interface.
+        UserError: some layer's attention does not use the interface.
     """
 
     def __init__(self, model: PreTrainedModel, depth: int) -> None:
         self.model = model
         self.usual = model.config._attn_implementation
-        # transformers 5.5 to 5.12 compute Gemma 2 with SDPA, which leaves out the soft-cap.
+        # transformers 5.5 to 5.12 compute Gemma 2 with SDPA, which omits the soft-cap.
         capped = getattr(model.config, "attn_logit_softcapping", None) is not None
         if self.usual not in _MASKS or capped:
             self.usual = "eager"
@@ -100,12 +100,12 @@ class Seam:
         plain: bool = False,
         tables: Callable[[int, Tables], Tables] | None = None,
     ) -> Iterator[None]:
-        """Within it every forward pass goes through ``see``.
+        """Route every forward pass within the block through ``see``.
 
         Args:
-            see: given the attention of a layer, returns the queries and keys that it goes on with.
-            plain: whether it is to see them without rotation too: each layer then projects twice.
-            tables: given a layer's index and tables, returns others.
+            see: receives a layer's attention call; returns the queries and keys to continue with.
+            plain: whether to compute them without rotation, too: each layer then projects twice.
+            tables: receives a layer's index and tables; returns replacements.
         """
         given: Tables | None = None
         seen: tuple[Tensor, Tensor] | None = None
@@ -113,7 +113,7 @@ class Seam:
         def without_rotation(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Result:
             nonlocal seen
             seen = q, k
-            # What follows is thrown away.
+            # The rest of this pass is discarded.
             return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), None
 
         def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
@@ -159,7 +159,7 @@ class Seam:
 
     @contextmanager
     def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Within it ``on_input`` is told what is fed into the attention of every layer."""
+        """Call ``on_input`` with each attention's input within the block."""
 
         def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
             on_input(index, args[0] if args else options["hidden_states"])
@@ -191,7 +191,7 @@ class Seam:
 
 
 def ordered(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
-    """A call with its queries and keys changed alike."""
+    """Return a call with queries and keys changed alike."""
     plain = call.plain
     if plain is not None:
         plain = change(plain[0]), change(plain[1])

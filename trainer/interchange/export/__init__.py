@@ -1,1 +1,1 @@
-"""Directories that transformers loads: which architecture, which weights, and the proof."""
+"""Export to directories that transformers loads: architecture, weights, and verification."""

@@ -1,4 +1,4 @@
-"""An exported model as a directory, whole and proven or not there."""
+"""An exported model as a directory: complete and verified, or absent."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ TOKEN_FILES = (
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written; ``difference``: see :func:`largest_difference`, None where nothing was
-    compared."""
+    """Result of an export; ``difference``: see :func:`largest_difference`, None without a
+    comparison."""
 
     plan: Plan
     difference: float | None
 
 
 def destination_problem(to: Path) -> str | None:
-    """Why an export cannot go there, or None."""
+    """Return why an export cannot be written there, or None."""
     if to.is_dir() and any(to.iterdir()):
         return f"to: {str(to)!r} is not empty; choose another directory, or remove it."
     if to.exists() and not to.is_dir():
@@ -63,22 +63,22 @@ def export_model(
     dtype: str = "float32",
     like: Path | None = None,
 ) -> Exported:
-    """Write a decoder so that transformers loads it, and compare what it loads.
+    """Write a decoder so that transformers loads it, and compare the loaded model's logits.
 
     Args:
-        model: float32, on the CPU; its weights are rounded in place where ``dtype`` asks for it.
+        model: float32, on the CPU; its weights are rounded in place if ``dtype`` requires it.
         tokenizer: the model's.
-        end: id of the end-of-text token, with which every sequence of the training began.
-        to: a directory that is new or empty.
-        card: the text of ``README.md``, from the plan and the largest difference.
-        tolerance: of the difference.
-        dtype: of the weights, a key of :data:`DTYPES`.
+        end: id of the end-of-text token, with which every training sequence began.
+        to: a new or empty directory.
+        card: makes the text of ``README.md`` from the plan and the largest difference.
+        tolerance: limit of the difference.
+        dtype: dtype of the weights, a key of :data:`DTYPES`.
         like: a published model's directory, whose tokens, chat template and generation settings are
             kept.
 
     Raises:
-        UserError: the directory cannot be written, or what transformers loads differs; nothing is
-            left then.
+        UserError: the directory cannot be written, or the loaded model differs; nothing is left
+            then.
     """
     if problem := destination_problem(to):
         raise UserError(problem)
@@ -109,7 +109,7 @@ def export_model(
 def write_files(
     model: Decoder, plan: Plan, tokenizer: Tokenizer, end: int, directory: Path, dtype: str
 ) -> None:
-    """Everything but the card."""
+    """Write everything but the card."""
     kind = plan.architecture.removesuffix("ForCausalLM").lower()
     tokens = {"bos_token_id": end, "eos_token_id": end}
     config = {
@@ -141,7 +141,7 @@ def write_files(
 
 
 def _keep_tokens(published: Path, directory: Path) -> None:
-    """Replace what the directory says of tokens by what a published model says."""
+    """Replace the directory's token settings by those of a published model."""
     config = _read_keys(directory / "config.json")
     theirs = _read_keys(published / "config.json")
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -172,13 +172,15 @@ def _read_keys(path: Path) -> dict[str, Any]:
 
 
 def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
-    """The tokenizer, putting the end-of-text token before every prompt, as it stood before every
-    sequence of the training; unless it puts something of its own there."""
+    """Return the tokenizer with the end-of-text token before every prompt, as in training.
+
+    A tokenizer that adds a token of its own is returned unchanged.
+    """
     if tokenizer.num_special_tokens_to_add(is_pair=False):
         return tokenizer
     copy, token = Tokenizer.from_str(tokenizer.to_str()), tokenizer.id_to_token(end)
     template = TemplateProcessing(single=[token, "$A"], special_tokens=[(token, end)])
-    # In the file itself: transformers heeds no add_bos_token beside one.
+    # In the file itself: transformers ignores add_bos_token beside it.
     before = [tokenizer.post_processor] if tokenizer.post_processor else []
     copy.post_processor = Sequence([*before, template])
     return copy

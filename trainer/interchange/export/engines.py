@@ -1,14 +1,14 @@
-"""Which inference engines compute an exported model, replayed from the ``config.json`` it gets.
+"""Inference engines that compute an exported model, derived from its ``config.json``.
 
-Each engine builds its rotation from the same file in its own way, and may ignore what it does not
-know. The lines of each that matter are computed here again, as read in the engines' sources in
-November 2026, and compared with what transformers rotates by, whose logits the export gate checks:
+Each engine builds its rotation from the same file in its own way, and may ignore unknown keys. The
+relevant lines of each are reimplemented here, as read in the engines' sources in November 2026, and
+compared with the rotation of transformers, whose logits the export gate checks:
 
 - vLLM: ``model_executor/layers/rotary_embedding``, ``model_executor/models/transformers``
 - SGLang: ``srt/layers/rotary_embedding/factory.py``, ``srt/models/transformers.py``
 - llama.cpp: ``conversion/``, ``src/models/``, ``src/llama-context.cpp``
 
-Tokenizers are not replayed: llama.cpp's converter knows them by a hash and refuses all others.
+Tokenizers are not covered: llama.cpp's converter knows them by a hash and refuses all others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Radians per token of every channel pair of a head, and the scale of the rotated channels."""
+    """Radians per token of each channel pair of a head, and the scale of the rotated channels."""
 
     inv_freq: tuple[float, ...]
     scale: float = 1.0
@@ -64,7 +64,7 @@ class Verdict:
 
 
 def verdicts(values: Values, architecture: str) -> list[Verdict]:
-    """Return what transformers, vLLM, SGLang and llama.cpp make of a model.
+    """Return the verdicts on transformers, vLLM, SGLang and llama.cpp for a model.
 
     Args:
         values: the keys of its ``config.json``.
@@ -108,12 +108,12 @@ def _alike(a: Rotation, b: Rotation) -> bool:
     def close(x: float, y: float) -> bool:
         return math.isclose(x, y, rel_tol=CLOSE, abs_tol=STILL)
 
-    # The scale of channels that stand still reaches the scores all the same.
+    # Channels that do not rotate still affect the scores through their scale.
     return close(a.scale, b.scale) and all(map(close, a.inv_freq, b.inv_freq))
 
 
 def transformers_rotations(values: Values, architecture: str) -> list[Rotation]:
-    """Return what transformers rotates every layer by."""
+    """Return the rotation of every layer in transformers."""
     rope, head_dim = values["rope_parameters"], values["head_dim"]
     length = values["max_position_embeddings"]
     spectrum = spectrum_from_rope_parameters(rope, head_dim, length)
@@ -125,7 +125,10 @@ def transformers_rotations(values: Values, architecture: str) -> list[Rotation]:
 def _by_layer(
     values: Values, architecture: str, rotation: Rotation, rotates: Sequence[int] | None
 ) -> list[Rotation]:
-    """``rotates``: 1 for each layer that does, where the architecture knows layers without."""
+    """Return the rotation of every layer.
+
+    ``rotates``: 1 for each rotating layer, if the architecture supports layers without rotation.
+    """
     depth = values["num_hidden_layers"]
     if not ARCHITECTURES[architecture].nope_layers or rotates is None:
         return [rotation] * depth
@@ -184,7 +187,7 @@ def _vllm(values: Values, architecture: str) -> list[Rotation]:
     windows = {*values.get("layer_types", ())}
     if architecture.startswith("Qwen") and len(windows) > 1:
         raise RefusedError("has no Qwen with sliding windows in some layers only")
-    if architecture == "SmolLM3ForCausalLM":  # through transformers' own class
+    if architecture == "SmolLM3ForCausalLM":  # through transformers' class
         return transformers_rotations(values, architecture)
     return [_served(values)] * values["num_hidden_layers"]
 
@@ -195,7 +198,7 @@ def _sglang(values: Values, architecture: str) -> list[Rotation]:
         return transformers_rotations(values, architecture)
     if values.get("sliding_window"):
         raise RefusedError("has no sliding windows in this architecture")
-    if rope["rope_type"] == "proportional":  # it does not read the share from there
+    if rope["rope_type"] == "proportional":  # the share is not read from there
         return [Rotation(_plain(values))] * values["num_hidden_layers"]
     return [_served(values)] * values["num_hidden_layers"]
 

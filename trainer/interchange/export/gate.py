@@ -1,10 +1,10 @@
-"""The proof of an export: a fresh process loads it as anybody would, and its logits are compared.
+"""Verification of an export: a fresh process loads it, and its logits are compared.
 
-Random tokens and text, of lengths up to beyond the training length but no more than 4096 tokens,
-read at once and read with a cache, the last tokens one by one; and prompts of different lengths in
-one batch, with padding on the left, as generation has it, and on the right. Where frequencies
-follow the length, transformers goes on with keys as they were rotated when they were read, and ours
-are rotated anew: such a model is read with a cache up to its training length, and beyond at once.
+The inputs are random tokens and text, up to beyond the training length but at most 4096 tokens.
+They are read in one pass, and with a cache, with the last tokens one by one. Prompts of different
+lengths are read as one batch with padding on the left, as in generation, and on the right. If
+frequencies depend on the length, transformers keeps cached keys rotated as they were when read,
+while ours are rotated again. Such a model is read with a cache only up to its training length.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ TEXT = (
 
 
 def transformers_is_here() -> bool:
-    """Whether there is anything to compare with."""
+    """Whether transformers is installed to compare with."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def largest_difference(
     model: Decoder, directory: Path, text_ids: list[int], *, custom: bool
 ) -> float:
-    """Of any two logits of the decoder and of the model that transformers loads, in float32, as a
-    share of the largest logit where that is more than 1.
+    """Return the largest difference between the decoder's logits and those of transformers, in
+    float32.
+
+    It is relative to the largest logit if that exceeds 1.
 
     Args:
         model: on the CPU, with the weights that were written.
-        directory: what was written.
-        text_ids: tokens of :data:`TEXT` as a prompt of the model has them.
-        custom: whether code in the directory, ours, is needed.
+        directory: the exported model.
+        text_ids: tokens of :data:`TEXT` as a prompt of the model.
+        custom: whether our code in the directory is needed.
 
     Raises:
-        UserError: transformers cannot load it, or reads text as other tokens.
+        UserError: transformers cannot load the model, or tokenizes text differently.
     """
     random = _random_cases(model)
     cases = [*random, text_ids[: model.layout.training_length]]
-    # transformers takes the frequencies of a whole batch from the longest of its rows.
+    # transformers derives the frequencies of a whole batch from its longest row.
     by_batch = model.layout.frequencies_follow_length
     cached = [not by_batch or len(case) <= model.layout.training_length for case in cases]
     short = random[0][: max(1, model.layout.training_length - DECODED)]
@@ -84,11 +86,11 @@ def largest_difference(
         if answer["before"] is not None:
             pairs.append((answer["before"][row], continued[0]))
     differences = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
-    return float(torch.stack(differences).max())  # NaN where any is
+    return float(torch.stack(differences).max())  # NaN if any is
 
 
 def _random_cases(model: Decoder) -> list[list[int]]:
-    """Tokens of increasing lengths, since some encodings remember the longest they have seen."""
+    """Return token sequences of increasing lengths; some encodings remember the longest."""
     trained = model.layout.training_length
     generator = torch.Generator().manual_seed(0)
     lengths = (min(17, trained), trained, trained + min(trained // 2 + 1, BEYOND))
@@ -101,7 +103,7 @@ def _random_cases(model: Decoder) -> list[list[int]]:
 
 @torch.no_grad()
 def _logits(model: Decoder, tokens: list[int], cached: bool) -> Tensor:
-    """``[rows, vocab]``: read with a cache, then at once; as ``reload.py`` does it."""
+    """Compute ``[rows, vocab]`` as ``reload.py`` does: with a cache, then in one pass."""
     ids = torch.tensor([tokens])
     T = len(tokens)
     ends = [max(T - DECODED, 1), *range(max(T - DECODED, 1) + 1, T + 1)] if cached else []
@@ -112,7 +114,7 @@ def _logits(model: Decoder, tokens: list[int], cached: bool) -> Tensor:
 
 @torch.no_grad()
 def _continued(model: Decoder, prompt: list[int], tokens: list[int]) -> Tensor:
-    """``[tokens, vocab]``: the logits from which each of the tokens behind a prompt is chosen."""
+    """Compute ``[tokens, vocab]``: the logits that predict each of the tokens after a prompt."""
     ids = torch.tensor([prompt + tokens])
     cache = KVCache.empty(model.config, 1, ids.shape[1])
     ends = [len(prompt) + place for place in range(len(tokens))]
@@ -121,12 +123,12 @@ def _continued(model: Decoder, prompt: list[int], tokens: list[int]) -> Tensor:
 
 
 def _ask(directory: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """What ``reload.py`` says in a process of its own, without network."""
+    """Return the answer of ``reload.py`` from a process of its own, without network."""
     with tempfile.TemporaryDirectory(prefix="unrope-gate-") as scratch:
         question, answer = Path(scratch, "question.json"), Path(scratch, "answer.pt")
         question.write_text(json.dumps(request), encoding="utf-8")
         script = Path(__file__).with_name("reload.py")
-        # -P: its neighbours are not on the path of what it imports.
+        # -P: keep the script's directory off the import path
         result = subprocess.run(
             [sys.executable, "-P", str(script), str(directory), str(question), str(answer)],
             env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{scratch}/modules"},

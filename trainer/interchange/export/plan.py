@@ -1,6 +1,6 @@
-"""Which architecture of transformers holds a model, and what that asks of its weights.
+"""Architecture of transformers for a model, and the changes of its weights.
 
-A native one, which every tool loads, wherever one computes the same; else the code in ``custom/``.
+Prefers a native architecture, which every tool loads; otherwise the code in ``custom/``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trainer.positional.spectrum import Spectrum, Temperature
 
 @dataclass(frozen=True)
 class HeadChange:
-    """What happens to the channels of one layer's queries and keys so that another layout of pairs
-    and another size of the logits come out the same.
+    """Change of one layer's query and key channels for another layout of pairs and scale of the
+    logits.
 
-    ``order``: which of our channels each of theirs is. ``factors``: on their channels of the
-    queries, ``[head_dim]``.
+    ``order``: index of our channel for each exported channel. ``factors``: on the exported query
+    channels, ``[head_dim]``.
     """
 
     order: tuple[int, ...]
@@ -34,11 +34,11 @@ class HeadChange:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is written.
+    """Form of an exported model.
 
-    ``values``: of ``config.json``, tokens and types of numbers aside. ``changes``: one a layer, of
-    its queries and keys; empty where they stay as they are. ``refusals``: why each native
-    architecture that was passed over cannot hold the model.
+    ``values``: of ``config.json``, except tokens and dtypes. ``changes``: for each layer's queries
+    and keys; empty if they stay unchanged. ``refusals``: why each rejected native architecture
+    cannot represent the model.
     """
 
     architecture: str
@@ -48,12 +48,12 @@ class Plan:
 
     @property
     def is_native(self) -> bool:
-        """Whether transformers loads it without code from the directory."""
+        """Whether transformers loads the model without code from the directory."""
         return self.architecture != OWN
 
 
 def make_plan(config: ModelConfig, layout: Layout) -> Plan:
-    """The first architecture that holds a decoder of this shape with this layout."""
+    """Return the first architecture that represents a decoder of this shape and layout."""
     refusals: dict[str, str] = {}
     rope = _rope_parameters(config, layout)
     for name, architecture in ARCHITECTURES.items():
@@ -66,7 +66,7 @@ def make_plan(config: ModelConfig, layout: Layout) -> Plan:
 
 
 def _refusal(config: ModelConfig, layout: Layout, name: str, rope: Parameters | None) -> str | None:
-    """What an architecture has no place for, or None."""
+    """Return what an architecture cannot represent, or None."""
     architecture, layers = ARCHITECTURES[name], layout.layers
     norms = [layer.qk_norm for layer in layers]
     turns = [layer.spectra[0].rotates for layer in layers]
@@ -103,7 +103,7 @@ def _refusal(config: ModelConfig, layout: Layout, name: str, rope: Parameters | 
 
 
 def _rotations(layout: Layout) -> list[Spectrum]:
-    """The distinct rotations; sizes and temperatures are left to the weights."""
+    """Return the distinct rotations, without scales and temperatures, which the weights absorb."""
     plain = (replace(s, rotary_scale=1.0, temperature=Temperature()) for s in layout.spectra)
     return list(dict.fromkeys(s for s in plain if s.rotates))
 
@@ -121,9 +121,9 @@ def _changes(config: ModelConfig, layout: Layout, rope: Parameters) -> tuple[Hea
 
 
 def _change(layer: LayerEncoding, read_back: Spectrum, head_dim: int) -> HeadChange:
-    """Pair m, here channels m and m + M, becomes channels m and m + head_dim / 2 there.
+    """Move pair m, here channels m and m + M, to channels m and m + head_dim / 2.
 
-    Sizes of rotated channels count twice, on queries and on keys; the queries take both.
+    Scales of rotated channels apply to both queries and keys; the queries absorb both.
     """
     spectrum, half = layer.spectra[0], head_dim // 2
     pairs = len(spectrum.inv_freq) if spectrum.rotates else half
@@ -159,7 +159,7 @@ def _native_values(
     config: ModelConfig, layout: Layout, architecture: Architecture, rope: Parameters
 ) -> dict[str, Any]:
     values = _shape(config, layout) | {"hidden_act": "silu", "rope_parameters": rope}
-    if rope["rope_type"] == "llama3":  # where llama.cpp's converter looks for it
+    if rope["rope_type"] == "llama3":  # llama.cpp's converter looks for it here
         key = "original_max_position_embeddings"
         values[key] = rope[key]
     if architecture.nope_layers:

@@ -1,6 +1,6 @@
-"""Loads an exported model with transformers and writes its logits; run by ``gate.py`` as a script.
+"""Load an exported model with transformers and write its logits; ``gate.py`` runs this as a script.
 
-``python reload.py DIRECTORY QUESTION ANSWER``: see there.
+Usage: ``python reload.py DIRECTORY QUESTION ANSWER``; see :func:`answers`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 def logits(
     model: torch.nn.Module, tokens: list[int], cached: bool, kept: int, decoded: int
 ) -> Tensor:
-    """``[rows, vocab]``: read with a cache, the last tokens one by one, then at once; or only at
-    once."""
+    """Compute ``[rows, vocab]``: with a cache, the last tokens one by one, then in one pass; or
+    only so."""
     ids = torch.tensor([tokens])
     T = len(tokens)
     ends = [max(T - decoded, 1), *range(max(T - decoded, 1) + 1, T + 1)] if cached else []
@@ -39,8 +39,10 @@ def logits(
 def behind_padding(
     model: Any, prompts: list[list[int]], length: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """``count`` tokens ``[B, count]`` that ``generate`` puts behind prompts padded to ``length`` on
-    their left, and the logits ``[B, count, vocab]`` that it chose them by."""
+    """Generate ``count`` tokens ``[B, count]`` after prompts padded on the left to ``length``.
+
+    Also returns the logits ``[B, count, vocab]`` that chose them.
+    """
     ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts])
     out = model.generate(
@@ -58,16 +60,16 @@ def behind_padding(
 
 @torch.no_grad()
 def before_padding(model: Any, prompts: list[list[int]], length: int) -> Tensor:
-    """Logits ``[B, vocab]`` after prompts that are padded to ``length`` on their right."""
+    """Compute logits ``[B, vocab]`` after prompts padded on the right to ``length``."""
     ids = torch.tensor([prompt + [0] * (length - len(prompt)) for prompt in prompts])
     mask = torch.tensor([[1] * len(p) + [0] * (length - len(p)) for p in prompts])
     last = torch.tensor([len(prompt) - 1 for prompt in prompts])
     found = model(ids, attention_mask=mask, use_cache=False, logits_to_keep=last).logits
-    return found.diagonal().mT.float()  # of every row after its own prompt
+    return found.diagonal().mT.float()  # each row's logits after its own prompt
 
 
 def answers(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """What is asked of the model itself."""
+    """Compute the answers to a request."""
     padded, counts = (asked["prompts"], asked["length"]), (asked["kept"], asked["decoded"])
     cases = zip(asked["cases"], asked["cached"], strict=True)
     return {
@@ -78,7 +80,7 @@ def answers(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(directory: str, question: str, answer: str) -> None:
-    """Answer the question in a file with a file."""
+    """Read the request from a file; write the answers to a file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     asked = json.loads(Path(question).read_text(encoding="utf-8"))

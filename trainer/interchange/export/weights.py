@@ -1,4 +1,4 @@
-"""A decoder's weights as an exported model has them, in safetensors files."""
+"""Weights of a decoder in their exported form, as safetensors files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.interchange.export.plan import Plan
+from trainer.interchange.pretrained import waits
 from trainer.interchange.tensor_files import INDEX, SINGLE
-from trainer.interchange.waiting import waits
 from trainer.model.decoder import Decoder
 
 SHARD_BYTES = 5 * 10**9
@@ -20,8 +20,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def exported_names(model: Decoder, plan: Plan) -> list[str]:
-    """The parameters that take part; query and key norms that are off stay behind, and a learned
-    scale that is a part of the queries' projection there."""
+    """Return the parameters to export.
+
+    Disabled query and key norms are omitted, and so is a learned scale that the query projection
+    absorbs.
+    """
     return [
         name
         for name, _ in model.named_parameters()
@@ -30,7 +33,7 @@ def exported_names(model: Decoder, plan: Plan) -> list[str]:
 
 
 def exported(model: Decoder, name: str, plan: Plan) -> Tensor:
-    """One parameter, in float32, with the channels of queries and keys as the plan wants them."""
+    """Return one parameter in float32, with query and key channels changed as the plan says."""
     value = model.get_parameter(name).detach()
     if not _changes(model, plan) or _kind(name) not in ("q_proj", "k_proj", "q_norm", "k_norm"):
         return value
@@ -42,7 +45,7 @@ def exported(model: Decoder, name: str, plan: Plan) -> Tensor:
 
 @torch.no_grad()
 def round_weights(model: Decoder, plan: Plan, dtype: torch.dtype) -> None:
-    """Round the decoder's own weights in place to what their exported counterparts become."""
+    """Round the decoder's own weights in place, consistently with their exported counterparts."""
     for name in exported_names(model, plan):
         value = model.get_parameter(name)
         if _kind(name) not in ("q_proj", "q_norm") or not _changes(model, plan):
@@ -56,24 +59,24 @@ def round_weights(model: Decoder, plan: Plan, dtype: torch.dtype) -> None:
 
 
 def _changes(model: Decoder, plan: Plan) -> bool:
-    """Whether weights of queries and keys are written otherwise than they are."""
+    """Whether the plan changes the weights of queries and keys."""
     return bool(plan.changes) or _folds(model, plan)
 
 
 def _folds(model: Decoder, plan: Plan) -> bool:
-    """Whether a learned scale of the softmax becomes a part of the queries' projection."""
+    """Whether the query projection absorbs a learned softmax scale."""
     return plan.is_native and model.config.softmax.learned_scale
 
 
 def _order(model: Decoder, name: str, plan: Plan) -> list[int]:
-    """Which of our channels each of theirs is."""
+    """Return the index of our channel for each exported channel."""
     size = model.config.head_size
     return list(plan.changes[_layer(name)].order if plan.changes else range(size))
 
 
 def _factors(model: Decoder, name: str, plan: Plan) -> Tensor:
-    """``[1 or Hq, head_dim]``, on what the queries are multiplied with last: their norm's gain, if
-    any."""
+    """Return ``[1 or Hq, head_dim]`` factors on the last weight of the queries: their norm's gain,
+    if any."""
     index = _layer(name)
     last = "q_norm" if model.layout.layers[index].qk_norm else "q_proj"
     factors = torch.ones(1, model.config.head_size)
@@ -123,7 +126,7 @@ def write_weights(
 
 
 def published(name: str) -> str:
-    """A parameter's name in Hugging Face's Llama."""
+    """Return a parameter's name in Hugging Face's Llama."""
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
@@ -132,7 +135,7 @@ def _write_file(model: Decoder, plan: Plan, names: Sequence[str], path: Path, dt
         published(name): exported(model, name, plan).to(DTYPES[dtype]).contiguous()
         for name in names
     }
-    # save_file leaves a file that its owner alone reads; this one is as any other made here.
+    # save_file restricts the file to its owner; restore the usual permissions.
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
