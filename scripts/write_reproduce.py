@@ -18,9 +18,13 @@ DATA, PAGE = DOCS / "reproduce.yaml", DOCS / "reproduce.md"
 STATES = {
     "done": ("done", "as in the paper, and run or tested here"),
     "smaller": (
-        "at a smaller scale",
-        "the commands have the paper's definitions; what was run here, if anything, is a smaller "
+        "measured at a smaller scale",
+        "the commands have the paper's definitions; our result, which is linked, is of a smaller "
         "model or other text",
+    ),
+    "command_only": (
+        "command only",
+        "the commands have the paper's definitions; there is no result of ours",
     ),
     "part": ("in part", "something is left out or defined otherwise, and the row says what"),
     "missing": ("missing", "nothing here gives it"),

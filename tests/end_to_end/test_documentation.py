@@ -32,7 +32,7 @@ BUDGETS = {
         f"+experiment={name}_demo": ONLY_READ
         for name in (
             *("annealed_drop", "encoding_zoo", "extension"),
-            *("qk_norm_rates", "rope_id_extension", "trunk_and_branches"),
+            *("qk_norm_rates", "qk_norm_stability", "rope_id_extension", "trunk_and_branches"),
         )
     },
     **{

@@ -183,6 +183,45 @@ def test_dropping_keeps_a_temperature_that_was_trained(fitting):
     assert dropped.temperature.coefficient == 1
 
 
+@pytest.mark.parametrize(("name", "cos"), [("drop", 1.0), ("drop_channels", 0.0)])
+@pytest.mark.parametrize("encoding", ["rope", "half_rope", "p_rope"])
+def test_both_null_encodings_are_their_cosines_and_sines(fitting, encoding, name, cos):
+    """Scores in numpy with a table of that cosine and of sine 0 at every position."""
+    have = fitting(layers=[encoding])
+    (trained,) = have.model.layout.spectra
+    layers = []
+    with have.model.using(layout_of(name, have, 2.0)):
+        capture(have.model, torch.arange(40)[None] % 50, layers.append)
+    for layer in layers:
+        q, k = (np.repeat(x[0].double().numpy(), 4 // x.shape[1], 0) for x in (layer.q, layer.k))
+        pairs, sin = trained.rotary_dim // 2, 0.0
+
+        def encoded(x, pairs=pairs, sin=sin):
+            first, second, rest = np.split(x, [pairs, 2 * pairs], axis=-1)
+            turned = first * cos - second * sin, second * cos + first * sin
+            return np.concatenate([*turned, rest], axis=-1)
+
+        expected = encoded(q) @ encoded(k).swapaxes(1, 2)
+        keys = layer.rotated_k[0].repeat_interleave(4 // layer.k.shape[1], dim=0)
+        found = layer.rotated_q[0] @ keys.mT
+        np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+    assert (np.abs(expected).max() == 0) == (name == "drop_channels" and encoding != "half_rope")
+
+
+def test_without_its_rotary_channels_a_head_averages_the_values(fitting):
+    """With all channels rotary every score is 0: row t weighs tokens 0 to t by 1 / (t + 1)."""
+    have = fitting()
+    attention, block = have.model.layers[0].self_attn, {}
+    attention.v_proj.register_forward_hook(lambda _, __, out: block.update(v=out))
+    attention.o_proj.register_forward_hook(lambda _, given, __: block.update(mixed=given[0]))
+    with torch.no_grad(), have.model.using(layout_of("drop_channels", have, 1.0)):
+        have.model(torch.arange(30)[None])
+    v = block["v"][0].double().numpy().reshape(30, 2, -1)
+    means = np.cumsum(v, axis=0) / np.arange(1, 31)[:, None, None]
+    expected = np.repeat(means, 2, axis=1).reshape(30, -1)
+    np.testing.assert_allclose(block["mixed"][0].numpy(), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["weighted_rope+temperature", "dope+temperature"])
 def test_a_temperature_is_fitted_to_heads_that_are_changed_already(fitting, name):
     """Which layouts are never stored."""

@@ -205,6 +205,7 @@ GAIN = Intervention(query=tuple((0.2 + h,) * 8 for h in range(4)), key=((0.5,) *
 CHANGES = {
     "YaRN": lambda layout: layout.rescaled(yarn, 4.0),
     "no encoding": lambda layout: layout.map(lambda _: Spectrum()),
+    "no rotary channels": lambda layout: layout.map(lambda s: replace(s, rotary_scale=0.0)),
     "a temperature per query": lambda layout: replace(
         layout.map(lambda s: s.with_temperature(coefficient=0.5, per="query")), training_length=8
     ),

@@ -40,6 +40,11 @@ def test_items_are_complete(paper):
         assert ("command" in item or "see" in item) == (item["state"] not in ("missing", "drawing"))
         if item["state"] in ("part", "missing"):
             assert item["differs"], item
+        if item["state"] == "smaller":
+            assert (DOCS / item["result"].partition("#")[0]).is_file(), item
+            assert item["scale"], item
+        if item["state"] == "command_only":
+            assert not {"result", "scale"} & item.keys(), item
 
 
 @pytest.mark.parametrize("place", sorted({item["result"] for item in ITEMS if "result" in item}))
@@ -62,3 +67,17 @@ def test_commands_for_lm_eval_are_right(words, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation_request, "find_spec", lambda name: name)
     composed = configuration.compose_words(shlex.split(words)[1:], COMMAND.root)
     assert COMMAND.read(composed).request.evaluation.tasks
+
+
+def test_both_states_of_what_was_not_done_as_in_the_paper_are_counted():
+    """By the rows of every section, which are counted here as lines of the page."""
+    head, *sections = PAGE.read_text().split("\n## ")
+    table = [line.strip("| ").split(" | ") for line in head.splitlines() if line.startswith("|")]
+    names = next(cells for cells in table if cells[0] == "paper")
+    for section in sections:
+        (counted,) = [cells for cells in table if section.startswith(cells[0])]
+        for state in ("measured at a smaller scale", "command only"):
+            rows = re.findall(rf"^\| [^|]+ \| {state} \| .*$", section, re.MULTILINE)
+            assert int(counted[names.index(state)]) == len(rows)
+            linked = [row for row in rows if re.search(r"\]\(results/\S+\)", row)]
+            assert linked == (rows if state.startswith("measured") else [])

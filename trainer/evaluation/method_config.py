@@ -36,6 +36,7 @@ PARTS = (
         "dope",
         "weighted_rope",
         "drop",
+        "drop_channels",
     ),
 )
 """What ``evaluation.methods`` joins by ``+``."""

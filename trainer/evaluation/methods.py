@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -160,6 +160,12 @@ def _dropped(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layou
     return lambda factor: before(factor).map(lambda s: Spectrum(temperature=s.temperature))
 
 
+def _without_channels(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    """Remove the rotary channels from the scores: cos = sin = 0, where ``drop`` has cos = 1 and
+    sin = 0. A head all of whose channels are rotary then attends uniformly to what it may see."""
+    return lambda factor: before(factor).map(lambda s: replace(s, rotary_scale=0.0))
+
+
 def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another coefficient and exponent."""
     settings = config.temperature
@@ -189,12 +195,13 @@ MAKERS: dict[str, Part] = {
     "dope": Part("DoPE", denoised, True, ("dope", CHOICE), choice_fits),
     "weighted_rope": Part("Weighted RoPE", weighted, True, ("weighted_rope", CHOICE), choice_fits),
     "drop": Part("dropped", _dropped),
+    "drop_channels": Part("rotary channels removed", _without_channels, rotation=True),
 }
 """By the names of :data:`~trainer.evaluation.method_config.PARTS`."""
 
 FOR_ANY_MODEL = {
     *("none", "crop", *RESCALINGS, "temperature", "temperature_rope_id"),
-    *("weighted_rope", "drop"),
+    *("weighted_rope", "drop", "drop_channels"),
 }
 """Parts that rotate all heads of a layer alike, the same at every length, and leave windows alone:
 models that our decoder does not compute can have them too."""
