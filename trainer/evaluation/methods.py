@@ -7,8 +7,8 @@ that every intervention can be combined with every rescaling.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from trainer.evaluation.fitted_parts import (
     longrope,
     longrope_fits,
     plain,
+    some_layers,
     temperature_fits,
     weighted,
 )
@@ -31,7 +32,7 @@ from trainer.evaluation.layouts import (
     tempered,
     windowed,
 )
-from trainer.evaluation.method_config import MethodsConfig
+from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig
 from trainer.evaluation.published_factors import read_factors
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
@@ -52,14 +53,16 @@ class Method:
 class Part:
     """One thing that is done. ``rotation``: whether it does something to rotating heads only.
     ``uses``: keys of the configuration that it depends on. ``fits``: how many held-out sequences it
-    reads, by their extension factor, to choose something for one. ``make``: from the layouts before
-    it to those after it."""
+    reads, by their extension factor, to choose something for one. ``by_layer``: whether it changes
+    the layers of ``evaluation.layers`` alone. ``make``: from the layouts before it to those after
+    it, with those layers as indices."""
 
     title: str
     make: Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
     rotation: bool = False
     uses: tuple[str, ...] = ()
     fits: Callable[[MethodsConfig, float], dict[float, int]] = lambda config, factor: {}
+    by_layer: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +89,12 @@ def recipe(
         return why, " + ".join(beyond)
     if (idle := [part.title for part in parts if part.rotation]) and not layout.rotates:
         return "has no rotation, so there is nothing to do for {}", " + ".join(idle)
+    if idle_by_layer := _idle_by_layer(parts, layout, config):
+        return idle_by_layer
+    config = replace(config, layers=layout.chosen(config.layers))
     if "longrope" in keys and config.longrope.factors is not None:
-        check_published(layout, read_factors(config.longrope.factors))
+        changed = layout.of_layers(config.layers)
+        check_published(changed, read_factors(config.longrope.factors))
     tempering = [key for key in keys if key in ("temperature", "temperature_rope_id")]
     C = layout.training_length
     if tempering and any(s.temperature.is_trained(C) for s in layout.spectra):
@@ -106,6 +113,9 @@ def recipe(
 
     title = " + ".join(part.title for part in parts)
     used = {key: plain(getattr(config, key)) for part in parts for key in part.uses}
+    some = some_layers(layout, config)
+    if some is not None and any(part.by_layer for part in parts):
+        used[LAYERS] = some  # left out for all, so that cells stored without it stay valid
 
     def fits(factor: float) -> dict[float, int]:
         # Heads that are chosen at another length take what was before them at that length too.
@@ -118,6 +128,27 @@ def recipe(
     return Recipe(name, title, used, fits, make)
 
 
+def _idle_by_layer(
+    parts: Sequence[Part], layout: Layout, config: MethodsConfig
+) -> tuple[str, str] | None:
+    """Why the layers of ``evaluation.layers`` leave nothing to do for some parts, and their titles;
+    None if every part changes a layer."""
+    layers, C = config.layers, layout.training_length
+    seen = f"in layers whose window is at most the training length of {C:,} tokens"
+    for rotation, does in ((True, "rotates"), (False, "attends")):
+        changed = layout.rotating(layers) if rotation else layout.chosen(layers)
+        idle = [part.title for part in parts if part.by_layer and part.rotation == rotation]
+        if idle and not changed:
+            where = (
+                f"{does} only {seen}"
+                if layers is None
+                else f"{does} in no layer of {LAYERS_KEY}={layers}"
+            )
+            why = f"{where}, so there is nothing to do for {{}} ({LAYERS_KEY}=all changes them all)"
+            return why, " + ".join(idle)
+    return None
+
+
 def _unchanged(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     return before
 
@@ -126,7 +157,7 @@ def _rescaled(rescaling: Rescaling) -> Callable[..., LayoutAt]:
     """Every rotation slowed for the factor, which is at least 1."""
 
     def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-        return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0))
+        return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0), config.layers)
 
     return make
 
@@ -135,7 +166,7 @@ def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
     """Every rotation slowed with the length of each sequence."""
 
     def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-        return lambda factor: before(factor).dynamically_rescaled(rescaling)
+        return lambda factor: before(factor).dynamically_rescaled(rescaling, layers=config.layers)
 
     return make
 
@@ -146,7 +177,7 @@ def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: MethodsConfig
     def at(factor: float) -> Layout:
         alpha = config.dynamic_ntk.alpha
         growth = max(factor, 1.0) if alpha is None else alpha
-        return before(factor).dynamically_rescaled(ntk_aware, growth)
+        return before(factor).dynamically_rescaled(ntk_aware, growth, config.layers)
 
     return at
 
@@ -164,28 +195,34 @@ def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConf
     """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another coefficient and exponent."""
     settings = config.temperature
     c, exponent = settings.rope_id_coefficient, settings.rope_id_exponent
-    return lambda factor: tempered(before(factor), c, settings.per, exponent=exponent)
+    return lambda factor: tempered(before(factor), c, settings.per, exponent, config.layers)
 
 
-CHOICE = "choice"
+CHOICE, LAYERS = "choice", "layers"
 MAKERS: dict[str, Part] = {
     "none": Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),
     "window": Part("sliding window", _windowed),
     **{
-        name: Part(TITLES[name], _rescaled(rescaling), rotation=True)
+        name: Part(TITLES[name], _rescaled(rescaling), rotation=True, by_layer=True)
         for name, rescaling in RESCALINGS.items()
     },
     **{
-        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), rotation=True)
+        f"dynamic_{name}": Part(
+            f"dynamic {TITLES[name]}", _dynamic(rescaling), rotation=True, by_layer=True
+        )
         for name, rescaling in RESCALINGS.items()
     },
-    "dynamic_ntk_alpha": Part("dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk",)),
-    "longrope": Part("LongRoPE", longrope, True, ("longrope",), longrope_fits),
-    "temperature": Part(
-        "temperature", fitted_temperature, False, ("temperature",), temperature_fits
+    "dynamic_ntk_alpha": Part(
+        "dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk",), by_layer=True
     ),
-    "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
+    "longrope": Part("LongRoPE", longrope, True, ("longrope",), longrope_fits, by_layer=True),
+    "temperature": Part(
+        "temperature", fitted_temperature, False, ("temperature",), temperature_fits, by_layer=True
+    ),
+    "temperature_rope_id": Part(
+        "RoPE-ID temperature", _rope_id_temperature, uses=("temperature",), by_layer=True
+    ),
     "dope": Part("DoPE", denoised, True, ("dope", CHOICE), choice_fits),
     "weighted_rope": Part("Weighted RoPE", weighted, True, ("weighted_rope", CHOICE), choice_fits),
     "drop": Part("dropped", _dropped),

@@ -56,12 +56,20 @@ def say_unreached_encodings(configs: dict[str, RunConfig]) -> None:
 
 
 def say_idle_rescalings(configs: dict[str, RunConfig]) -> None:
-    """Tell which phases rescale a model in which nothing rotates."""
+    """Tell which phases rescale nothing."""
     for arm in configs.values():
-        for phase in idle_rescalings(arm):
+        for phase, rotates in idle_rescalings(arm).items():
+            if not rotates:
+                log.warning(
+                    "phases.%s.rescale: nothing of %s rotates by then, so that nothing is rescaled",
+                    *(phase, label(arm)),
+                )
+                continue
             log.warning(
-                "phases.%s.rescale: nothing of %s rotates by then, so that nothing is rescaled",
-                *(phase, label(arm)),
+                "phases.%s.rescale: no layer of %s that is rescaled rotates by then; "
+                "phases.%s.rescale.layers=all rescales every layer, also those whose window is "
+                "no longer than the training length",
+                *(phase, label(arm), phase),
             )
 
 
