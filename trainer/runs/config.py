@@ -124,9 +124,9 @@ class RunConfig:
             found.append(
                 "evaluation.methods: expected 'none' among them; a run is reported as it is first."
             )
-        count = self.model.num_hidden_layers
         if self.evaluation.enabled and not model_problems:
-            found += layer_problems(LAYERS_KEY, self.evaluation.layers, count)
+            layers, count = self.evaluation.layers, self.model.num_hidden_layers
+            found += [p for p in layer_problems(LAYERS_KEY, layers, count) if p not in found]
         dope = self.evaluation.dope
         heads = units(self.model, dope) * self.model.num_hidden_layers
         if self.evaluation.enabled and "dope" in self.evaluation.parts and dope.heads > heads:
