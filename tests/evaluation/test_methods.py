@@ -17,7 +17,7 @@ from trainer.evaluation.benchmarks import NEED_A_FACTOR
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.layouts import tempered
-from trainer.evaluation.method_config import ON_TEXT, PARTS, part_problems
+from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, PARTS, part_problems
 from trainer.evaluation.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.settings import (
     ChoiceSettings,
@@ -201,15 +201,6 @@ def test_a_model_without_rotation_has_no_rescaling(fitting):
     assert isinstance(recipe("temperature", layout, CONFIG), Recipe)
 
 
-BY_LAYER = sorted(name for name, part in MAKERS.items() if part.by_layer)
-
-
-def test_parts_by_layer_are_the_rescalings_and_temperatures():
-    dynamic = {f"dynamic_{name}" for name in RESCALINGS} | {"dynamic_ntk_alpha"}
-    others = {"longrope", "temperature", "temperature_rope_id"}
-    assert {*BY_LAYER} == {*RESCALINGS} | dynamic | others
-
-
 @pytest.mark.parametrize(
     ("layers", "changed"),
     [(None, [1]), ("full_attention", [1]), ("all", [0, 1]), ([0], [0]), ([-1, 0], [0, 1])],
@@ -252,6 +243,8 @@ def test_windows_within_the_training_length_leave_a_method_nothing_to_do(fitting
     assert isinstance(made, Recipe) != rotation
     if rotation:
         assert "rotates in no layer of evaluation.layers=[1], so" in made[0]
+    made = recipe(name, mistral, CONFIG, layers_key="analysis.layers")
+    assert made[0].endswith("(analysis.layers=all changes them all)")
 
 
 def test_what_a_cell_depends_on_has_the_layers_unless_all_change(fitting):

@@ -25,20 +25,13 @@ METHODS = (
     *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
     *("dope", "weighted_rope", "temperature"),
 )
-PARTS = (
-    *("none", "crop", "window"),
+BY_LAYER = (
     *RESCALINGS,
     *(f"dynamic_{name}" for name in RESCALINGS),
-    *(
-        "dynamic_ntk_alpha",
-        "longrope",
-        "temperature",
-        "temperature_rope_id",
-        "dope",
-        "weighted_rope",
-        "drop",
-    ),
+    *("dynamic_ntk_alpha", "longrope", "temperature", "temperature_rope_id"),
 )
+"""Parts that change the layers of ``evaluation.layers`` alone."""
+PARTS = ("none", "crop", "window", *BY_LAYER, "dope", "weighted_rope", "drop")
 """What ``evaluation.methods`` joins by ``+``."""
 
 ON_TEXT = ("longrope", "temperature", "dope", "weighted_rope")

@@ -32,9 +32,9 @@ from trainer.evaluation.layouts import (
     tempered,
     windowed,
 )
-from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig
+from trainer.evaluation.method_config import BY_LAYER, LAYERS_KEY, MethodsConfig
 from trainer.evaluation.published_factors import read_factors
-from trainer.positional.layout import Layout
+from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 from trainer.report.outcomes import AS_IS_TITLE
@@ -53,16 +53,14 @@ class Method:
 class Part:
     """One thing that is done. ``rotation``: whether it does something to rotating heads only.
     ``uses``: keys of the configuration that it depends on. ``fits``: how many held-out sequences it
-    reads, by their extension factor, to choose something for one. ``by_layer``: whether it changes
-    the layers of ``evaluation.layers`` alone. ``make``: from the layouts before it to those after
-    it, with those layers as indices."""
+    reads, by their extension factor, to choose something for one. ``make``: from the layouts before
+    it to those after it; the configuration has the layers as indices."""
 
     title: str
     make: Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
     rotation: bool = False
     uses: tuple[str, ...] = ()
     fits: Callable[[MethodsConfig, float], dict[float, int]] = lambda config, factor: {}
-    by_layer: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +76,16 @@ class Recipe:
 
 
 def recipe(
-    name: str, layout: Layout, config: MethodsConfig, *, own: bool = True
+    name: str,
+    layout: Layout,
+    config: MethodsConfig,
+    *,
+    own: bool = True,
+    layers_key: str = LAYERS_KEY,
 ) -> Recipe | tuple[str, str]:
     """The method of that name for a model, or why there is nothing to do and for which parts: a
-    sentence with braces for their titles. ``own``: whether our decoder computes the model."""
+    sentence with braces for their titles. ``own``: whether our decoder computes the model.
+    ``layers_key``: where the user chooses layers."""
     keys = name.split("+")
     parts = [MAKERS[key] for key in keys]
     if not own and (beyond := [MAKERS[key].title for key in keys if key not in FOR_ANY_MODEL]):
@@ -89,7 +93,8 @@ def recipe(
         return why, " + ".join(beyond)
     if (idle := [part.title for part in parts if part.rotation]) and not layout.rotates:
         return "has no rotation, so there is nothing to do for {}", " + ".join(idle)
-    if idle_by_layer := _idle_by_layer(parts, layout, config):
+    by_layer = [MAKERS[key] for key in keys if key in BY_LAYER]
+    if idle_by_layer := _idle_by_layer(by_layer, layout, config.layers, layers_key):
         return idle_by_layer
     config = replace(config, layers=layout.chosen(config.layers))
     if "longrope" in keys and config.longrope.factors is not None:
@@ -114,7 +119,7 @@ def recipe(
     title = " + ".join(part.title for part in parts)
     used = {key: plain(getattr(config, key)) for part in parts for key in part.uses}
     some = some_layers(layout, config)
-    if some is not None and any(part.by_layer for part in parts):
+    if some is not None and by_layer:
         used[LAYERS] = some  # left out for all, so that cells stored without it stay valid
 
     def fits(factor: float) -> dict[float, int]:
@@ -129,22 +134,18 @@ def recipe(
 
 
 def _idle_by_layer(
-    parts: Sequence[Part], layout: Layout, config: MethodsConfig
+    parts: Sequence[Part], layout: Layout, layers: LayerChoice, key: str
 ) -> tuple[str, str] | None:
-    """Why the layers of ``evaluation.layers`` leave nothing to do for some parts, and their titles;
-    None if every part changes a layer."""
-    layers, C = config.layers, layout.training_length
-    seen = f"in layers whose window is at most the training length of {C:,} tokens"
+    """Why a choice of layers leaves nothing to do for some parts, and their titles; None if every
+    part changes a layer. ``key``: where the choice stands."""
+    C = layout.training_length
     for rotation, does in ((True, "rotates"), (False, "attends")):
         changed = layout.rotating(layers) if rotation else layout.chosen(layers)
-        idle = [part.title for part in parts if part.by_layer and part.rotation == rotation]
+        idle = [part.title for part in parts if part.rotation == rotation]
         if idle and not changed:
-            where = (
-                f"{does} only {seen}"
-                if layers is None
-                else f"{does} in no layer of {LAYERS_KEY}={layers}"
-            )
-            why = f"{where}, so there is nothing to do for {{}} ({LAYERS_KEY}=all changes them all)"
+            where = f"only in layers whose window is at most the training length of {C:,} tokens"
+            where = where if layers is None else f"in no layer of {key}={layers}"
+            why = f"{does} {where}, so there is nothing to do for {{}} ({key}=all changes them all)"
             return why, " + ".join(idle)
     return None
 
@@ -204,25 +205,19 @@ MAKERS: dict[str, Part] = {
     "crop": Part("cropped", _unchanged),
     "window": Part("sliding window", _windowed),
     **{
-        name: Part(TITLES[name], _rescaled(rescaling), rotation=True, by_layer=True)
+        name: Part(TITLES[name], _rescaled(rescaling), rotation=True)
         for name, rescaling in RESCALINGS.items()
     },
     **{
-        f"dynamic_{name}": Part(
-            f"dynamic {TITLES[name]}", _dynamic(rescaling), rotation=True, by_layer=True
-        )
+        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), rotation=True)
         for name, rescaling in RESCALINGS.items()
     },
-    "dynamic_ntk_alpha": Part(
-        "dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk",), by_layer=True
-    ),
-    "longrope": Part("LongRoPE", longrope, True, ("longrope",), longrope_fits, by_layer=True),
+    "dynamic_ntk_alpha": Part("dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk",)),
+    "longrope": Part("LongRoPE", longrope, True, ("longrope",), longrope_fits),
     "temperature": Part(
-        "temperature", fitted_temperature, False, ("temperature",), temperature_fits, by_layer=True
+        "temperature", fitted_temperature, False, ("temperature",), temperature_fits
     ),
-    "temperature_rope_id": Part(
-        "RoPE-ID temperature", _rope_id_temperature, uses=("temperature",), by_layer=True
-    ),
+    "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
     "dope": Part("DoPE", denoised, True, ("dope", CHOICE), choice_fits),
     "weighted_rope": Part("Weighted RoPE", weighted, True, ("weighted_rope", CHOICE), choice_fits),
     "drop": Part("dropped", _dropped),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainer.data.corpus import Corpus
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.many_shot import LONG_TASKS
-from trainer.evaluation.method_config import ON_TEXT, MethodsConfig
+from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, MethodsConfig
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.report.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
@@ -87,6 +87,7 @@ def say_other_budgets(configs: dict[str, RunConfig]) -> None:
 
 OF_METHODS = {
     "fit_windows": ON_TEXT,
+    "layers": BY_LAYER,
     "temperature": ("temperature", "temperature_rope_id"),
     "dynamic_ntk": ("dynamic_ntk_alpha",),
     "longrope": ("longrope",),
