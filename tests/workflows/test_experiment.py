@@ -159,6 +159,8 @@ UNHEARD = ["evaluation.tasks=[perplexity]", "evaluation.needles.trials=5"]
             ["choice.texts: without effect; no method of", "longrope.seed: without effect"],
         ),
         (["evaluation.temperature.grid=[0.1]"], []),
+        (["evaluation.layers=all"], []),
+        (["evaluation.layers=all", "evaluation.methods=[none,dope]"], ["layers: without effect"]),
         (["evaluation.ruler.trials=5", "evaluation.needles.trials=5"], ["ruler.trials: without"]),
         (
             UNHEARD,
