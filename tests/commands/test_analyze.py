@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ from trainer.analysis.capture import capture
 from trainer.analysis.names import kinds
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.data.corpus import prepare_corpus
+from trainer.errors import UserError
 from trainer.positional.rescaling import ntk_aware
 from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 from trainer.workflows import analyze as analysis
+from trainer.workflows.analysis_method import use_method
 from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.analysis_texts import page_texts
 from trainer.workflows.analyze import analyze
@@ -224,6 +227,25 @@ def test_a_method_that_is_no_layout_is_refused(rope, method, said, capsys):
 def test_a_rescaling_of_a_model_without_rotation_is_refused(drope, capsys):
     (found,) = refused([f"checkpoint={drope}", "+analysis=sinks", "analysis.method=pi"], capsys)
     assert re.search("analysis.method: .* has no rotation, so there is nothing to do for PI", found)
+
+
+def test_a_method_changes_the_layers_that_an_analysis_names(tiny_decoder):
+    model = tiny_decoder(windows=[16, None])
+    trained = model.layout
+    of = SimpleNamespace(name="swa", layout=trained, computed_by=None)
+    for layers, slowed in ((None, [1]), ([0], [0]), ("all", [0, 1])):
+        use_method(model, of, "pi", 64, layers)
+        for index, (new, old) in enumerate(zip(model.layout.layers, trained.layers, strict=True)):
+            by = 2 if index in slowed else 1
+            expected = [f / by for f in old.spectra[0].inv_freq]
+            assert new.spectra[0].inv_freq == pytest.approx(expected)
+    with pytest.raises(
+        UserError, match=r"^analysis.layers: layer 7 does not exist in a model of 2"
+    ):
+        use_method(model, of, "pi", 64, [7])
+    of.layout = trained.of_layers([0, 0])
+    with pytest.raises(UserError, match=r"nothing to do for PI \(analysis.layers=all changes"):
+        use_method(model, of, "pi", 64)
 
 
 def test_all_leaves_out_what_does_not_apply_and_compares_with_before_the_drop(

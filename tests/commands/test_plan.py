@@ -88,7 +88,6 @@ def test_a_recipe_is_planned_without_its_weights_and_text(capsys, tmp_path, monk
     out = said(
         capsys,
         "+experiment=drope_smollm",
-        "strategy=fsdp2",
         "slurm.nodes=2",
         f"data.cache_dir={tmp_path}",
     )

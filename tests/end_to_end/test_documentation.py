@@ -36,7 +36,8 @@ BUDGETS = {
         )
     },
     **{
-        f"checkpoint=runs/extension_demo{control}": ONLY_READ for control in ("", "/controls/rope")
+        f"checkpoint=runs/{name}": ONLY_READ
+        for name in ("extension_demo", "extension_demo/controls/rope", "rope_swa")
     },
     "analysis=synthetic,matrix_entropy": ["threads=1"],
     "analyze": ["threads=1", "analysis.length=128", "analysis.texts=2"],

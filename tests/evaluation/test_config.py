@@ -70,6 +70,11 @@ def test_every_impossible_number_is_told_at_once():
             {"methods": ["weighted_rope+dope"], "dope": DopeSettings(variant="by_gaussian")},
             "evaluation.methods: in 'weighted_rope+dope' both parts change the same heads",
         ),
+        (
+            {"layers": "ful_attention"},
+            "evaluation.layers: expected 'all', 'full_attention', a list",
+        ),
+        ({"layers": []}, "evaluation.layers: expected one layer or more, got none"),
         ({"choice": ChoiceSettings(length=0)}, "evaluation.choice.length: expected a positive"),
         ({"choice": ChoiceSettings(texts=0)}, "evaluation.choice.texts: expected 1 or more, got 0"),
     ],

@@ -17,7 +17,7 @@ from trainer.evaluation.benchmarks import NEED_A_FACTOR
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.layouts import tempered
-from trainer.evaluation.method_config import ON_TEXT, PARTS, part_problems
+from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, PARTS, part_problems
 from trainer.evaluation.methods import MAKERS, Recipe, recipe
 from trainer.evaluation.settings import (
     ChoiceSettings,
@@ -238,6 +238,90 @@ def test_a_model_without_rotation_has_no_rescaling(fitting):
     assert recipe("yarn", layout, CONFIG) == (why, "YaRN")
     assert recipe("dope+temperature", layout, CONFIG) == (why, "DoPE")
     assert isinstance(recipe("temperature", layout, CONFIG), Recipe)
+
+
+@pytest.mark.parametrize(
+    ("layers", "changed"),
+    [(None, [1]), ("full_attention", [1]), ("all", [0, 1]), ([0], [0]), ([-1, 0], [0, 1])],
+)
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_a_part_changes_the_layers_that_see_beyond_training_or_are_chosen(
+    fitting, name, layers, changed
+):
+    have = fitting(windows=[16, None])
+    found = layout_of(name, have, 2.0, replace(CONFIG, layers=layers)).at(64)
+    trained = have.model.layout.layers
+    differ = [i for i, layer in enumerate(found.layers) if layer != trained[i]]
+    assert differ == changed
+    if name in RESCALINGS:
+        (spectrum,) = have.model.layout.spectra
+        stretch = RESCALINGS[name](spectrum.inv_freq, 32)
+        slowed = stretch.frequencies(spectrum.inv_freq, 2.0)
+        assert all(found.layers[i].spectra[0].inv_freq == slowed for i in changed)
+
+
+@pytest.mark.parametrize("name", ["yarn", "dynamic_pi", "longrope", "temperature_rope_id"])
+def test_windows_within_the_training_length_leave_a_method_nothing_to_do(fitting, name):
+    """RNoPE-SWA rotates in layers with windows alone; Mistral has a window in all of its layers."""
+    rnope_swa = fitting(layers=["rope", "nope"], windows=[16, None]).model.layout
+    mistral = fitting(windows=[16]).model.layout
+    rotation = MAKERS[name].rotation
+    title = MAKERS[name].title
+    for layout, idle in ((rnope_swa, rotation), (mistral, True)):
+        made = recipe(name, layout, CONFIG)
+        assert isinstance(made, Recipe) != idle
+        if idle:
+            assert made == (
+                f"{'rotates' if rotation else 'attends'} only in layers whose window is at most "
+                "the training length of 32 tokens, so there is nothing to do for {} "
+                "(evaluation.layers=all changes them all)",
+                title,
+            )
+        assert isinstance(recipe(name, layout, replace(CONFIG, layers="all")), Recipe)
+    made = recipe(name, rnope_swa, replace(CONFIG, layers=[1]))
+    assert isinstance(made, Recipe) != rotation
+    if rotation:
+        assert "rotates in no layer of evaluation.layers=[1], so" in made[0]
+    made = recipe(name, mistral, CONFIG, layers_key="analysis.layers")
+    assert made[0].endswith("(analysis.layers=all changes them all)")
+
+
+def test_what_a_cell_depends_on_has_the_layers_unless_all_change(fitting):
+    """Cells of models without windows, and those that were stored of others with all layers
+    rescaled, keep their keys."""
+    layout = fitting(windows=[16, None]).model.layout
+    of = {
+        choice: recipe("yarn", layout, replace(CONFIG, layers=layers)).settings
+        for choice, layers in (("default", None), ("all", "all"), ("both", [0, 1]), ("one", [-2]))
+    }
+    assert of == {"default": {"layers": [1]}, "all": {}, "both": {}, "one": {"layers": [0]}}
+    assert recipe("none", layout, replace(CONFIG, layers=[0])).settings == {}
+    assert recipe("yarn", fitting().model.layout, CONFIG).settings == {}
+
+
+def test_a_window_that_a_method_gives_does_not_keep_it_from_rescaling(fitting):
+    have = fitting()
+    found = layout_of("window+pi", have, 2.0)
+    assert {layer.window for layer in found.layers} == {32}
+    slowed = [f / 2 for f in have.model.layout.spectra[0].inv_freq]
+    assert found.spectra[0].inv_freq == pytest.approx(slowed)
+
+
+def test_a_search_goes_through_the_spectra_of_the_layers_that_change(fitting):
+    """Of two encodings one stands in layers with windows: it has no factors."""
+    have = fitting(layers=["rope", "half_rope"], windows=[16, None])
+    found = layout_of("longrope", have, 2.0).at(64)
+    assert found.layers[0] == have.model.layout.layers[0]
+    assert found.layers[1] != have.model.layout.layers[1]
+    all_layers = layout_of("longrope", have, 2.0, replace(CONFIG, layers="all")).at(64)
+    assert all_layers.layers[0] != have.model.layout.layers[0]
+
+
+def test_a_fitted_temperature_says_which_layers_it_is_for(fitting):
+    for layers, said in ((None, [1]), ("all", None)):
+        have = fitting(windows=[16, None])
+        layout_of("temperature", have, 2.0, replace(CONFIG, layers=layers))
+        assert have.temperature.get("layers") == said
 
 
 def test_a_temperature_is_for_models_without_positions_unless_all_are_asked_for(fitting):

@@ -35,6 +35,7 @@ FAMILIES = {
     },
     "Olmo": {"clip_qkv": 0.3},
     "Olmo2": {},
+    "Olmo3": {"sliding_window": 8},
     "Phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 4},
     "Phi3": {},
     "Cohere": {},

@@ -3,13 +3,15 @@
 import json
 import math
 from dataclasses import replace
+from inspect import signature
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
-from tests.interchange.families import FAMILIES, made
+from tests.interchange.families import FAMILIES, YARN, made
 from tests.reference import turned
 from trainer.analysis.attention_rows import attention_rows, head_attention
 from trainer.analysis.capture import capture
@@ -26,7 +28,7 @@ from trainer.interchange.export.plan import make_plan
 from trainer.interchange.pretrained import read_pretrained
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding
-from trainer.positional.rescaling import yarn
+from trainer.positional.rescaling import position_interpolation, yarn
 from trainer.positional.spectrum import Spectrum
 
 IDS = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(3))
@@ -114,7 +116,7 @@ def test_which_channels_rotate_in_which_layers(family):
     pairs = [layer.spectra[0].rotary_dim // 2 for layer in model.layout.layers]
     assert pairs == ROTATED.get(family, [head_dim // 2] * 3)
     assert len({rotation.order for rotation in model.rotations}) == 1
-    windows = {"Mistral": [8, 8, 8], "Gemma3": [8, 8, 8]}
+    windows = {name: [8, 8, 8] for name in ("Mistral", "Gemma3", "Olmo3")}
     windows |= {name: [8, None, 8] for name in ("Gemma2", "GptOss")}
     assert [layer.window for layer in model.layout.layers] == windows.get(family, [None] * 3)
     assert model.layout.training_length == 64
@@ -228,6 +230,42 @@ def test_a_changed_layout_is_that_of_our_decoder(both, change):
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
     torch.testing.assert_close(stepwise, expected, rtol=0, atol=5e-5)
     torch.testing.assert_close(other(IDS), before, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(
+    "layer_type" not in signature(Olmo3RotaryEmbedding.compute_default_rope_parameters).parameters,
+    reason="this version of transformers rotates all layers of OLMo 3 alike",
+)
+@torch.no_grad()
+def test_yarn_rescales_olmo_3_as_transformers_does():
+    """Layers with windows keep their frequencies, in OLMo 3's published models and by default
+    here."""
+    shape = {"num_hidden_layers": 4, "sliding_window": 8, "max_position_embeddings": 16}
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    types = ("sliding_attention", "full_attention")
+    trained = AdaptedModel(made("Olmo3", **shape, rope_parameters=dict.fromkeys(types, plain)))
+    assert [layer.window for layer in trained.layout.layers] == [8, 8, 8, None]
+    theirs = made("Olmo3", **shape, rope_parameters={types[0]: plain, types[1]: YARN})
+    expected = theirs(IDS).logits
+    assert (trained(IDS) - expected).abs().max() > 0.01
+    with trained.using(trained.layout.rescaled(yarn, YARN["factor"])):
+        torch.testing.assert_close(trained(IDS), expected, rtol=0, atol=5e-5)
+    with trained.using(trained.layout.rescaled(yarn, YARN["factor"], "all")):
+        assert (trained(IDS) - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("family", "slowed"), [("Gemma2", [1, 4, 1]), ("Mistral", [1, 1, 1]), ("Qwen2", [4, 4, 4])]
+)
+@torch.no_grad()
+def test_layers_with_windows_rotate_as_trained_under_a_rescaling(family, slowed):
+    model, at = AdaptedModel(made(family)), 21
+    inv_freq = model.layout.spectra[0].inv_freq
+    with model.using(model.layout.rescaled(position_interpolation, 4.0)):
+        layers, _ = observed(model)
+    for heads, by in zip(layers, slowed, strict=True):
+        k, rotated = (x[0, 0, at].tolist() for x in (heads.k, heads.rotated_k))
+        assert rotated == pytest.approx(turned(k, at, [f / by for f in inv_freq]), abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["Phi", "Llama4", "DeepseekV2", "Cohere"])

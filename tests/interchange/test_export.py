@@ -265,6 +265,27 @@ def test_the_code_that_goes_with_a_model_computes_the_same(tiny_decoder, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("encodings", "layers", "native"),
+    [(["rope"], None, False), (["rope"], "all", True), (["nope", "rope"], None, True)],
+)
+def test_layers_that_a_rescaling_left_out_are_exported_as_they_are(
+    tiny_decoder, tmp_path, encodings, layers, native
+):
+    """No native architecture has two rotations; the code that goes with a model has."""
+    model = tiny_decoder(layers=encodings, windows=[7, None], model={"head_dim": 16})
+    trained = model.layout
+    model.layout = trained.rescaled(yarn, 4.0, layers)
+    assert (model.layout.layers[0] == trained.layers[0]) == (layers != "all")
+    assert model.layout.layers[1] != trained.layers[1]
+    plan = saved(model, tmp_path)
+    assert plan.is_native == native
+    assert ("layers that rotate differently" in plan.refusals.values()) != native
+    assert_same_model(model, loaded(tmp_path, plan))
+    again = read_pretrained(str(tmp_path)).decoder().eval()
+    torch.testing.assert_close(again(IDS), model(IDS), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         tempered(coefficient=0.4, per="query"),

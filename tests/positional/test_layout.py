@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from tests.positional.examples import one_layer
 from tests.positional.test_spectrum import spectra
 from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rescaling import RESCALINGS, dynamic, longrope, ntk_aware
+from trainer.positional.layout import LayerEncoding, Layout, layer_problems
+from trainer.positional.rescaling import (
+    RESCALINGS,
+    dynamic,
+    longrope,
+    ntk_aware,
+    rescaled,
+    yarn,
+)
 from trainer.positional.spectrum import Spectrum, Temperature
 
 C = 64
@@ -134,3 +141,69 @@ def test_a_layer_of_spectra_for_query_heads_keeps_what_is_done_to_each_key():
     assert layer.spectra == (A, A, B, B)
     assert layer.intervention.key == ((0.5, 1.0),) * 2 + ((1.0, 2.0),) * 2
     assert layer.intervention.key_noise == (0.1, 0.1, 0.0, 0.0)
+
+
+def olmo_core_full_attention(pattern, layers):
+    """Layers that OLMo-core's ``with_rope_scaling`` changes by default (full_attn_layers_only):
+    those for which the repeated pattern of its sliding windows has -1."""
+    changed = []
+    for index in range(layers):
+        if pattern[index % len(pattern)] == -1:
+            changed.append(index)
+    return changed
+
+
+@pytest.mark.parametrize("pattern", [[4096, 4096, 4096, -1], [-1, 1024], [-1]])
+def test_by_default_layers_are_rescaled_as_olmo_core_does(pattern):
+    """OLMo 3: C = 8,192, YaRN with a factor of 8 on the layers without a window."""
+    trained = Spectrum(tuple(500_000.0 ** (-m / 64) for m in range(64)))
+    windows = [pattern[i % len(pattern)] for i in range(8)]
+    layout = Layout(
+        8192, tuple(LayerEncoding.of((trained,), None if w < 0 else w) for w in windows)
+    )
+    slowed = rescaled(trained, yarn(trained.inv_freq, 8192), 8.0)
+    assert slowed.inv_freq[-1] == pytest.approx(trained.inv_freq[-1] / 8)
+    expected = [trained] * 8
+    for index in olmo_core_full_attention(pattern, 8):
+        expected[index] = slowed
+    found = layout.rescaled(yarn, 8.0)
+    assert [layer.spectra[0] for layer in found.layers] == expected
+    assert [layer.window for layer in found.layers] == [layer.window for layer in layout.layers]
+    followed = layout.dynamically_rescaled(yarn)
+    assert [layer.spectra[0] for layer in followed.at(8 * 8192).layers] == expected
+    assert followed.at(8192) == layout
+
+
+@pytest.mark.parametrize(
+    ("choice", "layers"),
+    [
+        (None, [2, 3]),  # a window of C sees no distance beyond those of training
+        ("full_attention", [3]),
+        ("all", [0, 1, 2, 3]),
+        ([-1, 0, 3], [0, 3]),
+    ],
+)
+def test_a_choice_of_layers(choice, layers):
+    still = LayerEncoding.of((B,))
+    layout = Layout(C, tuple(LayerEncoding.of((A,), w) for w in (16, C, C + 1, None)))
+    assert layout.chosen(choice) == layout.rotating(choice) == layers
+    assert layout.of_layers(choice).layers == tuple(layout.layers[i] for i in layers)
+    assert Layout(C, (*layout.layers[:3], still)).rotating(choice) == [i for i in layers if i < 3]
+
+
+def test_a_choice_that_is_none_names_key_and_nearest_layer():
+    assert layer_problems("evaluation.layers", [3, -5, 0, -4, 9], 4) == [
+        f"evaluation.layers: layer {wrong} does not exist in a model of 4 layers; expected 0 to 3, "
+        f"the nearest is {near}."
+        for wrong, near in ((-5, -4), (9, 3))
+    ]
+    (said,) = layer_problems("a.layers", "full_atention")
+    assert said.endswith("got 'full_atention'. Did you mean 'full_attention'?")
+    (said,) = layer_problems("a.layers", [])
+    assert (
+        said == "a.layers: expected one layer or more, got none; null leaves the choice to windows."
+    )
+    assert not layer_problems("a.layers", None, 1) + layer_problems("a.layers", [7])
+    layout = Layout(C, (LayerEncoding.of((A,)),))
+    with pytest.raises(ValueError, match="layer 1 does not exist in a model of 1 layers"):
+        layout.chosen([1])

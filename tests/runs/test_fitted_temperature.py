@@ -38,6 +38,17 @@ def test_a_coefficient_of_nothing_changes_nothing(tmp_path):
     assert with_fitted_temperature(LAYOUT, tmp_path) == (LAYOUT, "")
 
 
+def test_one_that_was_fitted_for_some_layers_is_theirs_alone(tmp_path):
+    layout = Layout(32, LAYOUT.layers * 3)
+    keep_temperature(tmp_path, FITTED | {"layers": [0, 2]})
+    found, words = with_fitted_temperature(layout, tmp_path)
+    of_layers = [layer.spectra[0].temperature.coefficient for layer in found.layers]
+    assert of_layers == [0.3, 0.0, 0.3]
+    assert words.endswith("beyond in layers 0, 2")
+    with pytest.raises(UserError, match=r"^checkpoint: .*json': layers: layer 2 does not exist"):
+        with_fitted_temperature(Layout(32, LAYOUT.layers * 2), tmp_path)
+
+
 @pytest.mark.parametrize("coefficient", [-0.1, 100.1])
 def test_a_coefficient_that_no_grid_holds_is_refused(tmp_path, coefficient):
     keep_temperature(tmp_path, FITTED | {"coefficient": coefficient})

@@ -111,6 +111,12 @@ IMPOSSIBLE = {
     "phases.a.rescale.factor: expected more than 1, which changes nothing, and at most": {
         "a": {"steps": 1, "rescale": {"factor": 0.5}}
     },
+    "phases.b.rescale.layers: layer 4 does not exist in a model of 2 layers; expected 0 to 1": {
+        "a": {"steps": 1}, "b": {"steps": 1, "rescale": {"factor": 2.0, "layers": [0, 4]}}
+    },
+    "phases.b.rescale.layers: expected 'all', 'full_attention', a list of layers, or null": {
+        "a": {"steps": 1}, "b": {"steps": 1, "rescale": {"factor": 2.0, "layers": "sliding"}}
+    },
     "phases.b.rescale: its sequences of 32 tokens are not longer than those before": {
         "a": {"steps": 1}, "b": {"steps": 1, "rescale": {}}
     },

@@ -17,6 +17,7 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.order import as_text
 from trainer.errors import PreemptedError, UserError
+from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
 from trainer.runs import checkpoint_files
 from trainer.runs.checkpoint_files import MANIFEST
@@ -263,6 +264,44 @@ def test_a_run_may_begin_with_the_weights_of_another(run, whole):
     assert states[0]["layout"] == states[1]["layout"]
     assert states[0]["tokenizer"] == states[1]["tokenizer"]
     assert trained.effects == {}
+
+
+def test_layers_that_a_phase_rescaled_stay_so_in_a_resume_and_in_another_run(run, tmp_path):
+    """Layers with a window of 16 keep their frequencies from 32 to 64 to 128 tokens."""
+    longer = {"steps": 2, "sequence_length": 64, "batch_size": 2, "rescale": {"method": "pi"}}
+    changes = {
+        "phases": {"short": {"steps": 2}, "long": longer},
+        "positional": {"windows": [16, None]},
+        "model": {"qk_norm": {"when": "never"}},
+        "drop": {"at": None},
+        "trainer": {"checkpoint_every": 1},
+    }
+
+    def frequencies(config):
+        layout = Layout.from_dict(read_state(checkpoint_of(config))["layout"])
+        return [layer.spectra[0].inv_freq for layer in layout.layers]
+
+    config, _ = run("windows", **changes)
+    windowed, whole = frequencies(config)
+    assert whole == pytest.approx([f / 2 for f in windowed])
+    for step in (2, 3):
+        target = tmp_path / f"again-{step}" / "checkpoints"
+        target.mkdir(parents=True)
+        shutil.copytree(checkpoint_of(config, step), target / checkpoint_of(config, step).name)
+        shutil.copy(Path(config.run_dir) / "metrics.csv", target.parent)
+        resumed, _ = run(f"again-{step}", **changes)
+        assert_same_state(checkpoint_of(resumed), checkpoint_of(config))
+    for layers, by in ((None, (1, 2)), ("all", (2, 2)), ([0], (2, 1))):
+        rescale = {"method": "pi", "layers": layers}
+        phase = {"steps": 1, "sequence_length": 128, "batch_size": 1, "rescale": rescale}
+        further, _ = run(
+            f"further-{layers}",
+            model={"from_run": config.run_dir} | changes["model"],
+            phases={"longer": phase},
+            drop={"at": None},
+        )
+        for found, before, times in zip(frequencies(further), (windowed, whole), by, strict=True):
+            assert found == pytest.approx([f / times for f in before])
 
 
 def test_a_run_that_begins_with_a_dropped_model_is_called_so_and_drops_nothing_again(

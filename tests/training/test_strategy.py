@@ -153,6 +153,20 @@ def test_a_sharded_model_starts_with_the_weights_of_a_single_device(alone):
     assert all(isinstance(block, FSDPModule) for block in (model, *model.layers))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_process_trains_sharded_as_on_a_single_device(run, alone, precision):
+    """So that a recipe whose strategy is fsdp2 runs as it is on one GPU, or on a CPU."""
+    trainer, by_name = {"precision": precision, "micro_batch_size": 2, "log_every": 1}, {}
+    for name in ("single", "fsdp2"):
+        config, _ = run(name, strategy={"name": name}, trainer=trainer)
+        by_name[name] = rows_of(config)
+    assert len(by_name["single"]) == 12
+    for row, expected in zip(by_name["fsdp2"], by_name["single"], strict=True):
+        assert row["loss"] == pytest.approx(
+            expected["loss"], rel=1e-5 if precision == "fp32" else 1e-2
+        )
+
+
 def test_bf16_is_the_same_computation_under_every_strategy(alone):
     """Weights, gradients and losses are float32; activations and products, the residual stream
     among them, bfloat16."""

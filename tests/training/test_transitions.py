@@ -90,14 +90,43 @@ def test_a_layout_of_earlier_versions_is_read_as_it_was_trained(tiny_decoder):
         ({"rescale": RescaleConfig("yarn")}, "frequencies rescaled for longer sequences (yarn)"),
         ({"name": "long", "length": 4096}, "phase 'long' with sequences of 4,096 tokens"),
         (
-            {"name": "long", "length": 4096, "rescale": RescaleConfig("yarn"), "rotates": False},
+            {"name": "long", "length": 4096, "rescale": RescaleConfig("yarn"), "layers": ["nope"]},
             "phase 'long' with sequences of 4,096 tokens",
+        ),
+        (
+            {"rescale": RescaleConfig("pi"), "windows": [16, None]},
+            "frequencies rescaled for longer sequences (pi, layers 1)",
+        ),
+        (
+            {"rescale": RescaleConfig("pi", layers="all"), "windows": [16, None]},
+            "frequencies rescaled for longer sequences (pi)",
         ),
     ],
 )
-def test_a_change_is_told_in_words(changes, said):
-    rotates = changes.pop("rotates", True)
-    assert describe(phase(**changes), rotates) == said
+def test_a_change_is_told_in_words(tiny_decoder, changes, said):
+    positional = {key: changes.pop(key) for key in ("layers", "windows") if key in changes}
+    layout = tiny_decoder(**positional).layout
+    assert describe(phase(**changes), layout) == said
+    if not positional:
+        assert describe(phase(**changes)) == said
+
+
+@pytest.mark.parametrize(
+    ("layers", "slowed"),
+    [(None, [1]), ("full_attention", [1]), ("all", [0, 1]), ([0], [0]), ([-1], [1])],
+)
+def test_a_phase_rescales_the_layers_that_see_further_than_before(tiny_decoder, layers, slowed):
+    """A window of 16 within 64 tokens meets no distance that was not trained."""
+    layout = tiny_decoder(training_length=64, windows=[16, None]).layout
+    rescale = RescaleConfig("pi", layers=layers)
+    for length in (256, 1024):  # the second stage is four times longer than the first
+        before, longer = layout, phase(rescale=rescale, length=length)
+        layout = layout_of_phase(layout, longer, ModelConfig())
+        for index, (old, new) in enumerate(zip(before.layers, layout.layers, strict=True)):
+            by = 4.0 if index in slowed else 1.0
+            wanted = [f / by for f in old.spectra[0].inv_freq]
+            assert new.spectra[0].inv_freq == pytest.approx(wanted, rel=1e-12)
+            assert new.window == old.window
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,14 @@ NEEDS = (
             ["analysis.kind: there is no analysis 'synthetics'. Did you mean 'synthetic'?"],
         ),
         ({"method": "pi"}, []),
+        ({"method": "pi", "layers": [0, -1]}, []),
+        (
+            {"layers": []},
+            [
+                "analysis.layers: expected one layer or more, got none; null leaves the choice to "
+                "windows."
+            ],
+        ),
         ({"method": "yarn+window"}, []),
         *(
             ({"method": f"pi+{part}"}, [f"analysis.method: {part!r} {NEEDS}"])

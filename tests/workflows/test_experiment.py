@@ -115,6 +115,25 @@ def test_a_phase_that_rescales_what_does_not_rotate_is_named(caplog):
     assert len(caplog.messages) == 1
 
 
+def test_a_phase_that_rescales_no_layer_names_the_key_that_does(caplog):
+    """RNoPE-SWA rotates in its windows alone, which see no further in longer sequences."""
+    words = ["positional.windows=[32,null]", "model.num_hidden_layers=4", "+phases.a.steps=1"]
+    longer = "+phases.b={{steps: 1, sequence_length: 128, rescale: {{{}}}}}"
+    for layers, choice, idle in (
+        ("[rope,nope]", "", True),
+        ("[rope,nope]", "layers: all", False),
+        ("[rope,nope]", "layers: [1, -1]", True),
+        ("[rope,rope]", "", False),
+    ):
+        caplog.clear()
+        config = read_config([*words, f"positional.layers={layers}", longer.format(choice)])
+        say_idle_rescalings({"main": config})
+        assert len(caplog.messages) == idle
+        for message in caplog.messages:
+            assert message.startswith("phases.b.rescale: no layer of rope + nope that is rescaled")
+            assert "phases.b.rescale.layers=all rescales every layer" in message
+
+
 def test_a_control_of_another_budget_is_named(caplog):
     words = ["+experiment=drope_demo", "+controls.nope.trainer.max_steps=300"]
     config = read_config(words)
@@ -140,6 +159,8 @@ UNHEARD = ["evaluation.tasks=[perplexity]", "evaluation.needles.trials=5"]
             ["choice.texts: without effect; no method of", "longrope.seed: without effect"],
         ),
         (["evaluation.temperature.grid=[0.1]"], []),
+        (["evaluation.layers=all"], []),
+        (["evaluation.layers=all", "evaluation.methods=[none,dope]"], ["layers: without effect"]),
         (["evaluation.ruler.trials=5", "evaluation.needles.trials=5"], ["ruler.trials: without"]),
         (
             UNHEARD,

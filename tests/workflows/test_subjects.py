@@ -53,6 +53,22 @@ def test_each_model_has_the_methods_that_do_something_to_it(models):
     ]
 
 
+def test_layers_are_checked_in_every_model_and_named(models, tiny_decoder):
+    model = tiny_decoder(windows=[16, None])
+    windows = Subject("windows", "", model.config, model.layout, lambda: model, True)
+    found, notes = applicable([*models, windows], EvaluationConfig(methods=["none", "yarn"]))
+    assert [made.key for made in found["windows"]] == ["none", "yarn"]
+    assert notes[1:] == [
+        "windows: evaluation.layers leaves rescalings and temperatures to 1 layer of 2 (1)."
+    ]
+    with pytest.raises(UserError) as error:
+        applicable(models, EvaluationConfig(methods=["none", "yarn"], layers=[1, 5]))
+    assert error.value.problems == (
+        "evaluation.layers: layer 5 does not exist in a model of 2 layers; expected 0 to 1, the "
+        "nearest is 1.",
+    )
+
+
 def test_what_cannot_be_chosen_is_said_together(models):
     config = EvaluationConfig(
         methods=["none", "yarn+dope", "weighted_rope", "temperature"],

@@ -67,7 +67,7 @@ def needle_shift(model: LanguageModel, prompt: NeedlePrompt) -> NeedleShift | No
         return np.stack(found)
 
     trained = last_token()
-    with model.using(model.layout.rescaled(yarn_turns, FACTOR)):
+    with model.using(model.layout.rescaled(yarn_turns, FACTOR, "all")):
         scaled = last_token()
     on_needle = np.where(rotating, trained[..., inside].sum(axis=-1), -np.inf)
     layer, head = map(int, np.unravel_index(on_needle.argmax(), on_needle.shape))

@@ -92,7 +92,7 @@ def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | No
         if heads.layer in (positional[0], semantic[0]):
             scaled[heads.layer] = _encoded(heads)
 
-    with model.using(model.layout.rescaled(yarn_turns, FACTOR)):
+    with model.using(model.layout.rescaled(yarn_turns, FACTOR, "all")):
         capture(model, text, compare)
     readings = {"trained": dict(enumerate(trained)), "yarn": scaled}
     return YarnShift(

@@ -41,36 +41,43 @@ def told_apart(layout: Layout) -> Any:
     return layout.to_dict()
 
 
+def some_layers(layout: Layout, config: MethodsConfig) -> list[int] | None:
+    """Return the layers that rescalings and temperatures change; None for all."""
+    chosen = layout.chosen(config.layers)
+    return None if len(chosen) == len(layout.layers) else chosen
+
+
 def longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """A factor for every pair: published ones, or searched at every length beyond the training
     length."""
     settings = config.longrope
     if settings.factors is not None:
         published = read_factors(settings.factors)
-        return lambda factor: with_published(before(factor), published, factor)
+        return lambda factor: with_published(before(factor), published, factor, config.layers)
 
     def at(factor: float) -> Layout:
         layout = before(factor)
         if factor <= 1:
             return layout
-        asked = [factor, settings.of_choice, told_apart(layout)]
-        search = partial(fitted_factors, fitting, settings, factor, layout)
+        some = some_layers(layout, config)
+        asked = [factor, settings.of_choice, told_apart(layout), *([] if some is None else [some])]
+        search = partial(fitted_factors, fitting, settings, factor, layout, config.layers)
         factors = fitting.kept("longrope", asked, search)
-        return with_factors(layout, tuple(tuple(row) for row in factors))
+        return with_factors(layout, tuple(tuple(row) for row in factors), config.layers)
 
     return at
 
 
 def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     """1 + c ln s (DroPE, App. C.2), c fitted on the lengths beyond the training length."""
-    per, settings = config.temperature.per, config.temperature
+    per, settings, layers = config.temperature.per, config.temperature, config.layers
     if not any(factor > 1 for factor in config.factors):
         return before
     windows = fitting.at(settings.lengths or config.factors)
     C = fitting.model.layout.training_length
 
     def tempered_with(coefficient: float) -> LayoutAt:
-        return lambda factor: tempered(before(factor), coefficient, per)
+        return lambda factor: tempered(before(factor), coefficient, per, layers=layers)
 
     def best(on: Mapping[int, Integers]) -> float:
         return fit_coefficient(
@@ -87,7 +94,8 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
         return fit_line(best, windows, C) if settings.fit == "line" else best(windows)
 
     layouts = [told_apart(before(n / C)) for n in windows]
-    asked = [layouts, plain(settings)]
+    some = some_layers(fitting.model.layout, config)
+    asked = [layouts, plain(settings), *([] if some is None else [some])]
     coefficient = fitting.kept("temperature", asked, fit)
     how = "fitted on validation text" if len(set(settings.grid)) > 1 else "as given"
     fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s, {how}")
@@ -97,7 +105,7 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
         "lengths": list(windows),
         "tokens": sum(of_length.size for of_length in windows.values()),
         "text": fitting.text.fingerprint,
-    }
+    } | ({} if some is None else {"layers": some})
     return tempered_with(coefficient)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from trainer.errors import UserError
 from trainer.evaluation.published_factors import KEY, PublishedFactors
-from trainer.positional.layout import Layout
+from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import longrope
 from trainer.positional.spectrum import Spectrum
 
@@ -16,7 +16,8 @@ Per = Literal["sequence", "query"]
 LayoutAt = Callable[[float], Layout]
 """A layout for every extension factor."""
 LongRopeFactors = tuple[tuple[float, ...], ...]
-"""One for every pair of every distinct spectrum of a layout; none where nothing rotates."""
+"""One for every pair of every distinct spectrum of the layers that are changed; none where nothing
+rotates."""
 
 TITLES = {
     "pi": "PI",
@@ -38,19 +39,24 @@ def windowed(layout: Layout) -> Layout:
     return replace(layout, layers=layers)
 
 
-def with_factors(layout: Layout, factors: LongRopeFactors) -> Layout:
-    """The layout with these factors beyond the training length, for its distinct spectra in turn.
+def with_factors(layout: Layout, factors: LongRopeFactors, layers: LayerChoice = None) -> Layout:
+    """The layout with these factors beyond the training length, for the distinct spectra of
+    ``layers`` in turn.
 
     Raises:
         ValueError: there are not as many as spectra, or in one as pairs.
     """
-    of = dict(zip(layout.spectra, factors, strict=True))
+    of = dict(zip(layout.of_layers(layers).spectra, factors, strict=True))
     C = layout.training_length
-    return layout.map(lambda s: longrope(s, (1.0,) * len(s.inv_freq), of[s], C))
+    chosen = layout.chosen(layers)
+    return layout.map(lambda s: longrope(s, (1.0,) * len(s.inv_freq), of[s], C), chosen)
 
 
-def with_published(layout: Layout, published: PublishedFactors, factor: float) -> Layout:
-    """The layout with published factors at an extension factor, in every spectrum that rotates."""
+def with_published(
+    layout: Layout, published: PublishedFactors, factor: float, layers: LayerChoice = None
+) -> Layout:
+    """The layout with published factors at an extension factor, in every spectrum of ``layers``
+    that rotates."""
     C = layout.training_length
     attention = published.attention_at(factor, C)
 
@@ -60,7 +66,7 @@ def with_published(layout: Layout, published: PublishedFactors, factor: float) -
         slowed = longrope(spectrum, published.short, published.long, C)
         return replace(slowed, rotary_scale=spectrum.rotary_scale * attention)
 
-    return layout.map(changed)
+    return layout.map(changed, layout.chosen(layers))
 
 
 def check_published(layout: Layout, published: PublishedFactors) -> None:
@@ -84,14 +90,20 @@ def check_published(layout: Layout, published: PublishedFactors) -> None:
 
 
 def tempered(
-    layout: Layout, coefficient: float, per: Per = "sequence", exponent: float = 1.0
+    layout: Layout,
+    coefficient: float,
+    per: Per = "sequence",
+    exponent: float = 1.0,
+    layers: LayerChoice = None,
 ) -> Layout:
-    """Logits times (1 + c ln s)^exponent beyond the training length, in place of what depended on
-    the length before: DroPE's (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's (App. A.4)."""
+    """Logits of ``layers`` times (1 + c ln s)^exponent beyond the training length, in place of what
+    depended on the length before: DroPE's (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's
+    (App. A.4)."""
     return layout.map(
         lambda spectrum: spectrum.with_temperature(
             coefficient=coefficient, exponent=exponent, per=per
-        )
+        ),
+        layout.chosen(layers),
     )
 
 

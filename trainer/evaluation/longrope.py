@@ -22,7 +22,7 @@ from trainer.evaluation.loss import losses_by_position
 from trainer.evaluation.needle_loss import answer_loss
 from trainer.evaluation.settings import LongRopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.positional.layout import Layout
+from trainer.positional.layout import LayerChoice, Layout
 
 PARENTS = 8
 SPACES: dict[str, Callable[[Layout, float], Space]] = {
@@ -38,6 +38,7 @@ def search_longrope(
     search: Literal["perplexity", "needles"] = "perplexity",
     budget: int = 64,
     seed: int = 0,
+    layers: LayerChoice = None,
 ) -> LongRopeFactors:
     """The factors with the least loss; the same again with the same seed.
 
@@ -48,18 +49,19 @@ def search_longrope(
         search: whose sets of factors, see :mod:`trainer.evaluation.factor_spaces`.
         budget: sets of factors to try. The starting points come first.
         seed: of the search.
+        layers: whose frequencies are divided.
 
     Returns:
-        Factors for every distinct spectrum of the layout, in its order; see
+        Factors for every distinct spectrum of these layers, in their order; see
         :func:`trainer.evaluation.layouts.with_factors`.
     """
     layout = model.layout
-    space = SPACES[search](layout, factor)
+    space = SPACES[search](layout.of_layers(layers), factor)
     generator = np.random.default_rng(seed)
     tried: dict[Individual, float] = {}
 
     def measure(individual: Individual) -> None:
-        with model.using(with_factors(layout, space.factors(individual))):
+        with model.using(with_factors(layout, space.factors(individual), layers)):
             tried[individual] = loss()
 
     for individual in space.starts()[:budget]:
@@ -77,9 +79,13 @@ def search_longrope(
 
 
 def fitted_factors(
-    fitting: Fitting, settings: LongRopeSettings, factor: float, layout: Layout
+    fitting: Fitting,
+    settings: LongRopeSettings,
+    factor: float,
+    layout: Layout,
+    layers: LayerChoice = None,
 ) -> LongRopeFactors:
-    """Factors found for a layout on the held-out texts of the length.
+    """Factors found for ``layers`` of a layout on the held-out texts of the length.
 
     Raises:
         UserError: no head rotates.
@@ -104,5 +110,5 @@ def fitted_factors(
     loss = of_answers if settings.search == "needles" else of_text
     with model.using(layout):
         return search_longrope(
-            model, loss, factor, settings.search, settings.evaluations, settings.seed
+            model, loss, factor, settings.search, settings.evaluations, settings.seed, layers
         )

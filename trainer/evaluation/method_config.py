@@ -18,32 +18,30 @@ from trainer.evaluation.settings import (
     TemperatureSettings,
     WeightedRopeSettings,
 )
+from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.positional.rescaling import RESCALINGS
 
 METHODS = (
     *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
     *("dope", "weighted_rope", "temperature"),
 )
-PARTS = (
-    *("none", "crop", "window"),
+BY_LAYER = (
     *RESCALINGS,
     *(f"dynamic_{name}" for name in RESCALINGS),
-    *(
-        "dynamic_ntk_alpha",
-        "longrope",
-        "temperature",
-        "temperature_rope_id",
-        "dope",
-        "weighted_rope",
-        "drop",
-        "drop_channels",
-    ),
+    *("dynamic_ntk_alpha", "longrope", "temperature", "temperature_rope_id"),
+)
+"""Parts that change the layers of ``evaluation.layers`` alone."""
+PARTS = (
+    *("none", "crop", "window"),
+    *BY_LAYER,
+    *("dope", "weighted_rope", "drop", "drop_channels"),
 )
 """What ``evaluation.methods`` joins by ``+``."""
 
 ON_TEXT = ("longrope", "temperature", "dope", "weighted_rope")
 """Parts that choose something on validation text."""
 
+LAYERS_KEY = "evaluation.layers"
 SHORTEST = {"sequence": 6, "spectrum": USUAL.frame}
 """Tokens that the entropies of ``evaluation.weighted_rope`` need."""
 
@@ -59,12 +57,15 @@ class MethodsConfig(ABC):
 
     ``methods``: names, or several joined by ``+`` (``yarn+dope``), applied from left to right;
     null: those of :data:`METHODS` that do something to a checkpoint. ``fit_windows``: validation
-    windows for what is fitted. ``choice``: what heads and pairs are chosen on. The others are those
-    of the method of their name.
+    windows for what is fitted. ``layers``: that rescalings and temperatures change: all,
+    full_attention, or indices (null: the layers that see more than the training length).
+    ``choice``: what heads and pairs are chosen on. The others are those of the method of their
+    name.
     """
 
     methods: list[str] | None = field(default_factory=lambda: ["none"])
     fit_windows: int = 32
+    layers: LayerChoice = None
     temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
     dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
     longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
@@ -96,6 +97,7 @@ class MethodsConfig(ABC):
             found.append("evaluation.methods: expected one or more, got none.")
         if self.fit_windows < 1:
             found.append(f"evaluation.fit_windows: expected 1 or more, got {self.fit_windows}.")
+        found += layer_problems(LAYERS_KEY, self.layers)
         intervenes = self.dope.removal == "zero" or self.dope.variant == "by_gaussian"
         for name in self.names:
             found += part_problems(name)

@@ -7,7 +7,7 @@ that every intervention can be combined with every rescaling.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,6 +19,7 @@ from trainer.evaluation.fitted_parts import (
     longrope,
     longrope_fits,
     plain,
+    some_layers,
     temperature_fits,
     weighted,
 )
@@ -31,9 +32,9 @@ from trainer.evaluation.layouts import (
     tempered,
     windowed,
 )
-from trainer.evaluation.method_config import MethodsConfig
+from trainer.evaluation.method_config import BY_LAYER, LAYERS_KEY, MethodsConfig
 from trainer.evaluation.published_factors import read_factors
-from trainer.positional.layout import Layout
+from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 from trainer.report.outcomes import AS_IS_TITLE
@@ -53,7 +54,7 @@ class Part:
     """One thing that is done. ``rotation``: whether it does something to rotating heads only.
     ``uses``: keys of the configuration that it depends on. ``fits``: how many held-out sequences it
     reads, by their extension factor, to choose something for one. ``make``: from the layouts before
-    it to those after it."""
+    it to those after it; the configuration has the layers as indices."""
 
     title: str
     make: Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
@@ -75,10 +76,16 @@ class Recipe:
 
 
 def recipe(
-    name: str, layout: Layout, config: MethodsConfig, *, own: bool = True
+    name: str,
+    layout: Layout,
+    config: MethodsConfig,
+    *,
+    own: bool = True,
+    layers_key: str = LAYERS_KEY,
 ) -> Recipe | tuple[str, str]:
     """The method of that name for a model, or why there is nothing to do and for which parts: a
-    sentence with braces for their titles. ``own``: whether our decoder computes the model."""
+    sentence with braces for their titles. ``own``: whether our decoder computes the model.
+    ``layers_key``: where the user chooses layers."""
     keys = name.split("+")
     parts = [MAKERS[key] for key in keys]
     if not own and (beyond := [MAKERS[key].title for key in keys if key not in FOR_ANY_MODEL]):
@@ -86,8 +93,13 @@ def recipe(
         return why, " + ".join(beyond)
     if (idle := [part.title for part in parts if part.rotation]) and not layout.rotates:
         return "has no rotation, so there is nothing to do for {}", " + ".join(idle)
+    by_layer = [MAKERS[key] for key in keys if key in BY_LAYER]
+    if idle_by_layer := _idle_by_layer(by_layer, layout, config.layers, layers_key):
+        return idle_by_layer
+    config = replace(config, layers=layout.chosen(config.layers))
     if "longrope" in keys and config.longrope.factors is not None:
-        check_published(layout, read_factors(config.longrope.factors))
+        changed = layout.of_layers(config.layers)
+        check_published(changed, read_factors(config.longrope.factors))
     tempering = [key for key in keys if key in ("temperature", "temperature_rope_id")]
     C = layout.training_length
     if tempering and any(s.temperature.is_trained(C) for s in layout.spectra):
@@ -106,6 +118,9 @@ def recipe(
 
     title = " + ".join(part.title for part in parts)
     used = {key: plain(getattr(config, key)) for part in parts for key in part.uses}
+    some = some_layers(layout, config)
+    if some is not None and by_layer:
+        used[LAYERS] = some  # left out for all, so that cells stored without it stay valid
 
     def fits(factor: float) -> dict[float, int]:
         # Heads that are chosen at another length take what was before them at that length too.
@@ -118,6 +133,23 @@ def recipe(
     return Recipe(name, title, used, fits, make)
 
 
+def _idle_by_layer(
+    parts: Sequence[Part], layout: Layout, layers: LayerChoice, key: str
+) -> tuple[str, str] | None:
+    """Why a choice of layers leaves nothing to do for some parts, and their titles; None if every
+    part changes a layer. ``key``: where the choice stands."""
+    C = layout.training_length
+    for rotation, does in ((True, "rotates"), (False, "attends")):
+        changed = layout.rotating(layers) if rotation else layout.chosen(layers)
+        idle = [part.title for part in parts if part.rotation == rotation]
+        if idle and not changed:
+            where = f"only in layers whose window is at most the training length of {C:,} tokens"
+            where = where if layers is None else f"in no layer of {key}={layers}"
+            why = f"{does} {where}, so there is nothing to do for {{}} ({key}=all changes them all)"
+            return why, " + ".join(idle)
+    return None
+
+
 def _unchanged(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
     return before
 
@@ -126,7 +158,7 @@ def _rescaled(rescaling: Rescaling) -> Callable[..., LayoutAt]:
     """Every rotation slowed for the factor, which is at least 1."""
 
     def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-        return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0))
+        return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0), config.layers)
 
     return make
 
@@ -135,7 +167,7 @@ def _dynamic(rescaling: Rescaling) -> Callable[..., LayoutAt]:
     """Every rotation slowed with the length of each sequence."""
 
     def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-        return lambda factor: before(factor).dynamically_rescaled(rescaling)
+        return lambda factor: before(factor).dynamically_rescaled(rescaling, layers=config.layers)
 
     return make
 
@@ -146,7 +178,7 @@ def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: MethodsConfig
     def at(factor: float) -> Layout:
         alpha = config.dynamic_ntk.alpha
         growth = max(factor, 1.0) if alpha is None else alpha
-        return before(factor).dynamically_rescaled(ntk_aware, growth)
+        return before(factor).dynamically_rescaled(ntk_aware, growth, config.layers)
 
     return at
 
@@ -170,10 +202,10 @@ def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConf
     """(1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another coefficient and exponent."""
     settings = config.temperature
     c, exponent = settings.rope_id_coefficient, settings.rope_id_exponent
-    return lambda factor: tempered(before(factor), c, settings.per, exponent=exponent)
+    return lambda factor: tempered(before(factor), c, settings.per, exponent, config.layers)
 
 
-CHOICE = "choice"
+CHOICE, LAYERS = "choice", "layers"
 MAKERS: dict[str, Part] = {
     "none": Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),

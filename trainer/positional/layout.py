@@ -7,12 +7,14 @@ It travels with every checkpoint, as it is at that moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from trainer.errors import did_you_mean
 from trainer.positional.first_format import from_first_format
 from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import Rescaling, dynamic, rescaled
@@ -20,6 +22,11 @@ from trainer.positional.spectrum import Spectrum
 
 Group = tuple[Spectrum, int]
 """A spectrum, and how many neighbouring key-value heads have it."""
+LAYER_WORDS = ("all", "full_attention")
+LayerChoice = str | list[int] | None
+"""Layers that an extension changes: ``all``, those of ``full_attention``, which have no window, or
+indices, of which negative ones count from the last. None: the layers that see more than C keys,
+since a window within C meets no distance that was not trained."""
 
 
 @dataclass(frozen=True)
@@ -118,20 +125,64 @@ class Layout:
             return self
         return self.map(lambda spectrum: spectrum.at(length, self.training_length))
 
-    def map(self, change: Callable[[Spectrum], Spectrum]) -> Layout:
-        """The layout with every spectrum replaced by ``change(spectrum)``."""
-        distinct = {id(layer): layer for layer in self.layers}
+    def map(
+        self, change: Callable[[Spectrum], Spectrum], layers: Collection[int] | None = None
+    ) -> Layout:
+        """The layout with every spectrum of these layers, by default of all, replaced by
+        ``change(spectrum)``."""
+        indices = range(len(self.layers)) if layers is None else {*layers}
+        distinct = {id(self.layers[i]): self.layers[i] for i in indices}
         changed = {key: layer.map(change) for key, layer in distinct.items()}
-        return replace(self, layers=tuple(changed[id(layer)] for layer in self.layers))
+        return replace(
+            self,
+            layers=tuple(
+                changed[id(layer)] if index in indices else layer
+                for index, layer in enumerate(self.layers)
+            ),
+        )
 
-    def rescaled(self, rescaling: Rescaling, factor: float) -> Layout:
-        """Every rotation slowed for sequences ``factor`` times as long as the training length."""
+    def chosen(self, layers: LayerChoice) -> list[int]:
+        """Return the indices of the layers that an extension changes, from 0 on.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        count, C = len(self.layers), self.training_length
+        if problems := layer_problems("layers", layers, count):
+            raise ValueError(problems[0])
+        if isinstance(layers, list):
+            return sorted({index % count for index in layers})
+        smallest = {"all": 0, "full_attention": math.inf, None: C + 1}[layers]
+        windows = (layer.window or math.inf for layer in self.layers)
+        return [index for index, window in enumerate(windows) if window >= smallest]
+
+    def rotating(self, layers: LayerChoice) -> list[int]:
+        """Return the indices of the layers that an extension changes and in which a head
+        rotates."""
+        return [
+            index
+            for index in self.chosen(layers)
+            if any(spectrum.rotates for spectrum, _ in self.layers[index].groups)
+        ]
+
+    def of_layers(self, layers: LayerChoice) -> Layout:
+        """Return the layout of these layers alone."""
+        return replace(self, layers=tuple(self.layers[index] for index in self.chosen(layers)))
+
+    def rescaled(self, rescaling: Rescaling, factor: float, layers: LayerChoice = None) -> Layout:
+        """Slow the rotations of ``layers`` for sequences ``factor`` times the training length."""
         C = self.training_length
-        return self.map(lambda s: rescaled(s, rescaling(s.inv_freq, C), factor))
+        return self.map(
+            lambda s: rescaled(s, rescaling(s.inv_freq, C), factor), self.chosen(layers)
+        )
 
-    def dynamically_rescaled(self, rescaling: Rescaling, growth: float = 1.0) -> Layout:
-        """Every rotation slowed with the length of the sequence at hand, and so much faster."""
-        return self.map(lambda s: dynamic(s, rescaling, self.training_length, growth))
+    def dynamically_rescaled(
+        self, rescaling: Rescaling, growth: float = 1.0, layers: LayerChoice = None
+    ) -> Layout:
+        """Slow the rotations of ``layers`` with the length of each sequence, and ``growth`` times
+        as fast."""
+        C = self.training_length
+        return self.map(lambda s: dynamic(s, rescaling, C, growth), self.chosen(layers))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and checkpoints; each distinct spectrum is written once.
@@ -173,3 +224,28 @@ class Layout:
                 for layer in values["layers"]
             ),
         )
+
+
+def layer_problems(key: str, layers: Any, count: int | None = None) -> list[str]:
+    """Return what is wrong with a :data:`LayerChoice`, one sentence each.
+
+    Args:
+        key: where it stands.
+        layers: the choice.
+        count: layers of the model (None: not known yet, so that indices are not checked).
+    """
+    if isinstance(layers, str) and layers not in LAYER_WORDS:
+        return [
+            f"{key}: expected 'all', 'full_attention', a list of layers, or null for those that "
+            f"see more than the training length, got {layers!r}.{did_you_mean(layers, LAYER_WORDS)}"
+        ]
+    if not isinstance(layers, list):
+        return []
+    if not layers:
+        return [f"{key}: expected one layer or more, got none; null leaves the choice to windows."]
+    return [
+        f"{key}: layer {index} does not exist in a model of {count} layers; expected 0 to "
+        f"{count - 1}, the nearest is {max(-count, min(index, count - 1))}."
+        for index in layers
+        if count is not None and not -count <= index < count
+    ]

@@ -10,9 +10,11 @@ from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.errors import did_you_mean
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.head_units import units
+from trainer.evaluation.method_config import LAYERS_KEY
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, unknown_encodings
 from trainer.positional.encodings import ENCODINGS
+from trainer.positional.layout import layer_problems
 from trainer.recalibration.config import DropConfig
 from trainer.recalibration.schedule import ScheduleConfig
 from trainer.report.results import STATEMENTS
@@ -122,6 +124,9 @@ class RunConfig:
             found.append(
                 "evaluation.methods: expected 'none' among them; a run is reported as it is first."
             )
+        if self.evaluation.enabled and not model_problems:
+            layers, count = self.evaluation.layers, self.model.num_hidden_layers
+            found += [p for p in layer_problems(LAYERS_KEY, layers, count) if p not in found]
         dope = self.evaluation.dope
         heads = units(self.model, dope) * self.model.num_hidden_layers
         if self.evaluation.enabled and "dope" in self.evaluation.parts and dope.heads > heads:

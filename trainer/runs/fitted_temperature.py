@@ -16,7 +16,7 @@ from pydantic import Field
 
 from trainer.errors import UserError
 from trainer.formats import read_as
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Layout, layer_problems
 from trainer.report.atomic import write_atomically
 
 FILE = "temperature.json"
@@ -30,7 +30,7 @@ class FittedTemperature:
 
     ``per``: whether n is the length of the sequence or the number of keys a query sees.
     ``lengths``: sequence lengths of the fit, in tokens; ``text``: fingerprint of the fit's text,
-    ``tokens`` its size.
+    ``tokens`` its size. ``layers``: the layers whose logits these are (None: all layers).
     """
 
     coefficient: Annotated[float, Field(ge=0, le=LARGEST_COEFFICIENT)]
@@ -38,6 +38,7 @@ class FittedTemperature:
     lengths: tuple[int, ...]
     text: str
     tokens: int
+    layers: tuple[int, ...] | None = None
 
 
 def keep_temperature(checkpoint: Path, fitted: dict[str, Any]) -> float | None:
@@ -67,12 +68,18 @@ def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, s
     fitted = _read(path)
     if not fitted.coefficient:
         return layout, ""
+    layers = None if fitted.layers is None else [*fitted.layers]
+    if unknown := layer_problems("layers", layers, len(layout.layers)):
+        raise UserError(f"checkpoint: {str(path)!r}: {unknown[0]}")
     changed = layout.map(
         lambda spectrum: spectrum.with_temperature(
             coefficient=fitted.coefficient, exponent=1.0, per=fitted.per
-        )
+        ),
+        layers,
     )
     words = f", logits times 1 + {fitted.coefficient:.3g} ln(n / {layout.training_length}) beyond"
+    if layers is not None:
+        words += f" in layers {', '.join(map(str, layers))}"
     return changed, words
 
 

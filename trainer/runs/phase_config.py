@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.errors import did_you_mean
+from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.schedule import ScheduleConfig
@@ -17,14 +18,19 @@ LARGEST_FACTOR = 1_000_000
 class RescaleConfig:
     """Frequencies slowed at the start of a phase, for good: ``method`` is pi, ntk, ntk_by_parts,
     yarn, llama3 or yarn_full_range; ``factor``: how much longer sequences get (null: as long as
-    those of the phase are, against the longest that the model was trained on before)."""
+    those of the phase are, against the longest that the model was trained on before). ``layers``:
+    all, full_attention, or indices (null: the layers that see more than that longest length)."""
 
     method: str = "yarn"
     factor: float | None = None
+    layers: LayerChoice = None
 
-    def problems(self, key: str) -> list[str]:
-        """Check the values; return one sentence per problem. ``key``: path of the group."""
-        found = []
+    def problems(self, key: str, num_layers: int) -> list[str]:
+        """Check the values for a model of ``num_layers``; return one sentence per problem.
+
+        ``key``: path of the group.
+        """
+        found = layer_problems(f"{key}.layers", self.layers, num_layers)
         if self.method not in RESCALINGS:
             near = did_you_mean(self.method, RESCALINGS)
             found.append(f"{key}.method: unknown method {self.method!r}.{near}")
@@ -93,7 +99,7 @@ class PhaseConfig:
     until: UntilConfig | None = None
     log_every: int | None = None
 
-    def problems(self, key: str, texts: list[str]) -> list[str]:
+    def problems(self, key: str, texts: list[str], num_layers: int) -> list[str]:
         """Check what can be checked without the run; return one sentence per problem.
 
         ``texts``: names of the mixture's texts; empty for a single text.
@@ -114,7 +120,7 @@ class PhaseConfig:
         if self.schedule is not None:
             found += self.schedule.problems(f"{key}.schedule")
         if self.rescale is not None:
-            found += self.rescale.problems(f"{key}.rescale")
+            found += self.rescale.problems(f"{key}.rescale", num_layers)
         if self.until is not None:
             changes = self.drop is not None or self.rescale is not None
             found += self.until.problems(f"{key}.until", changes)

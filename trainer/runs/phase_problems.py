@@ -21,7 +21,7 @@ def phase_problems(config: RunConfig) -> list[str]:
     for name, given in config.phases.items():
         if not NAME.fullmatch(name):
             found.append(f"phases: {name!r}: expected letters, digits and ._+- only.")
-        found += given.problems(f"phases.{name}", texts)
+        found += given.problems(f"phases.{name}", texts, config.model.num_hidden_layers)
     if config.drop.at is not None or config.drop.at_tokens is not None:
         found.append("drop: with phases it is one of them that drops; give phases.NAME.drop.")
     if found or any(phase.steps is None for phase in config.phases.values()):

@@ -11,17 +11,25 @@ from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.runs.models import Candidate
+from trainer.workflows.analysis_request import LAYERS_KEY
 
 
-def use_method(model: LanguageModel, of: Candidate, name: str, length: int) -> str:
+def use_method(
+    model: LanguageModel, of: Candidate, name: str, length: int, layers: LayerChoice = None
+) -> str:
     """Give the model the layout that a method, which chooses nothing on text, has for texts of
     ``length`` tokens, and return a sentence that says so.
 
     Raises:
-        UserError: there is nothing to do for it in this model.
+        UserError: there is nothing to do for it in ``layers`` of this model.
     """
-    made = recipe(name, of.layout, EvaluationConfig(methods=[name]), own=of.computed_by is None)
+    if problems := layer_problems(LAYERS_KEY, layers, len(of.layout.layers)):
+        raise UserError(*problems)
+    config = EvaluationConfig(methods=[name], layers=layers)
+    own = of.computed_by is None
+    made = recipe(name, of.layout, config, own=own, layers_key=LAYERS_KEY)
     if isinstance(made, tuple):
         why, titles = made
         raise UserError(f"analysis.method: {of.name} {why.format(titles)}.")

@@ -11,7 +11,10 @@ from trainer.analysis.short_time import ShortTime
 from trainer.data.config import DataConfig
 from trainer.errors import did_you_mean
 from trainer.evaluation.method_config import ON_TEXT, part_problems
+from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.workflows.request import request_problems
+
+LAYERS_KEY = "analysis.layers"
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,9 @@ class AnalysisConfig:
     shown as well (Frequency Entropy, App. F). ``attenuation``: of pairs of extreme frequency
     entropy. ``needle``: for heads of extreme matrix entropy. ``method``: what is done first to the
     layout of the model, for texts of this length: one of the names of ``evaluation.methods`` that
-    chooses nothing on text, or several joined by ``+`` (null: nothing). ``file``: a text that is
-    read in place of held-out text, whole unless ``length`` says less."""
+    chooses nothing on text, or several joined by ``+`` (null: nothing). ``layers``: that it
+    changes, as ``evaluation.layers``. ``file``: a text that is read in place of held-out text,
+    whole unless ``length`` says less."""
 
     kind: str = ALL
     length: int | None = None
@@ -42,6 +46,7 @@ class AnalysisConfig:
     attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
     needle: NeedleSettings = field(default_factory=NeedleSettings)
     method: str | None = None
+    layers: LayerChoice = None
     file: str | None = None
 
     def problems(self) -> list[str]:
@@ -67,9 +72,10 @@ class AnalysisConfig:
         return found + self.attenuation.problems() + self.needle.problems()
 
     def _method_problems(self) -> list[str]:
+        found = layer_problems(LAYERS_KEY, self.layers)
         if self.method is None:
-            return []
-        found = [
+            return found
+        found += [
             f"analysis.method: {part!r} needs text or another reading of the model; expected one "
             "of the methods that change its layout alone, such as pi, yarn or dynamic_ntk_alpha."
             for part in self.method.split("+")

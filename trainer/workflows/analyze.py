@@ -76,7 +76,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
     def target(of: Candidate) -> Target:
         model = of.load(device).to(DTYPES[config.dtype]).eval()
         if config.method is not None:
-            notes.append(use_method(model, of, config.method, ids.shape[1]))
+            notes.append(use_method(model, of, config.method, ids.shape[1], config.layers))
         read, chosen = ids.to(device), tuple((a, b) for a, b in config.chosen)
         length = min(read.shape[1], model.layout.training_length)
         depth, asks = config.needle.depth, config.needle.kind == "question"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainer.data.corpus import Corpus
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.many_shot import LONG_TASKS
-from trainer.evaluation.method_config import ON_TEXT, MethodsConfig
+from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, MethodsConfig
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.report.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
@@ -56,12 +56,20 @@ def say_unreached_encodings(configs: dict[str, RunConfig]) -> None:
 
 
 def say_idle_rescalings(configs: dict[str, RunConfig]) -> None:
-    """Tell which phases rescale a model in which nothing rotates."""
+    """Tell which phases rescale nothing."""
     for arm in configs.values():
-        for phase in idle_rescalings(arm):
+        for phase, rotates in idle_rescalings(arm).items():
+            if not rotates:
+                log.warning(
+                    "phases.%s.rescale: nothing of %s rotates by then, so that nothing is rescaled",
+                    *(phase, label(arm)),
+                )
+                continue
             log.warning(
-                "phases.%s.rescale: nothing of %s rotates by then, so that nothing is rescaled",
-                *(phase, label(arm)),
+                "phases.%s.rescale: no layer of %s that is rescaled rotates by then; "
+                "phases.%s.rescale.layers=all rescales every layer, also those whose window is "
+                "no longer than the training length",
+                *(phase, label(arm), phase),
             )
 
 
@@ -79,6 +87,7 @@ def say_other_budgets(configs: dict[str, RunConfig]) -> None:
 
 OF_METHODS = {
     "fit_windows": ON_TEXT,
+    "layers": BY_LAYER,
     "temperature": ("temperature", "temperature_rope_id"),
     "dynamic_ntk": ("dynamic_ntk_alpha",),
     "longrope": ("longrope",),

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from trainer.errors import UserError
 from trainer.evaluation.head_units import heads_problems
 from trainer.evaluation.keys import fingerprint
-from trainer.evaluation.method_config import MethodsConfig
-from trainer.evaluation.methods import Recipe, recipe
+from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig
+from trainer.evaluation.methods import LAYERS, Recipe, recipe
 from trainer.evaluation.plan import Subject
 from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import layer_problems
+from trainer.report.words import counted
 from trainer.runs.models import DTYPES, Candidate
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,10 @@ def applicable(
     problems: list[str] = []
     for name in config.names:
         for subject in subjects:
+            count = subject.config.num_hidden_layers
+            if unknown := layer_problems(LAYERS_KEY, config.layers, count):
+                problems += unknown
+                continue
             made = recipe(name, subject.layout, config, own=subject.own)
             if isinstance(made, Recipe):
                 found[subject.name].append(made)
@@ -59,6 +65,13 @@ def applicable(
             else:
                 idle[subject.name, made[0]].append(made[1])
     notes = [f"{name} {why.format(', '.join(titles))}." for (name, why), titles in idle.items()]
+    notes += [
+        f"{subject.name}: {LAYERS_KEY} leaves rescalings and temperatures to "
+        f"{counted(len(layers), 'layer')} of {subject.config.num_hidden_layers} "
+        f"({', '.join(map(str, layers))})."
+        for subject in subjects
+        for layers in [m.settings[LAYERS] for m in found[subject.name] if LAYERS in m.settings][:1]
+    ]
     names = [made.key for of_one in found.values() for made in of_one]
     problems += config.choice_problems(subjects[0].layout.training_length, names)
     if problems:

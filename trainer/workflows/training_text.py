@@ -157,17 +157,22 @@ def layouts(config: RunConfig) -> list[Layout]:
     return found
 
 
-def idle_rescalings(config: RunConfig) -> list[str]:
-    """The phases that rescale a model in which nothing rotates: all that changes is the length.
+def idle_rescalings(config: RunConfig) -> dict[str, bool]:
+    """The phases that rescale nothing, so that all that changes is the length, and of each whether
+    another choice of layers would rescale some.
 
     Raises:
         UserError: see :func:`layouts`.
     """
     phases = phases_of(config)
     if not any(phase.rescale for phase in phases):
-        return []
+        return {}
     before = zip(phases, layouts(config), strict=False)
-    return [phase.name for phase, layout in before if phase.rescale and not layout.rotates]
+    return {
+        phase.name: layout.rotates
+        for phase, layout in before
+        if phase.rescale and not layout.rotating(phase.rescale.layers)
+    }
 
 
 def _not_trained_yet() -> LanguageModel:

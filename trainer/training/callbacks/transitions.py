@@ -112,7 +112,7 @@ class Transitions(L.Callback):
         if phase.drop and not self.has_dropped:
             self.before_drop(trainer)
         before = self.losses(module, phase)
-        model, rotated = module.model, module.model.layout.rotates
+        model, layout = module.model, module.model.layout
         if phase.drop is not None and phase.drop.qk_norm_gain == "matched":
             self._match_gains(module, phase)
         model.layout = layout_of_phase(model.layout, phase, model.config)
@@ -121,7 +121,7 @@ class Transitions(L.Callback):
         after = self.losses(module, phase)
         effect = self.effects[phase.name] = {
             "step": trainer.global_step,
-            "what": describe(phase, rotated),
+            "what": describe(phase, layout),
             "loss_before": fmean(before),
             "loss_after": fmean(after),
             "sequences": {"before": before, "after": after},
@@ -213,17 +213,23 @@ def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
     assert phase.rescale is not None
     reach = phase.config.data.sequence_length / layout.training_length
     factor = phase.rescale.factor or max(reach, 1.0)
-    return layout.rescaled(RESCALINGS[phase.rescale.method], factor)
+    return layout.rescaled(RESCALINGS[phase.rescale.method], factor, phase.rescale.layers)
 
 
-def describe(phase: Phase, rotates: bool = True) -> str:
-    """Describe the changes at the start of a phase; ``rotates``: whether any layer rotated."""
+def describe(phase: Phase, layout: Layout | None = None) -> str:
+    """Describe the changes at the start of a phase; ``layout``: the one before it, if known."""
     if phase.drop is not None:
         steps = phase.drop.anneal_steps
         over = f" over {steps} steps" if steps else ""
         return f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}{over}"
-    if phase.rescale is not None and rotates:
-        return f"frequencies rescaled for longer sequences ({phase.rescale.method})"
+    if (rescale := phase.rescale) is not None:
+        layers = None if layout is None else layout.rotating(rescale.layers)
+        if layout is None or layers == layout.rotating("all"):
+            where = ""
+        else:
+            where = f", layers {', '.join(map(str, layers or ()))}"
+        if layers != []:
+            return f"frequencies rescaled for longer sequences ({rescale.method}{where})"
     length = phase.config.data.sequence_length
     return f"phase {phase.name!r} with sequences of {length:,} tokens"
 
