@@ -12,7 +12,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import _fa4, current_flash_attention_impl, restore_flash_attention_impl
+from torch.nn import attention as torch_attention
+from torch.nn.attention import _fa4, current_flash_attention_impl
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention.bias import CausalBias
@@ -424,13 +425,16 @@ def test_on_a_gpu_sdpa_asks_for_nothing_that_only_the_slow_kernel_does(
 
 
 TRAINING = Needs(length=2048)
+SWITCHES = hasattr(torch_attention, "restore_flash_attention_impl")
+switches = pytest.mark.skipif(not SWITCHES, reason="torch 2.11 or later exchanges its kernels")
 
 
 @pytest.fixture(autouse=True)
 def torchs_own_flash():
     """Forget which packages load, and give torch its own kernels back."""
     yield
-    restore_flash_attention_impl(_raise_warn=False)
+    if SWITCHES:
+        torch_attention.restore_flash_attention_impl(_raise_warn=False)
     backend_choice._import_problem.cache_clear()
     _fa4._fa4_import_module.cache_clear()
     for name in [name for name in sys.modules if name.startswith("flash_attn")]:
@@ -622,6 +626,7 @@ for name in ("fwd", "bwd"):
 FA4 = "_flash_attn_fwd = _flash_attn_bwd = None"
 
 
+@switches
 @pytest.mark.usefixtures("fake_varlen")
 @pytest.mark.parametrize("needs", [Needs(), Needs(length=576), Needs(documents=True)], ids=str)
 @pytest.mark.parametrize(
@@ -649,6 +654,7 @@ def test_later_flash_attention_where_it_loads(
     assert ("is not used: " in caplog.text) == fails
 
 
+@switches
 @pytest.mark.parametrize("wrong", ["raises", "is off"])
 def test_later_flash_attention_that_fails_its_trial_is_given_up(
     monkeypatch, tmp_path, caplog, wrong
@@ -699,3 +705,13 @@ def test_a_decoder_runs_on_the_backend_it_was_given(tiny_decoder):
     torch.testing.assert_close(model(ids), expected, rtol=0, atol=1e-5)
     with pytest.raises(UserError):
         model.use_backend("flex", "cpu")
+
+
+def test_torch_without_the_exchange_of_kernels_keeps_its_own(monkeypatch, tmp_path):
+    """Version 2.10 could activate FlashAttention-4 and not give its own kernels back."""
+    installed(monkeypatch, (9, 0))
+    package(monkeypatch, tmp_path, "flash_attn.cute.interface", FA4)
+    with monkeypatch.context() as older:
+        older.delattr(torch_attention, "restore_flash_attention_impl", raising=False)
+        choice = choose_backend("auto", "cuda", Needs())
+    assert choice.why == "no masks; torch's own flash attention"

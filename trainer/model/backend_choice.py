@@ -227,15 +227,16 @@ def _newer_flash(needs: Needs, name: str) -> str | None:
     Returns:
         torch's name of the generation; None if none works here.
     """
-    activate = getattr(torch_attention, "activate_flash_attention_impl", None)  # torch 2.11
-    if activate is None or not needs.half or needs.head_size > LARGEST_HEAD:
+    if not hasattr(torch_attention, "restore_flash_attention_impl"):  # torch 2.11 has it
+        return None
+    if not needs.half or needs.head_size > LARGEST_HEAD:
         return None
     for kind, (module, generations) in NEWER_FLASH.items():
         if _capability()[0] not in generations:
             continue
         try:
             if torch_attention.current_flash_attention_impl() != kind:
-                activate(kind)
+                torch_attention.activate_flash_attention_impl(kind)
             problem = trial_problem(name, needs)
         except Exception as error:  # whatever a prototype's registration raises
             if isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "?"):
