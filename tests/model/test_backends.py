@@ -1,6 +1,7 @@
 """Every backend computes the same attention; each is called with what its kernel means."""
 
 import math
+import subprocess
 import sys
 import types
 import warnings
@@ -11,6 +12,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn import attention as torch_attention
+from torch.nn.attention import _fa4, current_flash_attention_impl
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention.bias import CausalBias
@@ -421,7 +424,30 @@ def test_on_a_gpu_sdpa_asks_for_nothing_that_only_the_slow_kernel_does(
             assert isinstance(given, CausalBias)  # and not a [Tq, Tk] tensor
 
 
-def installed(monkeypatch, capability=(8, 0), **versions):
+TRAINING = Needs(length=2048)
+SWITCHES = hasattr(torch_attention, "restore_flash_attention_impl")
+switches = pytest.mark.skipif(not SWITCHES, reason="torch 2.11 or later exchanges its kernels")
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_flash():
+    """Forget which packages load, and give torch its own kernels back."""
+    yield
+    if SWITCHES:
+        torch_attention.restore_flash_attention_impl(_raise_warn=False)
+    backend_choice._import_problem.cache_clear()
+    _fa4._fa4_import_module.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+        del sys.modules[name]
+
+
+def installed(monkeypatch, capability=(8, 0), cudnn=91300, **versions):
+    """A GPU, on which kernels are tried on the CPU, and packages that load."""
+    monkeypatch.setattr(backend_choice, "TRIAL_DEVICE", "cpu")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    if "flash_attn" in versions:
+        monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+
     def version(name):
         if name.replace("-", "_") in versions:
             return versions[name.replace("-", "_")]
@@ -486,25 +512,31 @@ def test_kernels_are_refused_what_they_cannot(monkeypatch, name, capability, nee
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_what_is_asked_for_is_what_runs(name):
-    assert choose_backend(name, "cpu", Needs(documents=True)) == (name, "as configured")
+    choice = choose_backend(name, "cpu", Needs(documents=True))
+    assert choice == (name, "as configured", False)
 
 
 @pytest.mark.parametrize(
     ("device", "needs", "with_flash", "without"),
     [
         ("cpu", Needs(documents=True), "sdpa", "sdpa"),
-        ("cuda", Needs(), "flash", "sdpa"),
+        ("cuda", TRAINING, "flash", "sdpa"),
         ("cuda", Needs(documents=True), "flash", "varlen"),
         ("cuda", Needs(documents=True, windows=True), "flash", "varlen"),
-        ("cuda", Needs(documents=True, biased=True), "flash", "flex"),
-        ("cuda", Needs(windows=True), "flash", "flex"),
-        ("cuda", Needs(half=False), "sdpa", "sdpa"),
-        ("cuda", Needs(documents=True, half=False), "flex", "flex"),
-        ("cuda", Needs(windows=True, many_lengths=True), "flash", "sdpa"),
-        ("cuda", Needs(softmax=SoftmaxConfig(softcap=50.0)), "flash", "flex"),
-        ("cuda", Needs(softmax=SoftmaxConfig(sinks=True)), "flex", "flex"),
-        ("cuda", Needs(softmax=SoftmaxConfig(sinks=True), many_lengths=True), "sdpa", "sdpa"),
-        ("cuda", Needs(softmax=SoftmaxConfig(True, final_softcap=30.0)), "flash", "sdpa"),
+        ("cuda", TRAINING._replace(documents=True, biased=True), "flash", "flex"),
+        ("cuda", TRAINING._replace(windows=True), "flash", "flex"),
+        ("cuda", TRAINING._replace(half=False), "sdpa", "sdpa"),
+        ("cuda", TRAINING._replace(documents=True, half=False), "flex", "flex"),
+        ("cuda", Needs(windows=True), "flash", "sdpa"),
+        ("cuda", TRAINING._replace(softmax=SoftmaxConfig(softcap=50.0)), "flash", "flex"),
+        ("cuda", TRAINING._replace(softmax=SoftmaxConfig(sinks=True)), "flex", "flex"),
+        ("cuda", Needs(softmax=SoftmaxConfig(sinks=True)), "sdpa", "sdpa"),
+        (
+            "cuda",
+            TRAINING._replace(softmax=SoftmaxConfig(True, final_softcap=30.0)),
+            "flash",
+            "sdpa",
+        ),
     ],
 )
 def test_auto_suits_device_masks_and_type(monkeypatch, device, needs, with_flash, without):
@@ -514,11 +546,172 @@ def test_auto_suits_device_masks_and_type(monkeypatch, device, needs, with_flash
     assert choose_backend("auto", device, needs).name == without
 
 
+def package(monkeypatch, tmp_path, module, text):
+    """A package on sys.path."""
+    path = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+
+
+UNDEFINED = "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEab')"
+
+
+def test_a_flash_attn_that_does_not_load_is_not_chosen(monkeypatch, tmp_path):
+    """A wheel that was built for another torch has package metadata all the same."""
+    installed(monkeypatch, flash_attn="2.8.3")
+    package(monkeypatch, tmp_path, "flash_attn", UNDEFINED)
+    name, why, _ = choose_backend("auto", "cuda", TRAINING)
+    assert name == "sdpa"
+    assert "cannot be loaded (ImportError: flash_attn_2_cuda.so: undefined symbol" in why
+    with pytest.raises(UserError, match=r"flash-attn, which cannot be loaded \(ImportError"):
+        choose_backend("flash", "cuda", TRAINING)
+
+
+@pytest.mark.parametrize(
+    ("capability", "needs", "cudnn"),
+    [
+        ((9, 0), TRAINING, True),
+        ((10, 0), TRAINING, True),
+        ((8, 0), TRAINING, False),
+        ((9, 0), Needs(), False),  # an evaluation
+        ((9, 0), Needs(length=576), False),
+        ((9, 0), TRAINING._replace(windows=True), False),
+        ((9, 0), TRAINING._replace(biased=True), False),
+        ((9, 0), TRAINING._replace(documents=True), False),
+        ((9, 0), TRAINING._replace(half=False), False),
+        ((9, 0), TRAINING._replace(head_size=256), False),
+        ((9, 0), TRAINING._replace(softmax=SoftmaxConfig(sinks=True)), False),
+    ],
+)
+@pytest.mark.parametrize("name", ["auto", "sdpa"])
+def test_cudnn_is_for_plain_training_at_lengths_it_is_right_at(
+    monkeypatch, name, capability, needs, cudnn
+):
+    installed(monkeypatch, capability, cudnn=91900)
+    choice = choose_backend(name, "cuda", needs)
+    assert (choice.cudnn, "cuDNN" in choice.why) == (cudnn, cudnn)
+    installed(monkeypatch, capability, cudnn=91300)  # which torch does not prefer
+    assert not choose_backend(name, "cuda", needs).cudnn
+    assert not choose_backend("sdpa", "cpu", needs).cudnn
+
+
+def test_on_hopper_plain_attention_is_sdpas_and_not_flash_attn_2s(monkeypatch):
+    installed(monkeypatch, (9, 0), flash_attn="2.8.3")
+    for needs in (TRAINING, Needs()):
+        assert choose_backend("auto", "cuda", needs).name == "sdpa"
+    assert choose_backend("auto", "cuda", TRAINING._replace(windows=True)).name == "flash"
+
+
+def test_cudnns_attention_is_off_but_where_it_is_asked_for():
+    code = "import torch, trainer.model.backends; print(torch.backends.cuda.cudnn_sdp_enabled())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+    with backends.cudnn_attention(True):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        with backends.cudnn_attention(False):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+FA3 = """
+import torch
+library = torch.library.Library("flash_attn_3", "FRAGMENT")
+for name in ("fwd", "bwd"):
+    if not hasattr(torch.ops.flash_attn_3, name):
+        library.define(f"{name}(Tensor q) -> Tensor")
+"""
+FA4 = "_flash_attn_fwd = _flash_attn_bwd = None"
+
+
+@switches
+@pytest.mark.usefixtures("fake_varlen")
+@pytest.mark.parametrize("needs", [Needs(), Needs(length=576), Needs(documents=True)], ids=str)
+@pytest.mark.parametrize(
+    ("capability", "module", "text", "kind"),
+    [
+        ((9, 0), "flash_attn_interface", FA3, "FA3"),
+        ((9, 0), "flash_attn.cute.interface", FA4, "FA4"),
+        ((10, 0), "flash_attn.cute.interface", FA4, "FA4"),
+        ((10, 0), "flash_attn_interface", FA3, None),
+        ((9, 0), "flash_attn_interface", UNDEFINED, None),
+        ((9, 0), "flash_attn.cute.interface", "import no_such_cutlass", None),
+    ],
+)
+def test_later_flash_attention_where_it_loads(
+    monkeypatch, tmp_path, caplog, needs, capability, module, text, kind
+):
+    """torch's SDPA and varlen_attn then call it; CUDA's kernels are registered without a GPU."""
+    installed(monkeypatch, capability)
+    package(monkeypatch, tmp_path, module, text)
+    choice = choose_backend("auto", "cuda", needs)
+    assert choice.name == ("varlen" if needs.documents else "sdpa")
+    assert current_flash_attention_impl() == kind
+    assert (f"with {kind}" in choice.why) == (kind is not None)
+    fails = text not in (FA3, FA4)
+    assert ("is not used: " in caplog.text) == fails
+
+
+@switches
+@pytest.mark.parametrize("wrong", ["raises", "is off"])
+def test_later_flash_attention_that_fails_its_trial_is_given_up(
+    monkeypatch, tmp_path, caplog, wrong
+):
+    installed(monkeypatch, (9, 0))
+    package(monkeypatch, tmp_path, "flash_attn_interface", FA3)
+
+    def kernel(q, k, v, mask, softmax):
+        if wrong == "raises":
+            raise RuntimeError("no kernel image is available for execution on the device")
+        return backends.sdpa(q * 1.5, k, v, mask, softmax)
+
+    monkeypatch.setitem(BACKENDS, "sdpa", kernel)
+    assert "FA3" not in choose_backend("auto", "cuda", Needs(length=576)).why
+    assert current_flash_attention_impl() is None
+    assert ("no kernel image" if wrong == "raises" else "% in a trial") in caplog.text
+
+
+@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize("softmax", [SoftmaxConfig(), SoftmaxConfig(sinks=True)], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_flex_attention_by_flash_attention_4(monkeypatch, tmp_path, loads, softmax, capability):
+    installed(monkeypatch, capability)
+    package(monkeypatch, tmp_path, "flash_attn.cute.interface", FA4 if loads else UNDEFINED)
+    asked = []
+
+    def attention(q, k, v, score_mod, block_mask, enable_gqa, kernel_options):
+        asked.append(kernel_options)
+        q, k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, block_mask)
+
+    def block_mask(seen, rows, heads, queries, keys, device):
+        return seen(0, 0, torch.arange(queries)[:, None], torch.arange(keys))
+
+    functions = {"flex_attention": attention, "create_block_mask": block_mask}
+    monkeypatch.setattr(backends, "_compiled", functions.get)
+    needs = TRAINING._replace(windows=True, softmax=softmax)
+    used = loads and capability == (9, 0) and not softmax.sinks
+    assert choose_backend("auto", "cuda", needs).name == ("flex_flash" if used else "flex")
+    assert asked == ([{"BACKEND": "FLASH"}] if used else [])
+
+
 def test_a_decoder_runs_on_the_backend_it_was_given(tiny_decoder):
     model, ids = tiny_decoder(windows=[8]), torch.arange(20)[None]
-    assert model.use_backend("auto", "cpu") == ("sdpa", "on the CPU")
+    assert model.use_backend("auto", "cpu") == ("sdpa", "on the CPU", False)
     expected = model(ids)
     assert model.use_backend("eager", "cpu").name == "eager"
     torch.testing.assert_close(model(ids), expected, rtol=0, atol=1e-5)
     with pytest.raises(UserError):
         model.use_backend("flex", "cpu")
+
+
+def test_torch_without_the_exchange_of_kernels_keeps_its_own(monkeypatch, tmp_path):
+    """Version 2.10 could activate FlashAttention-4 and not give its own kernels back."""
+    installed(monkeypatch, (9, 0))
+    package(monkeypatch, tmp_path, "flash_attn.cute.interface", FA4)
+    with monkeypatch.context() as older:
+        older.delattr(torch_attention, "restore_flash_attention_impl", raising=False)
+        choice = choose_backend("auto", "cuda", Needs())
+    assert choice.why == "no masks; torch's own flash attention"

@@ -209,3 +209,22 @@ def test_bfloat16_stays_bfloat16():
     q, k = (x.bfloat16() for x in queries_and_keys())
     new_q, new_k = encode(q, k, groups_of(spectrum, spectrum, length=256))
     assert new_q.dtype == new_k.dtype == torch.bfloat16
+
+
+def test_frequencies_go_to_a_gpu_from_pinned_memory(monkeypatch):
+    """Of an annealed drop they differ at every step; from other memory the host would wait."""
+    pinned, sent = [], []
+
+    def pin(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def send(tensor, device, non_blocking=False):
+        sent.append((tensor is pinned[-1], device.type, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", send)
+    found = rotation.frequencies.__wrapped__((1.0, 0.25), torch.device("cuda"))
+    assert sent == [(True, "cuda", True)]
+    assert found.tolist() == [1.0, 0.25]

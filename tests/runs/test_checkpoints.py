@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.program import run_ranks
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.errors import TransientError, UserError
-from trainer.runs import checkpoint_files, saved_state
+from trainer.runs import checkpoint_files, checkpoints, saved_state
 from trainer.runs import state as saved
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish, visible_damage
 from trainer.runs.checkpoints import (
@@ -299,6 +300,20 @@ def test_a_checkpoint_says_what_made_it(run):
     assert set(state["data"]) == {"corpus", "order", "texts"}
     assert state["config"]["drop"]["at"] == 6
     assert state["callbacks"]["Transitions"]["effects"]["recalibrate"]["step"] == 6
+
+
+def test_versions_of_packages_that_are_not_installed_are_left_out(monkeypatch):
+    """A run of files or of Python's documentation needs no datasets."""
+
+    def version(name):
+        if name == "datasets":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(checkpoints, "version", version)
+    assert checkpoints.versions().keys() == {
+        "unrope", "python", "torch", "lightning", "numpy", "tokenizers",
+    }  # fmt: skip
 
 
 def test_other_text_or_another_order_is_refused(run):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from scripts import first_hour
 from trainer.commands import configuration
@@ -13,7 +18,8 @@ from trainer.commands.train import read_config
 from trainer.runs.arms import spread_problems
 from trainer.runs.phases import phases_of
 
-BY_COMMANDS = [c for c in first_hour.CHECKS if c.name not in ("attention", "kernels")]
+KERNELS = "attention", "flex", "flex_fp32", "kernels"
+BY_COMMANDS = [c for c in first_hour.CHECKS if c.name not in KERNELS]
 ROWS = [{"loss": 1.0, "tokens_per_second": 1.0, "phase": phase} for phase in (0, 0, 1, 1)]
 
 
@@ -51,3 +57,91 @@ def test_every_command_of_a_check_is_taken(tmp_path, monkeypatch, check, ranks, 
         config = read_config([word for word in words if word != "prepare"])
         for phase in phases_of(config) if words[0] != "prepare" else ():
             assert not spread_problems(phase.config, processes, max(processes // nodes, 1))
+
+
+WITHOUT_INSTALLATION = """
+import runpy, sys
+from pathlib import Path
+sys.path = [path for path in sys.path if path and not Path(path, "pyproject.toml").is_file()]
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+runpy.run_path(sys.argv[1])
+import trainer
+print(trainer.__file__)
+"""
+
+
+def test_it_runs_from_a_checkout_alone(tmp_path, monkeypatch):
+    """Nothing is installed on a machine that one has for an hour, and no PYTHONPATH set."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    script, root = Path(first_hour.__file__), Path(first_hour.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_INSTALLATION, script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == str(root / "trainer" / "__init__.py"), done.stderr
+
+    environments = []
+
+    def run(words, *, env, **_):
+        environments.append(env)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(first_hour.subprocess, "run", run)
+    first_hour.Place(tmp_path, 1, 1, True).run("name", "--help")
+    paths = environments[0]["PYTHONPATH"].split(os.pathsep)
+    assert paths[:2] == [str(root / "scripts"), str(root)]
+
+
+def test_attention_is_compared_at_lengths_where_kernels_went_wrong(tmp_path, monkeypatch):
+    cases = []
+
+    def difference(name, mask, softmax, kv, dtype, shape):
+        cases.append((name, shape[0], mask.is_plain))
+        return 0.2 if (name, shape[0], mask.window) == ("sdpa", 576, 64) else 1e-6
+
+    monkeypatch.setattr(first_hour, "_difference", difference)
+    place = first_hour.Place(tmp_path, 1, 1, True)
+    found, good = first_hour.attention(place)
+    assert not good
+    assert "sdpa bf16 window 576 2 heads of keys 2.0e-01" in found
+    assert {length for _, length, _ in cases} == {320, 384, 576}
+
+    cases.clear()
+    monkeypatch.setattr(first_hour, "_missing_backend", lambda *_: None)
+    first_hour.attention(place)
+    assert {case for case in cases if case[0] == "cudnn"} == {("cudnn", 384, True)}
+    cases.clear()
+    first_hour.flex(place)
+    assert len(cases) == 12 + 10  # each is compiled: more do not fit into ten minutes
+    cases.clear()
+    first_hour.flex_fp32(place)
+    assert len(cases) == 12
+
+
+def test_a_case_of_attention_is_measured_against_the_definition(monkeypatch):
+    for name, dtype in (("sdpa", torch.float32), ("cudnn", torch.bfloat16)):
+        for _, mask, softmax in first_hour._cases(name, 384, "cpu"):
+            error = first_hour._difference(name, mask, softmax, 2, dtype, (384, "cpu"))
+            assert 0 < error <= first_hour.ERRORS[dtype]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "mfu", "good"),
+    [
+        ("NVIDIA H100 80GB HBM3", 0.30, False),  # enough for the small shape alone
+        ("NVIDIA H100 80GB HBM3", 0.31, True),
+        ("NVIDIA A100-SXM4-80GB", 0.41, False),
+        ("NVIDIA A100-SXM4-80GB", 0.42, True),
+        ("NVIDIA RTX 6000 Ada Generation", 0.01, True),  # nothing was counted for it
+    ],
+)
+def test_the_speed_expected_is_that_of_the_shape_and_the_gpu(tmp_path, monkeypatch, gpu, mfu, good):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    rows = [row | {"mfu": mfu} for row in ROWS]
+    monkeypatch.setattr(first_hour.Place, "train", lambda *_, **__: rows)
+    assert first_hour.speed(first_hour.Place(tmp_path, 1, 1, False))[1] == good

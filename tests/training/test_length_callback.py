@@ -21,7 +21,7 @@ from tests.training.test_run import (
 )
 from trainer.data.corpus import prepare_corpus
 from trainer.errors import UserError
-from trainer.model.backends import BACKENDS
+from trainer.model.backends import BACKENDS, cudnn_attention
 from trainer.report.results import Reach
 from trainer.runs.checkpoints import load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig
@@ -206,6 +206,7 @@ def module(tiny_decoder):
 def test_everything_is_put_back(module):
     model = module.model.train()
     model.layers[0].mlp.eval()
+    model.layers[0].self_attn.attend = BACKENDS["flex_flash"]
     model.layers[1].self_attn.attend = BACKENDS["flex"]
     modes = [part.training for part in model.modules()]
 
@@ -216,10 +217,13 @@ def test_everything_is_put_back(module):
         with evaluating(module) as inside:
             assert not torch.is_grad_enabled()
             assert not any(part.training for part in inside.modules())
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
             assert {block.self_attn.attend for block in inside.layers} == {BACKENDS["sdpa"]}
             return draws()
 
-    assert look() == draws()  # drawn inside, as if never drawn
+    with cudnn_attention(True):  # as in training at a fixed length
+        assert look() == draws()  # drawn inside, as if never drawn
+        assert torch.backends.cuda.cudnn_sdp_enabled()
     with pytest.raises(RuntimeError), evaluating(module):
         raise RuntimeError
     assert torch.is_grad_enabled()

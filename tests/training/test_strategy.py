@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
@@ -21,6 +22,7 @@ from trainer.runs.parsing import merged, parse
 from trainer.runs.ranks import Ranks, init_distributed, shutdown_distributed
 from trainer.training import strategy
 from trainer.training.callbacks.checkpointing import group_of_threads
+from trainer.training.lightning_trainer import make_trainer
 from trainer.training.module import make_decoder
 from trainer.training.run import train
 from trainer.training.strategy import (
@@ -270,6 +272,52 @@ def test_stretches_and_controls_share_their_groups(alone):
     assert device_mesh(hybrid, alone, device) is first
     assert first.mesh_dim_names == ("replicate", "shard")
     assert group_of_threads(dist.group.WORLD, 30) is group_of_threads(dist.group.WORLD, 30)
+
+
+def test_lightning_makes_no_groups_of_ranks_for_a_sharded_run(monkeypatch):
+    """Its mesh would have some, at every stretch, which nothing destroys."""
+    environment = {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = tiny(strategy=StrategyConfig(name="fsdp2"), trainer=TrainerConfig(accelerator="cpu"))
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        trainer = make_trainer(config, Ranks(0, 4, 0, 4), [], [])
+        trainer.strategy._lightning_module = L.LightningModule()
+        before = len(dist.distributed_c10d._world.pg_map)
+        trainer.strategy.setup_environment()
+        assert (trainer.world_size, trainer.global_rank) == (4, 0)
+        assert len(dist.distributed_c10d._world.pg_map) == before
+    finally:
+        dist.destroy_process_group()
+
+
+def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch):
+    """torch would cut each where DDP's buckets end, here after every parameter or two."""
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    buckets = partial(strategy.Replicated, bucket_cap_mb=0.01)
+    monkeypatch.setattr(strategy, "Replicated", buckets)
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 5_000)
+    changes = {"run_dir": str(tmp_path / "run"), "strategy": {"name": "ddp"}}
+    steps = {"max_steps": 8, "compile": True}
+    config = parse(
+        RunConfig,
+        merged(
+            base,
+            {
+                **changes,
+                "trainer": steps,
+                "model": {"qk_norm": {"when": "never"}},
+                "drop": {"at": None},
+            },
+        ),
+    )
+    (tmp_path / "run").mkdir()
+    torch._dynamo.reset()
+    train(config, prepare_corpus(config.data, config.tokenizer))
+    assert counter.frame_count == 1
 
 
 def test_a_run_is_compiled_for_its_own_shapes_whatever_ran_before(run, monkeypatch):

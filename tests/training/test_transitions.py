@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from trainer.data.config import DataConfig
 from trainer.model.attention import RMSNorm
+from trainer.model.backend_choice import Choice
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import Layout
 from trainer.recalibration.config import ChangeConfig
@@ -242,9 +244,14 @@ def crossing(monkeypatch, tiny_decoder):
         model = tiny_decoder(training_length=64)
         optimizer = SimpleNamespace(state={"a": 1})
         trainer = SimpleNamespace(
-            global_step=begin, accumulate_grad_batches=2, optimizers=[optimizer]
+            global_step=begin,
+            accumulate_grad_batches=2,
+            optimizers=[optimizer],
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
         )
-        module = SimpleNamespace(model=model, trainer=trainer)
+        module = SimpleNamespace(
+            model=model, trainer=trainer, choose_attention=lambda *_: Choice("sdpa", "as before")
+        )
         layouts = []
         for index in range(2 * (6 - begin)):
             found.on_train_batch_start(trainer, module, None, index)
@@ -314,3 +321,23 @@ def test_a_drop_that_takes_steps_in_a_longer_phase_keeps_the_length(crossing):
     slow = phase(drop=ChangeConfig(anneal_steps=3), length=128)
     _, _, layouts, _ = crossing(slow)
     assert [one.training_length for one in layouts] == [64, 64, 128, 128, 128, 128]
+
+
+def test_cudnns_attention_sees_plain_training_alone(run, monkeypatch):
+    """A drop to ALiBi brings a mask, and what is measured between two steps has other shapes."""
+
+    def choose(name, device, needs):
+        return Choice("sdpa", "for the test", needs.are_plain and needs.length is not None)
+
+    calls, kernel = [], F.scaled_dot_product_attention
+
+    def recorded(q, k, v, attn_mask=None, **options):
+        plain = attn_mask is None and torch.is_grad_enabled()
+        calls.append((torch.backends.cuda.cudnn_sdp_enabled(), plain))
+        return kernel(q, k, v, attn_mask, **options)
+
+    monkeypatch.setattr("trainer.model.decoder.choose_backend", choose)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    run(drop={"at": 6, "to": "alibi"}, monitor={"lengths_every": 4, "lengths": [1, 2]})
+    assert set(calls) == {(True, True), (False, False)}
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

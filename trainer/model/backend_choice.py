@@ -1,15 +1,28 @@
-"""Which backend computes attention: what is asked for, or what suits device, masks and type."""
+"""Which backend computes attention: what is asked for, or what suits device, masks and type.
+
+A kernel counts as present if it loads here, and a new one if it also computes here what the
+definition says: package metadata says neither.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
+from torch.nn import attention as torch_attention
 
 from trainer.errors import UserError
+from trainer.model.backends import BACKENDS, prepared
 from trainer.model.config import SoftmaxConfig
+from trainer.model.masks import Mask
+from trainer.model.softmax import Softmax, eager
+
+log = logging.getLogger(__name__)
 
 OTHER_FLASH = ("flash-attn-3", "flash_attn_3", "flash-attn-4")
 """Packages of later generations, whose functions have other names and other arguments."""
@@ -17,29 +30,51 @@ OTHER_FLASH = ("flash-attn-3", "flash_attn_3", "flash-attn-4")
 LARGEST_HEAD = 256
 """Channels of a head that flash-attention's kernels take."""
 
+NEWER_FLASH = {
+    "FA3": ("flash_attn_interface", (9,)),
+    "FA4": ("flash_attn.cute.interface", (9, 10)),
+}
+"""Generations of flash-attention by torch's names: the module torch imports for each, and the GPUs
+it runs on, by the first number of their compute capability."""
+
+CUDNN_GPUS, CUDNN = ((9, 0), (10, 0)), 91500
+"""GPUs on which torch's SDPA prefers cuDNN's kernel, and the version above which it does
+(``check_prefer_cudnn_attention`` in torch's sdp_utils.cpp)."""
+
+TRIAL_DEVICE = "cuda"
+"""Where kernels are tried."""
+
 
 class Choice(NamedTuple):
-    """The ``name`` of a backend, and why it was chosen."""
+    """The ``name`` of a backend, why it was chosen, and whether SDPA may take cuDNN's kernel."""
 
     name: str
     why: str
+    cudnn: bool = False
 
 
 class Needs(NamedTuple):
     """What attention of a model has to do.
 
     ``documents``: batches carry document masks. ``windows``: a layer has a window. ``biased``: a
-    layer has ALiBi. ``half``: queries and keys are of 16 bits. ``many_lengths``: sequences of many
-    lengths, as an evaluation has. ``head_size``: D. ``softmax``: of a model.
+    layer has ALiBi. ``half``: queries and keys are of 16 bits. ``length``: the length of every
+    sequence in training; None: sequences have many lengths, as in an evaluation. ``head_size``: D.
+    ``softmax``: of a model.
     """
 
     documents: bool = False
     windows: bool = False
     biased: bool = False
     half: bool = True
-    many_lengths: bool = False
+    length: int | None = None
     head_size: int = 64
     softmax: SoftmaxConfig = SoftmaxConfig()
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether attention is causal and nothing else, with fused softmax."""
+        masked = self.documents or self.windows or self.biased
+        return not masked and self.softmax.is_fused
 
 
 def backend_problem(name: str, accelerator: str) -> str | None:
@@ -47,6 +82,11 @@ def backend_problem(name: str, accelerator: str) -> str | None:
 
     A backend that is asked for and missing is an error, never replaced in silence.
     """
+    if name in ("flash", "varlen", "flex") and accelerator != "cuda":
+        return (
+            f"model.attention_backend: {name!r} needs a GPU, but this run is on the CPU; "
+            "choose 'auto' or 'sdpa'."
+        )
     if name == "flash" and (problem := flash_problem()) is not None:
         return (
             f"model.attention_backend: 'flash' needs the package flash-attn, which {problem}; "
@@ -54,13 +94,8 @@ def backend_problem(name: str, accelerator: str) -> str | None:
         )
     if name == "varlen" and not has_varlen():
         return (
-            "model.attention_backend: 'varlen' needs a newer torch, whose varlen_attn knows "
+            "model.attention_backend: 'varlen' needs torch 2.12 or later, whose varlen_attn takes "
             "windows and shared keys; choose 'auto' or 'flex'."
-        )
-    if name in ("flash", "varlen", "flex") and accelerator != "cuda":
-        return (
-            f"model.attention_backend: {name!r} needs a GPU, but this run is on the CPU; "
-            "choose 'auto' or 'sdpa'."
         )
     return None
 
@@ -74,7 +109,26 @@ def flash_problem() -> str | None:
         if others:
             return f"is not installed ({others[0]} is, with another interface)"
         return "is not installed"
-    return None if found.startswith("2.") else f"is of version {found} instead of 2"
+    if not found.startswith("2."):
+        return f"is of version {found} instead of 2"
+    return _import_problem("flash_attn")
+
+
+@cache
+def _import_problem(module: str) -> str | None:
+    """Import a module and return what that raises, or None.
+
+    A wheel built for another torch has package metadata, and fails with an undefined symbol.
+    """
+    try:
+        import_module(module)
+    except Exception as error:  # a shared library may fail in any way
+        return f"cannot be loaded ({_first_line(error)})"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
 def _is_installed(name: str) -> bool:
@@ -110,7 +164,8 @@ def choose_backend(name: str, accelerator: str, needs: Needs) -> Choice:
             raise UserError(problem)
         if name in ("flash", "varlen") and (why := _kernel_problem(name, needs)) is not None:
             raise UserError(f"model.attention_backend: {name!r} {why}; choose 'auto' or 'flex'.")
-        return Choice(name, "as configured")
+        cudnn = name == "sdpa" and accelerator == "cuda" and _suits_cudnn(needs)
+        return Choice(name, "as configured" + (", cuDNN's kernel" if cudnn else ""), cudnn)
     return _suitable(needs) if accelerator == "cuda" else Choice("sdpa", "on the CPU")
 
 
@@ -147,17 +202,117 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
+def _suits_cudnn(needs: Needs) -> bool:
+    """Whether SDPA takes cuDNN's attention here and it is right and fast.
+
+    cuDNN makes a plan for every new shape, which costs half a second, and has had wrong results and
+    gradients with masks and at lengths that are no multiple of 128.
+    """
+    fixed = needs.length is not None and needs.length % 128 == 0
+    if not (needs.are_plain and needs.half and fixed):
+        return False
+    fits = needs.head_size <= 128 and needs.head_size % 8 == 0
+    return fits and _capability() in CUDNN_GPUS and (torch.backends.cudnn.version() or 0) > CUDNN
+
+
+def _newer_flash(needs: Needs, name: str) -> str | None:
+    """Have torch compute flash attention with a later generation that works here.
+
+    Under SDPA and varlen_attn torch then calls it in place of its own kernels, in this process.
+
+    Args:
+        needs: what attention has to do.
+        name: the backend that is to use it, "sdpa" or "varlen".
+
+    Returns:
+        torch's name of the generation; None if none works here.
+    """
+    if not hasattr(torch_attention, "restore_flash_attention_impl"):  # torch 2.11 has it
+        return None
+    if not needs.half or needs.head_size > LARGEST_HEAD:
+        return None
+    for kind, (module, generations) in NEWER_FLASH.items():
+        if _capability()[0] not in generations:
+            continue
+        try:
+            if torch_attention.current_flash_attention_impl() != kind:
+                torch_attention.activate_flash_attention_impl(kind)
+            problem = trial_problem(name, needs)
+        except Exception as error:  # whatever a prototype's registration raises
+            if isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "?"):
+                continue  # not installed
+            problem = _first_line(error)
+        if problem is None:
+            return kind
+        log.warning("%s is not used: %s", kind, problem)
+        if torch_attention.current_flash_attention_impl() is not None:
+            torch_attention.restore_flash_attention_impl()
+    return None
+
+
+def _flex_takes_flash(needs: Needs) -> bool:
+    """Whether FlexAttention's FlashAttention-4 kernels work here; sinks need a gradient of the
+    log-sum-exp, which they lack."""
+    module, generations = NEWER_FLASH["FA4"]
+    if not needs.half or needs.softmax.sinks or _capability()[0] not in generations:
+        return False
+    if _import_problem(module) is not None:
+        return False
+    if problem := trial_problem("flex_flash", needs):
+        log.warning("FlexAttention's kernels of FlashAttention-4 are not used: %s", problem)
+    return problem is None
+
+
+def trial_problem(name: str, needs: Needs) -> str | None:
+    """Compute a small attention and its gradients with a backend, as it is needed, and return what
+    is wrong, or None."""
+    length, generator = 256, torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, length, needs.head_size, generator=generator)
+        .to(TRIAL_DEVICE, torch.bfloat16)
+        .requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    documents = (torch.arange(length, device=q.device) // 100)[None]
+    mask = Mask(
+        window=64 if needs.windows else None,
+        documents=documents if needs.documents else None,
+        slopes=torch.linspace(0.1, 0.5, 4, device=q.device) if needs.biased else None,
+    )
+    softmax, found = Softmax(softcap=needs.softmax.softcap), []
+    try:
+        for attend in (BACKENDS[name], eager):
+            ready = prepared(attend, mask, (1, length), length, q.device)
+            out = attend(q, k, v, ready, softmax)
+            found.append([out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    except Exception as error:  # a kernel may raise anything
+        return _first_line(error)
+    wrong = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
+    return None if max(wrong) <= 0.03 else f"off by {max(wrong):.1%} in a trial"
+
+
 def _suitable(needs: Needs) -> Choice:
-    """What a GPU does best."""
+    """Choose what a GPU computes fastest of what works there."""
+    if _suits_cudnn(needs):
+        return Choice("sdpa", f"cuDNN's kernel: no masks, {needs.length:,} tokens", cudnn=True)
+    documents = needs.documents and has_varlen() and _kernel_problem("varlen", needs) is None
+    name = "sdpa" if needs.are_plain else "varlen" if documents else None
+    if name is not None and (kind := _newer_flash(needs, name)) is not None:
+        return Choice(name, f"{'documents' if documents else 'no masks'}, with {kind}")
+    if needs.are_plain and needs.half and _capability() >= (9, 0):
+        return Choice("sdpa", "no masks; torch's own flash attention")
     problem = flash_problem() or _kernel_problem("flash", needs)
     if problem is None:
         return Choice("flash", "flash-attn is installed, in 16 bits")
     masked = needs.documents or needs.windows or needs.biased
     why = f"{'masks' if masked else 'no masks'}; flash-attn {problem}"
-    if not masked and needs.softmax.is_fused:
-        return Choice("sdpa", why)
-    if needs.documents and has_varlen() and _kernel_problem("varlen", needs) is None:
-        return Choice("varlen", why)
-    if needs.many_lengths:
+    return Choice(name, why) if name is not None else _flexible(needs, why)
+
+
+def _flexible(needs: Needs, why: str) -> Choice:
+    """Choose what computes any mask and softmax; ``why`` others do not."""
+    if needs.length is None:
         return Choice("sdpa", f"{why}; FlexAttention would be compiled for many lengths")
+    if _flex_takes_flash(needs):
+        return Choice("flex_flash", f"{why}; FlexAttention with FlashAttention-4")
     return Choice("flex", why)

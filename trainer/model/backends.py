@@ -1,5 +1,7 @@
 """Backends of causal attention: ``sdpa``, ``flash``, ``varlen``, ``flex``, ``eager``.
 
+``auto`` may also choose ``flex_flash``.
+
 All take queries ``[B, Hq, Tq, D]``, keys and values ``[B, Hkv, Tk, D]`` with Tk >= Tq, a
 :class:`Mask` from :func:`prepared` and a :class:`Softmax`, and return ``[B, Hq, Tq, D]``. The last
 query sees the last key. Only ``eager`` allocates a [Tq, Tk] tensor. If a kernel needs a mask, or
@@ -9,7 +11,8 @@ queries, as in generation, use ``sdpa`` in all backends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -31,6 +34,21 @@ SCORES = 2**28
 """Scores that a block of queries has at most where they are written out, some times in float32."""
 VARIANTS = 64
 """Of FlexAttention that one process may compile."""
+
+# torch prefers cuDNN's kernel on Hopper, which is wrong with some masks and makes a plan for every
+# new length. It stays off in this process but within cudnn_attention(True).
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def cudnn_attention(allowed: bool) -> Iterator[None]:
+    """Allow or forbid cuDNN's kernel in SDPA within this context."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
@@ -188,8 +206,18 @@ def _compiled_once(function: Callable[..., Any], whole: bool) -> Callable[..., A
     return call
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
-    """Call torch's FlexAttention (GPU): any mask, ALiBi, soft-caps and sinks in one kernel."""
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    softmax: Softmax = PLAIN,
+    kernel: dict[str, Any] | None = None,
+) -> Tensor:
+    """Call torch's FlexAttention (GPU): any mask, ALiBi, soft-caps and sinks in one kernel.
+
+    ``kernel``: FlexAttention's ``kernel_options``.
+    """
     if q.shape[2] == 1 or mask.begins is not None:
         return sdpa(q, k, v, mask, softmax)
     past, slopes = k.shape[2] - q.shape[2], mask.slopes
@@ -202,6 +230,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
         "score_mod": None if slopes is None and softmax.softcap is None else changed,
         "block_mask": mask.blocks,
         "enable_gqa": _share_keys(q, k),
+        "kernel_options": kernel,
     }
     if softmax.sinks is None:
         return _compiled("flex_attention")(q, k, v, **options)
@@ -211,6 +240,11 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) 
     # A sink takes the share exp(sink) / (exp(sink) + the sum over keys) of each head's weights.
     kept = (aux.lse - softmax.sinks.float()[:, None]).sigmoid()
     return out * kept[..., None].to(out.dtype)
+
+
+def flex_flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax: Softmax = PLAIN) -> Tensor:
+    """FlexAttention by the kernels of FlashAttention-4 (Hopper and later); no sinks."""
+    return flex(q, k, v, mask, softmax, {"BACKEND": "FLASH"})
 
 
 def _block_mask(mask: Mask, rows: int, queries: int, keys: int, device: torch.device) -> Any:
@@ -240,7 +274,7 @@ def prepared(
     rows, queries = shape
     if queries == 1 or mask.begins is not None:
         return mask
-    if attend is flex:
+    if attend in (flex, flex_flash):
         return replace(mask, blocks=_block_mask(mask, rows, queries, keys, device))
     if attend in (flash, varlen) and mask.documents is not None and mask.bounds is None:
         return replace(mask, bounds=bounds_of(mask.documents))
@@ -252,5 +286,6 @@ BACKENDS: dict[str, Attend] = {
     "flash": flash,
     "varlen": varlen,
     "flex": flex,
+    "flex_flash": flex_flash,
     "eager": eager,
 }

@@ -153,7 +153,7 @@ class Decoder(LanguageModel):
         *,
         documents: bool = False,
         half: bool = True,
-        many_lengths: bool = False,
+        length: int | None = None,
     ) -> Choice:
         """Choose the attention backend for a device ("cpu", "cuda"); see :class:`Needs`.
 
@@ -164,7 +164,7 @@ class Decoder(LanguageModel):
         windows = any(layer.window for layer in layers)
         biased = any(spectrum.alibi for layer in layers for spectrum in layer.spectra)
         size = self.config.head_size
-        needs = Needs(documents, windows, biased, half, many_lengths, size, self.config.softmax)
+        needs = Needs(documents, windows, biased, half, length, size, self.config.softmax)
         choice = choose_backend(name, device, needs)
         for block in self.layers:
             block.self_attn.attend = BACKENDS[choice.name]

@@ -55,7 +55,7 @@ class LanguageModel(nn.Module, ABC):
         *,
         documents: bool = False,
         half: bool = True,
-        many_lengths: bool = False,
+        length: int | None = None,
     ) -> Choice:
         """Choose how attention is computed on a device ("cpu", "cuda")."""
 

@@ -60,8 +60,15 @@ def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]
 
 @lru_cache
 def frequencies(inv_freq: Frequencies, device: torch.device) -> Tensor:
-    """Kept, since copying to a GPU waits for it."""
-    return torch.tensor(inv_freq, dtype=torch.float64, device=device)
+    """Return frequencies on a device, and keep them.
+
+    An annealed drop has others at every step: only a copy from pinned memory does not block the
+    host until a GPU has it.
+    """
+    found = torch.tensor(inv_freq, dtype=torch.float64, device="cpu")
+    if device.type == "cuda":
+        return found.pin_memory().to(device, non_blocking=True)
+    return found.to(device)
 
 
 class _Rotate(torch.autograd.Function):

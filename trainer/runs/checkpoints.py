@@ -13,9 +13,10 @@ import math
 import platform
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from difflib import get_close_matches
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,16 @@ def description(
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this program and of the libraries that affect results."""
-    return {
+    """Return the versions of this program and of the installed libraries that affect results."""
+    found = {
         "unrope": trainer.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # includes the build, such as +cu130
-        **{name: version(name) for name in ("lightning", "numpy", "datasets", "tokenizers")},
     }
+    for name in ("lightning", "numpy", "datasets", "tokenizers"):
+        with suppress(PackageNotFoundError):  # not every run needs datasets
+            found[name] = version(name)
+    return found
 
 
 def step_name(step: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 
 def disable_sigterm_broadcast(trainer: L.Trainer) -> None:
@@ -24,3 +25,8 @@ def set_steps_done(trainer: L.Trainer, steps: int) -> None:
     """
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     progress.total.ready = progress.total.completed = steps
+
+
+def join_process_group(strategy: ModelParallelStrategy) -> None:
+    """Do what Lightning's ``setup_environment`` does, but make no device mesh."""
+    strategy._setup_distributed()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.data.dataset import Batch
 from trainer.interchange.pretrained import Pretrained
+from trainer.model.backend_choice import Choice
 from trainer.model.decoder import Decoder
 from trainer.positional.config import build_layout
 from trainer.positional.layout import Layout
@@ -94,6 +95,19 @@ class LanguageModule(L.LightningModule):
                 memory = torch.cuda.get_device_properties(device).total_memory
             kind = self.config.strategy.reduce_gradients
             self.reduces_once = reduces_once_a_step(self.model, kind, memory)
+
+    def choose_attention(self, config: RunConfig, device: str) -> Choice:
+        """Choose the attention kernels for the layout as it is, on "cpu" or "cuda".
+
+        ``config``: the run as the present phase trains it.
+        """
+        return self.model.use_backend(
+            config.model.attention_backend,
+            device,
+            documents=config.data.document_mask,
+            half=config.trainer.precision == "bf16",
+            length=config.data.sequence_length,
+        )
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """Return the loss of a micro-batch ``[B, T]``: the weighted sum over its tokens, divided by

@@ -43,6 +43,7 @@ from trainer.runs.arms import shard_size
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks, device_of, limit_collectives
 from trainer.runs.training_config import StrategyConfig
+from trainer.training.lightning_internals import join_process_group
 
 SHARDED = ("fsdp2", "hsdp")
 
@@ -76,6 +77,10 @@ class Replicated(Uncopied, DDPStrategy):
 
 class Sharded(Uncopied, ModelParallelStrategy):
     """FSDP2; the model is already distributed when Lightning sees it."""
+
+    def setup_environment(self) -> None:
+        """Join the process group without Lightning's mesh, whose groups nothing destroys."""
+        join_process_group(self)
 
     def model_to_device(self) -> None:
         """Do nothing: offloaded parameters stay on the CPU."""
@@ -121,6 +126,9 @@ def parallelize(
         checkpoint_activations(block, config.strategy.activation_checkpointing)
         if config.trainer.compile:
             block.compile()
+    if config.trainer.compile:
+        # torch would cut blocks where DDP's buckets end; reductions overlap between blocks anyway.
+        torch._dynamo.config.optimize_ddp = False
     home = device
     if config.strategy.name in SHARDED:
         mesh = device_mesh(config.strategy, ranks, device)

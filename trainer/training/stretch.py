@@ -18,6 +18,7 @@ from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.data.tokenizer import vocabulary_size
 from trainer.errors import PreemptedError, UserError
 from trainer.interchange.pretrained import Pretrained
+from trainer.model.backends import cudnn_attention
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 from trainer.report.progress import Progress
@@ -184,19 +185,15 @@ def train_stretch(
                 *around.callbacks,
             ],
         )
-        backend = model.use_backend(
-            config.model.attention_backend,
-            trainer.strategy.root_device.type,
-            documents=config.data.document_mask,
-            half=config.trainer.precision == "bf16",
-        )
+        backend = module.choose_attention(here, trainer.strategy.root_device.type)
         count = sum(p.numel() for p in model.parameters())
-        log.info("%s: %s parameters, attention backend %s (%s)", title, f"{count:,}", *backend)
+        kind = f"attention backend {backend.name} ({backend.why})"
+        log.info("%s: %s parameters, %s", title, f"{count:,}", kind)
         to_train = start.step < end
         if to_train:
             first = partial(_first_sample, phases, skips)
             data = TrainingData(samples_of(corpus, phase), here, ranks, start.step, first)
-            with releasing(module, trainer.strategy):
+            with releasing(module, trainer.strategy), cudnn_attention(backend.cudnn):
                 trainer.fit(module, datamodule=data)
             certificate = module.certificate.state()["samples"]
             log.info("%s: what was read has the certificate %s", title, certificate)

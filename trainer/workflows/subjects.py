@@ -25,13 +25,13 @@ def subject_of(candidate: Candidate, dtype: str, device: str) -> Subject:
 
     def load() -> LanguageModel:
         model = candidate.load(device).to(DTYPES[dtype])
-        needs = {"half": dtype == "bf16", "many_lengths": True}
+        half = dtype == "bf16"
         try:
-            backend = model.use_backend(model.config.attention_backend, device, **needs)
+            backend = model.use_backend(model.config.attention_backend, device, half=half)
         except UserError:  # the run had a GPU, or 16 bits, that its evaluation does not have
-            backend = model.use_backend("auto", device, **needs)
+            backend = model.use_backend("auto", device, half=half)
         kind = f"{dtype} on {device}"
-        log.info("%s: %s, attention %s (%s)", candidate.name, kind, *backend)
+        log.info("%s: %s, attention %s (%s)", candidate.name, kind, backend.name, backend.why)
         return model
 
     # Not the device: it computes the same but for rounding.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from trainer.model.backends import flex, sdpa
+from trainer.model.backends import cudnn_attention, flex, flex_flash, sdpa
 from trainer.model.decoder import Decoder
 from trainer.training.module import LanguageModule
 from trainer.training.strategy import reshard
@@ -29,10 +29,12 @@ def evaluating(module: LanguageModule) -> Iterator[Decoder]:
     try:
         model.eval()
         for block in model.layers:
-            if block.self_attn.attend is flex:  # uncompiled FlexAttention materializes all scores
+            # Uncompiled FlexAttention materializes all scores.
+            if block.self_attn.attend in (flex, flex_flash):
                 block.self_attn.attend = sdpa
         with (
             torch.no_grad(),
+            cudnn_attention(False),  # it would make a plan for every new length
             isolate_rng(include_cuda=False),  # it creates a context on every GPU
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.compiler.set_stance("force_eager"),

@@ -118,6 +118,9 @@ class Transitions(L.Callback):
         model.layout = layout_of_phase(model.layout, phase, model.config)
         if phase.drop is not None:
             self._before = model.layout if phase.drop.anneal_steps else None
+        # A new encoding may need another kernel: ALiBi has a mask, which cuDNN must not see.
+        choice = module.choose_attention(phase.config, trainer.strategy.root_device.type)
+        torch.backends.cuda.enable_cudnn_sdp(choice.cudnn)
         after = self.losses(module, phase)
         effect = self.effects[phase.name] = {
             "step": trainer.global_step,
