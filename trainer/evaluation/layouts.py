@@ -87,10 +87,13 @@ def tempered(
     layout: Layout, coefficient: float, per: Per = "sequence", exponent: float = 1.0
 ) -> Layout:
     """Logits times (1 + c ln s)^exponent beyond the training length, in place of what depended on
-    the length before: DroPE's (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's (App. A.4)."""
+    the length before: DroPE's (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's (App. A.4).
+
+    C is the longest length of training, whatever the temperature referred to before.
+    """
     return layout.map(
         lambda spectrum: spectrum.with_temperature(
-            coefficient=coefficient, exponent=exponent, per=per
+            coefficient=coefficient, exponent=exponent, per=per, reference=None, steps=False
         )
     )
 

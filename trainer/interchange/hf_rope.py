@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from trainer.errors import UserError, did_you_mean
@@ -185,7 +186,7 @@ def _yarn(rope: _Rope) -> Spectrum:
     """YaRN; its attention factor is 0.1 ln s + 1 unless it is given, or as a quotient."""
     known = {key: rope.values[key] for key in ("beta_fast", "beta_slow") if key in rope.values}
     truncate = rope.values.get("truncate", True)
-    stretch = yarn(rope.plain.inv_freq, rope.original_length, truncate=truncate, **known)
+    rescaling = partial(yarn, truncate=truncate, **known)
 
     def scale(coefficient: float) -> float:
         return 0.1 * coefficient * math.log(max(rope.factor, 1.0)) + 1.0
@@ -193,7 +194,8 @@ def _yarn(rope: _Rope) -> Spectrum:
     above, below = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
     inferred = scale(above) / scale(below) if above and below else scale(1.0)
     attention = rope.values.get("attention_factor", inferred)
-    return replace(rescaled(rope.plain, stretch, rope.factor), rotary_scale=attention)
+    slowed = rescaled(rope.plain, rescaling, rope.original_length, rope.factor)
+    return replace(slowed, rotary_scale=attention)
 
 
 def _longrope(rope: _Rope) -> Spectrum:
@@ -211,13 +213,12 @@ def _longrope(rope: _Rope) -> Spectrum:
 
 def _llama3(rope: _Rope) -> Spectrum:
     """The scaling of Llama 3.1."""
-    stretch = llama3(
-        rope.plain.inv_freq,
-        rope.original_length,
+    rescaling = partial(
+        llama3,
         low_freq_factor=rope.values["low_freq_factor"],
         high_freq_factor=rope.values["high_freq_factor"],
     )
-    return rescaled(rope.plain, stretch, rope.factor)
+    return rescaled(rope.plain, rescaling, rope.original_length, rope.factor)
 
 
 _SPECTRA: dict[str, Callable[[_Rope], Spectrum]] = {

@@ -127,7 +127,7 @@ class Layout:
     def rescaled(self, rescaling: Rescaling, factor: float) -> Layout:
         """Every rotation slowed for sequences ``factor`` times as long as the training length."""
         C = self.training_length
-        return self.map(lambda s: rescaled(s, rescaling(s.inv_freq, C), factor))
+        return self.map(lambda s: rescaled(s, rescaling, C, factor))
 
     def dynamically_rescaled(self, rescaling: Rescaling, growth: float = 1.0) -> Layout:
         """Every rotation slowed with the length of the sequence at hand, and so much faster."""

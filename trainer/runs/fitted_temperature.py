@@ -65,7 +65,11 @@ def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, s
         return layout, ""
     changed = layout.map(
         lambda spectrum: spectrum.with_temperature(
-            coefficient=fitted.coefficient, exponent=1.0, per=fitted.per
+            coefficient=fitted.coefficient,
+            exponent=1.0,
+            per=fitted.per,
+            reference=None,
+            steps=False,
         )
     )
     words = f", logits times 1 + {fitted.coefficient:.3g} ln(n / {layout.training_length}) beyond"
