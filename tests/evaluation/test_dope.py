@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,6 +131,37 @@ def test_with_r_1_the_head_of_the_largest_eigenvalue_is_the_first(model):
     settings = DopeSettings(heads=1)
     largest = torch.stack([e.eigenvalues[:, 0] for e in entropies(model, "query")])
     assert places(select(model, IDS, settings)) == [divmod(int(largest.argmax()), 4)]
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+@pytest.mark.parametrize("spectral", ["inverse", "share", "norm"])
+@pytest.mark.parametrize("by", ["query", "key"])
+def test_with_r_1_heads_are_sorted_by_what_the_settings_name(model, by, spectral, order):
+    """Captions of Tables 1 and 2: ASC takes the heads of lowest entropy, those of the largest
+    eigenvalue over the trace. Sec. 5.2 and App. A.2: the score is the spectral norm itself."""
+    expected = {}
+    for layer, heads in enumerate(captured(model, model.layout)):
+        for h in range(4):
+            of = heads.rotated_q[:, h] if by == "query" else heads.rotated_k[:, h // 2]
+            x = of.flatten(0, 1).double().numpy()
+            norm = np.linalg.svd(x, compute_uv=False)[0] ** 2
+            share = norm / (x**2).sum()
+            expected[layer, h] = {"inverse": 1 / share, "share": share, "norm": norm}[spectral]
+    settings = DopeSettings(by=by, spectral=spectral, order=order, heads=12)
+    found = select(model, IDS, settings).heads
+    assert [one.score for one in found] == pytest.approx(
+        sorted(expected.values(), reverse=order == "descending"), rel=1e-5
+    )
+    for one in found:
+        assert one.score == pytest.approx(expected[one.layer, one.head], rel=1e-5)
+
+
+def test_the_spectral_norm_in_ascending_order_takes_the_opposite_end(model):
+    by_rank = places(select(model, IDS, DopeSettings(heads=12)))
+    by_share = places(select(model, IDS, DopeSettings(heads=12, spectral="share")))
+    assert by_share == by_rank[::-1]
+    by_norm = places(select(model, IDS, DopeSettings(heads=12, spectral="norm")))
+    assert by_norm not in (by_rank, by_share)
 
 
 def test_stages_see_the_rescaled_and_the_trained_frequencies(model):
@@ -377,9 +409,10 @@ def test_a_model_without_rotation_is_a_clear_error(tiny_decoder):
 
 
 def test_impossible_settings_are_named_together(model):
-    settings = DopeSettings(r=0, heads=-1, seed=-1, sigma=-1.0)
+    settings = DopeSettings(r=0, spectral="norm", heads=-1, seed=-1, sigma=-1.0)
     assert [p.split(":")[0] for p in settings.problems()] == [
         "evaluation.dope.r",
+        "evaluation.dope.spectral",
         "evaluation.dope.heads",
         "evaluation.dope.seed",
         "evaluation.dope.sigma",

@@ -1,5 +1,7 @@
 """What several tests do with spectra and layouts."""
 
+from functools import partial
+
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import rescaled
 from trainer.positional.rotation import encode_keys, encode_queries, head_groups
@@ -7,7 +9,7 @@ from trainer.positional.rotation import encode_keys, encode_queries, head_groups
 
 def slowed(method, spectrum, factor, training_length, **options):
     """The spectrum rescaled by a method of trainer.positional.rescaling."""
-    return rescaled(spectrum, method(spectrum.inv_freq, training_length, **options), factor)
+    return rescaled(spectrum, partial(method, **options), training_length, factor)
 
 
 def one_layer(training_length, *spectra, **others):

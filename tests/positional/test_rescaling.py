@@ -329,18 +329,18 @@ def test_every_pair_is_slowed_by_at_most_the_factor(rescaling, name, factor):
 
 @pytest.mark.parametrize("second", [yarn, yarn_turns, position_interpolation, ntk_aware])
 def test_a_second_rescaling_keeps_the_attention_factor_of_the_first(second):
-    """As where a model that YaRN has extended is extended once more: factors multiply."""
+    """As where a model that YaRN has extended is extended once more: logarithms add up."""
     once = slowed(yarn, rope(), 4.0, C)
     twice = slowed(second, once, 2.0, 4 * C)
-    own = 0.1 * math.log(2) + 1 if second in (yarn, yarn_turns) else 1.0
-    assert twice.rotary_scale == pytest.approx((0.1 * math.log(4) + 1) * own, rel=1e-12)
+    own = 2.0 if second in (yarn, yarn_turns) else 1.0
+    assert twice.rotary_scale == pytest.approx(0.1 * math.log(4 * own) + 1, rel=1e-12)
     stretch = second(once.inv_freq, 4 * C)
     assert twice.inv_freq == pytest.approx(stretch.frequencies(once.inv_freq, 2.0), rel=1e-12)
     # With a factor that follows the length, and with factors of each pair.
     for s in (1, 2):
         following = dynamic(once, second, 4 * C).at(4 * s * C, 4 * C)
-        grown = 0.1 * math.log(s) + 1 if second in (yarn, yarn_turns) else 1.0
-        assert following.rotary_scale == pytest.approx(once.rotary_scale * grown, rel=1e-12)
+        grown = 0.1 * math.log(s) if second in (yarn, yarn_turns) else 0.0
+        assert following.rotary_scale == pytest.approx(once.rotary_scale + grown, rel=1e-12)
     assert longrope(once, (1.0,) * 32, (2.0,) * 32, C).rotary_scale == once.rotary_scale
 
 

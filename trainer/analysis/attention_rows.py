@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.analysis.capture import Heads
@@ -17,6 +18,9 @@ from trainer.positional.alibi import alibi_slopes
 
 BLOCK_ELEMENTS = 2**19
 """Scores in memory at a time: 2 MiB, which a core's cache holds."""
+
+QUERIES = 128
+"""The most queries of a text that :class:`SampledAttention` has."""
 
 # Finite, so that its product with a probability of 0 is 0; exp of it is 0 in float32.
 HIDDEN = -1e30
@@ -156,3 +160,52 @@ def head_attention(heads: Heads, head: int, queries: slice) -> Tensor:
         scaling=heads.scaling,
     )
     return found[:, 0]
+
+
+@dataclass(frozen=True)
+class SampledAttention:
+    """Attention of some queries of one head, as it is and with a pair's part taken out of scores.
+
+    ``q`` ``[B, n, D]``: encoded queries at the positions ``at`` ``[n]``, evenly spread over the
+    last three quarters of the training length, or of the text or the window where these are
+    shorter, so that each sees all keys before it. ``k`` ``[B, T, D]``: encoded keys from the first
+    on. ``pairs``: of the head's spectrum.
+    """
+
+    heads: Heads
+    head: int
+    kv_head: int
+    pairs: int
+    at: Tensor
+    q: Tensor
+    k: Tensor
+
+    def weights(self, without: int | None = None) -> Tensor:
+        """Attention ``[B, n, T]`` on every key, without that pair's part of the scores."""
+        heads, at = self.heads, self.at[:, None]
+        products = self.q @ self.k.mT
+        if without is not None:
+            channels = [without, without + self.pairs]
+            products = products - self.q[..., channels] @ self.k[..., channels].mT
+        slopes = head_slopes(heads)
+        slope = 0.0 if slopes is None else float(slopes[self.head])
+        keys = torch.arange(self.k.shape[1], device=at.device)
+        scores = capped(products * heads.scale, heads.softcap) + slope * (keys - at)
+        scores = scores.masked_fill(keys > at, -torch.inf)
+        if heads.sinks is not None:
+            scores = F.pad(scores, (0, 1), value=float(heads.sinks[self.head]))
+        return scores.softmax(dim=-1)[..., : len(keys)]
+
+
+def sampled_attention(heads: Heads, head: int) -> SampledAttention | None:
+    """Choose the queries of one query head; None if none of them sees another key than its own."""
+    length = min(heads.q.shape[2], heads.training_length, heads.encoding.window or heads.q.shape[2])
+    if length < 2:
+        return None
+    kv = head // heads.queries_per_key
+    start = max(1, length // 4)
+    at = torch.linspace(start, length - 1, min(QUERIES, length - start), device=heads.q.device)
+    at = at.round().long()
+    q, k = heads.rotated_q[:, head, at], heads.rotated_k[:, kv, :length]
+    pairs = len(heads.encoding.spectra[kv].inv_freq)
+    return SampledAttention(heads, head, kv, pairs, at, q, k)

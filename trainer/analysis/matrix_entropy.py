@@ -36,11 +36,18 @@ class MatrixEntropy:
     """Of the heads of one layer, float64; entropies in nats.
 
     ``bands``: ``[H, pairs]``, between 0 and log 2; NaN where a head has fewer pairs than another.
-    ``eigenvalues``: ``[H, D]`` of the Gram matrices over their traces, from the largest on.
+    ``eigenvalues``: ``[H, D]`` of the Gram matrices over their traces, from the largest on;
+    ``trace``: ``[H]``.
     """
 
     bands: Tensor
     eigenvalues: Tensor
+    trace: Tensor
+
+    @property
+    def spectral_norm(self) -> Tensor:
+        """``[H]``, the largest eigenvalues of the Gram matrices themselves."""
+        return self.eigenvalues[:, 0] * self.trace
 
     @property
     def band_mean(self) -> Tensor:
@@ -91,7 +98,7 @@ def matrix_entropy(grams: Tensor, counts: tuple[int, ...]) -> MatrixEntropy:
     trace = grams.diagonal(dim1=-2, dim2=-1).sum(dim=-1).clamp(min=torch.finfo(grams.dtype).tiny)
     # Rounding can leave eigenvalues of 0 just below it.
     eigenvalues = torch.linalg.eigvalsh(grams / trace[:, None, None]).clamp(min=0).flip(-1)
-    return MatrixEntropy(of_pairs(bands), eigenvalues)
+    return MatrixEntropy(of_pairs(bands), eigenvalues, trace)
 
 
 def at_stage(heads: Heads, side: Side, stage: Stage, trained: Layout) -> Tensor:

@@ -29,17 +29,16 @@ METHODS: dict[str, Rescaling] = {
 def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
     """gamma ``[pairs]`` of Eq. 3 for each of :data:`METHODS`: a factor for every frequency.
 
-    A pair that stands still stays as it is: 1.
+    A pair that stands still stays as it is: 1. Frequencies are those of sequences of C tokens.
     """
-    before = np.array(spectrum.inv_freq)
+    inv_freq = spectrum.at(training_length, training_length).inv_freq
+    before = np.array(inv_freq)
     still = before == 0
     return {
         name: np.where(
             still,
             1.0,
-            np.array(
-                rescaling(spectrum.inv_freq, training_length).frequencies(spectrum.inv_freq, factor)
-            )
+            np.array(rescaling(inv_freq, training_length).frequencies(inv_freq, factor))
             / np.where(still, 1.0, before),
         )
         for name, rescaling in METHODS.items()

@@ -2,11 +2,10 @@
 Sec. 4.2): the key of a sink lies towards the mean query of the pair or near the origin, all other
 keys away from the queries.
 
-Two measures, of the queries in the last three quarters of the training length, or of the text or
-the window where these are shorter. The *margin* is what the score of the first key is above the
-mean score of the other keys a query sees; it is a sum over pairs and the channels that stand still.
-The *weight* is the attention on the first key, as it is and with one pair's part taken out of all
-scores.
+Two measures, of the queries of a :class:`~trainer.analysis.attention_rows.SampledAttention`. The
+*margin* is what the score of the first key is above the mean score of the other keys a query sees;
+it is a sum over pairs and the channels that stand still. The *weight* is the attention on the first
+key, as it is and with one pair's part taken out of all scores.
 """
 
 from __future__ import annotations
@@ -15,17 +14,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from trainer.analysis.attention_rows import head_slopes
+from trainer.analysis.attention_rows import sampled_attention
 from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
-from trainer.model.softmax import capped
-
-QUERIES = 128
-"""The most queries of a text, evenly spread."""
 
 
 @dataclass(frozen=True)
@@ -56,30 +48,14 @@ class SinkPart:
 
 def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) -> SinkPart | None:
     """Of one query head over all texts; None where no query sees another key than the first."""
-    length = min(heads.q.shape[2], heads.training_length, heads.encoding.window or heads.q.shape[2])
-    if length < 2:
+    sampled = sampled_attention(heads, head)
+    if sampled is None:
         return None
-    kv = head // heads.queries_per_key
-    pairs = len(heads.encoding.spectra[kv].inv_freq)
-    start = max(1, length // 4)
-    at = torch.linspace(start, length - 1, min(QUERIES, length - start), device=heads.q.device)
-    at = at.round().long()
-    q, k = heads.rotated_q[:, head, at], heads.rotated_k[:, kv, :length]
-    products = q @ k.mT
-    slopes = head_slopes(heads)
-    slope = 0.0 if slopes is None else float(slopes[head])
-    keys = torch.arange(length, device=at.device)
+    kv, at, q, k = sampled.kv_head, sampled.at, sampled.q, sampled.k
+    pairs = sampled.pairs
 
-    def weight(products: Tensor) -> float:
-        scores = capped(products * heads.scale, heads.softcap) + slope * (keys - at[:, None])
-        scores = scores.masked_fill(keys > at[:, None], -torch.inf)
-        if heads.sinks is not None:
-            scores = F.pad(scores, (0, 1), value=float(heads.sinks[head]))
-        return float(scores.softmax(dim=-1)[..., 0].double().mean())
-
-    def without(pair: int) -> float:
-        channels = [pair, pair + pairs]
-        return weight(products - q[..., channels] @ k[..., channels].mT)
+    def weight(without: int | None = None) -> float:
+        return float(sampled.weights(without)[..., 0].double().mean())
 
     # The mean of the keys 1 to i, for every query i; less the first key, and times the query.
     others = k[:, 1:].double().cumsum(dim=1)[:, at - 1] / at[:, None]
@@ -88,8 +64,8 @@ def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) ->
     keys_of_pair = heads.k[:, kv][..., [pair, pair + pairs]]
     first, mean = keys_of_pair[:, 0], keys_of_pair.mean(dim=(0, 1))
     return SinkPart(
-        *(heads.layer, head, pair, weight(products), without(pair)),
-        math.nan if control is None else without(control),
+        *(heads.layer, head, pair, weight(), weight(pair)),
+        math.nan if control is None else weight(control),
         float(first.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)),
         *(float(by_channel.sum()), turning.cpu().numpy()),
     )

@@ -106,9 +106,7 @@ def select(
 
     def on_layer(heads: Heads) -> None:
         entropies = _entropies(heads, settings, trained)
-        by_rank = settings.entropy == "trunc"
-        found = entropies.effective_rank(settings.r) if by_rank else entropies.band_mean
-        scores.append(by_unit(found))
+        scores.append(by_unit(_scores(entropies, settings)))
         if settings.variant == "by_gaussian" and settings.sigma is None:
             moments.append(by_unit(_moments(heads)))
 
@@ -130,6 +128,16 @@ def select(
         bands = _lost_bands(spectrum, trained.training_length, settings)
         heads.append(Chosen(layer, head, table[layer][head], bands, noise[layer]))
     return Selection(settings, tuple(heads), config.num_attention_heads, config.head_size)
+
+
+def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
+    """Return what heads are sorted by, ``[H]``."""
+    if settings.entropy == "vanilla":
+        return entropies.band_mean
+    if settings.r != 1 or settings.spectral == "inverse":
+        return entropies.effective_rank(settings.r)
+    share = settings.spectral == "share"
+    return entropies.eigenvalues[:, 0] if share else entropies.spectral_norm
 
 
 def _entropies(heads: Heads, settings: DopeSettings, trained: Layout) -> MatrixEntropy:
@@ -165,11 +173,13 @@ def _lost_bands(
     spectrum: Spectrum, training_length: int, settings: DopeSettings
 ) -> tuple[int, ...]:
     """Pairs, by their frequencies as trained: by them a band is new beyond the training length,
-    and a rescaling changes nothing about which."""
+    and a rescaling changes nothing about which. C is the longest length of training, and the
+    frequencies are those of such sequences."""
     slowest = math.inf
     if settings.variant == "by_parts":
         slowest = 2 * math.pi / training_length
-    return tuple(m for m, theta in enumerate(spectrum.inv_freq) if 0 < theta < slowest)
+    trained = spectrum.at(training_length, training_length).inv_freq
+    return tuple(m for m, theta in enumerate(trained) if 0 < theta < slowest)
 
 
 def _noise(moments: Tensor, retained: set[tuple[int, int]]) -> list[float]:

@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from trainer.evaluation.layouts import LongRopeFactors
 from trainer.positional.layout import Layout
-from trainer.positional.rescaling import Rescaling, ntk_aware, ntk_by_parts, position_interpolation
+from trainer.positional.rescaling import (
+    Rescaling,
+    longest,
+    ntk_aware,
+    ntk_by_parts,
+    position_interpolation,
+)
 from trainer.positional.spectrum import Spectrum
 
 Factors = tuple[float, ...]
@@ -62,9 +68,11 @@ class EveryPair:
         C, spectra = self.layout.training_length, self.layout.spectra
 
         def by(rescaling: Rescaling) -> Callable[[Spectrum], Factors]:
-            return lambda s: _ratios(
-                s.inv_freq, rescaling(s.inv_freq, C).frequencies(s.inv_freq, self.factor)
-            )
+            def ratios(spectrum: Spectrum) -> Factors:
+                inv_freq = longest(spectrum, C)
+                return _ratios(inv_freq, rescaling(inv_freq, C).frequencies(inv_freq, self.factor))
+
+            return ratios
 
         known = [
             lambda s: _ratios(s.inv_freq, s.inv_freq),
@@ -149,9 +157,13 @@ class FromCriticalPair:
 
 
 def critical_pair(spectrum: Spectrum, training_length: int) -> int:
-    """The first pair that does not turn once in the training length, at least 1 (LongRoPE2)."""
-    turns = np.array(spectrum.inv_freq) * training_length / (2 * math.pi)
-    return max(1, int((turns >= 1).sum()))
+    """The first pair that does not turn once in the training length, at least 1 (LongRoPE2).
+
+    Pairs that stand still before all that turn are fast ones, which a drop has taken.
+    """
+    turns = np.array(longest(spectrum, training_length)) * training_length / (2 * math.pi)
+    first = int(np.argmax(turns > 0)) if turns.any() else 0
+    return max(1, first + int((turns[first:] >= 1).sum()))
 
 
 def _near(pair: int, part: float) -> int:

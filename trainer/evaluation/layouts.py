@@ -96,12 +96,15 @@ def tempered(
     exponent: float = 1.0,
     layers: LayerChoice = None,
 ) -> Layout:
-    """Logits of ``layers`` times (1 + c ln s)^exponent beyond the training length, in place of what
-    depended on the length before: DroPE's (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's
-    (App. A.4)."""
+    """Multiply the logits of ``layers`` by (1 + c ln s)^exponent beyond the training length.
+
+    Replaces what depended on the length before. This is DroPE's temperature (App. C.2), or with
+    c = 0.1 and exponent 2 RoPE-ID's (App. A.4). C is the longest length of training, whatever
+    length the earlier temperature referred to.
+    """
     return layout.map(
         lambda spectrum: spectrum.with_temperature(
-            coefficient=coefficient, exponent=exponent, per=per
+            coefficient=coefficient, exponent=exponent, per=per, reference=None, steps=False
         ),
         layout.chosen(layers),
     )

@@ -165,10 +165,15 @@ class DopeSettings:
     ``by_gaussian`` puts noise in the place of the head (Eq. 36 and 37).
     ``by``: entropies of queries, of keys, or of both together (``joint``: of one Gram matrix over
     the queries and the keys). ``entropy``: the mean over the bands (``vanilla``, Eq. 26) or the
-    truncated effective rank (``trunc``, Eq. 30) with ``r`` eigenvalues, null for all; with r = 1
-    heads are ranked by the largest eigenvalue, the larger the lower their entropy.
-    ``stage``: of the encoding, see :mod:`trainer.analysis.matrix_entropy`. ``order``: heads of low
-    (``ascending``) or high entropy. ``heads``: how many.
+    truncated effective rank (``trunc``, Eq. 30) with ``r`` eigenvalues, null for all.
+    ``spectral``: what heads are sorted by with r = 1, where Eq. 30 is 1 for every head and the
+    paper takes "only the spectral norm" (App. A.2). ``inverse``: 1 over the largest eigenvalue of
+    the Gram matrix over its trace, so that ``ascending`` begins with the heads of lowest entropy,
+    as the captions of Tables 1 and 2 say of it and as for every other r: the default. ``share``:
+    that eigenvalue, and ``norm``: the largest of the Gram matrix itself, sigma_max, as Sec. 5.2 and
+    App. A.2 can be read; ``ascending`` then begins with the heads whose largest is least.
+    ``stage``: of the encoding, see :mod:`trainer.analysis.matrix_entropy`. ``order``: heads of the
+    lowest scores (``ascending``) or of the highest. ``heads``: how many.
     ``unit``: what a head is. ``head``: a query head with a copy of its keys for itself, of which
     Llama 3 8B has 1,024, as the paper counts (Sec. 5.1). ``group``: a key-value head with all
     queries that read it, whose score is the mean of theirs.
@@ -183,6 +188,7 @@ class DopeSettings:
     entropy: Literal["vanilla", "trunc"] = "trunc"
     r: int | None = 1
     stage: Literal["pre_ntk", "post_ntk", "post_rope"] = "post_ntk"
+    spectral: Literal["inverse", "share", "norm"] = "inverse"
     order: Literal["ascending", "descending"] = "ascending"
     heads: int = 1
     unit: Literal["head", "group"] = "head"
@@ -195,6 +201,11 @@ class DopeSettings:
         found = []
         if self.r is not None and self.r < 1:
             found.append(f"evaluation.dope.r: expected 1 or more, or null for all, got {self.r}.")
+        if self.spectral != "inverse" and (self.entropy, self.r) != ("trunc", 1):
+            found.append(
+                f"evaluation.dope.spectral: {self.spectral!r} is for evaluation.dope.entropy=trunc "
+                f"with evaluation.dope.r=1, got {self.entropy} with r={self.r}; expected inverse."
+            )
         if self.heads < 0:
             found.append(f"evaluation.dope.heads: expected 0 or more, got {self.heads}.")
         if self.seed < 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from trainer.errors import UserError, did_you_mean
@@ -186,7 +187,7 @@ def _yarn(rope: _Rope) -> Spectrum:
     quotient."""
     known = {key: rope.values[key] for key in ("beta_fast", "beta_slow") if key in rope.values}
     truncate = rope.values.get("truncate", True)
-    stretch = yarn(rope.plain.inv_freq, rope.original_length, truncate=truncate, **known)
+    rescaling = partial(yarn, truncate=truncate, **known)
 
     def scale(coefficient: float) -> float:
         return 0.1 * coefficient * math.log(max(rope.factor, 1.0)) + 1.0
@@ -194,7 +195,8 @@ def _yarn(rope: _Rope) -> Spectrum:
     above, below = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
     inferred = scale(above) / scale(below) if above and below else scale(1.0)
     attention = rope.values.get("attention_factor", inferred)
-    return replace(rescaled(rope.plain, stretch, rope.factor), rotary_scale=attention)
+    slowed = rescaled(rope.plain, rescaling, rope.original_length, rope.factor)
+    return replace(slowed, rotary_scale=attention)
 
 
 def _longrope(rope: _Rope) -> Spectrum:
@@ -212,13 +214,12 @@ def _longrope(rope: _Rope) -> Spectrum:
 
 def _llama3(rope: _Rope) -> Spectrum:
     """Return the spectrum of Llama 3.1's scaling."""
-    stretch = llama3(
-        rope.plain.inv_freq,
-        rope.original_length,
+    rescaling = partial(
+        llama3,
         low_freq_factor=rope.values["low_freq_factor"],
         high_freq_factor=rope.values["high_freq_factor"],
     )
-    return rescaled(rope.plain, stretch, rope.factor)
+    return rescaled(rope.plain, rescaling, rope.original_length, rope.factor)
 
 
 _SPECTRA: dict[str, Callable[[_Rope], Spectrum]] = {

@@ -57,7 +57,7 @@ def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> 
     for candidate in _candidates(spectrum, head_dim, training_length):
         with suppress(UserError):  # a candidate may be out of bounds
             read_back = spectrum_from_rope_parameters(candidate, head_dim, training_length)
-            if _rotate_alike(read_back, spectrum, head_dim // 2):
+            if _rotate_alike(read_back, spectrum, head_dim // 2, training_length):
                 return candidate
     return None
 
@@ -67,7 +67,7 @@ def whole_head(inv_freq: Frequencies, pairs: int) -> Frequencies:
     return inv_freq + (0.0,) * (pairs - len(inv_freq))
 
 
-def _rotate_alike(read_back: Spectrum, wanted: Spectrum, pairs: int) -> bool:
+def _rotate_alike(read_back: Spectrum, wanted: Spectrum, pairs: int, training_length: int) -> bool:
     def close(a: Frequencies, b: Frequencies) -> bool:
         both = zip(whole_head(a, pairs), whole_head(b, pairs), strict=True)
         return all(math.isclose(x, y, rel_tol=PRECISION, abs_tol=1e-12) for x, y in both)
@@ -80,14 +80,16 @@ def _rotate_alike(read_back: Spectrum, wanted: Spectrum, pairs: int) -> bool:
     return (
         close(theirs.inv_freq, ours.inv_freq)
         and theirs.length == ours.length
-        and _stretches_alike(theirs, ours)
+        and _stretches_alike(theirs, ours, training_length)
     )
 
 
-def _stretches_alike(held: LongFrequencies, wanted: LongFrequencies) -> bool:
+def _stretches_alike(held: LongFrequencies, wanted: LongFrequencies, training_length: int) -> bool:
     if held.stretch is None or wanted.stretch is None:
         return held.stretch is wanted.stretch
-    return held.stretch == wanted.stretch and math.isclose(held.growth, wanted.growth)
+    references = [one.reference or training_length for one in (held, wanted)]
+    growth = math.isclose(held.growth, wanted.growth)
+    return held.stretch == wanted.stretch and growth and references[0] == references[1]
 
 
 def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iterator[Parameters]:

@@ -37,7 +37,7 @@ def _spectrum(values: dict[str, Any]) -> dict[str, Any]:
     if long.get("growth"):
         method = RESCALINGS[long.get("rescaling", "ntk")]
         stretch = asdict(method(tuple(long["inv_freq"]), length))
-        changed |= {"stretch": stretch, "growth": long["growth"]}
+        changed |= {"stretch": stretch, "growth": long["growth"], "reference": length}
     else:
         changed |= {"stretch": None, "growth": 1.0}
     return others | {"long": changed}

@@ -172,9 +172,7 @@ class Layout:
     def rescaled(self, rescaling: Rescaling, factor: float, layers: LayerChoice = None) -> Layout:
         """Slow the rotations of ``layers`` for sequences ``factor`` times the training length."""
         C = self.training_length
-        return self.map(
-            lambda s: rescaled(s, rescaling(s.inv_freq, C), factor), self.chosen(layers)
-        )
+        return self.map(lambda s: rescaled(s, rescaling, C, factor), self.chosen(layers))
 
     def dynamically_rescaled(
         self, rescaling: Rescaling, growth: float = 1.0, layers: LayerChoice = None

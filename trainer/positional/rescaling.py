@@ -40,6 +40,20 @@ def _has_order(inv_freq: Frequencies) -> bool:
     return len({f for f in inv_freq if f > 0}) > 1
 
 
+def _geometric_step(moving: Sequence[float]) -> float | None:
+    """Return ln(f_m / f_{m+1}) if it is the same for all neighbours; None if it is not."""
+    step = math.log(moving[0] / moving[-1]) / (len(moving) - 1)
+    steps = -np.diff(np.log(moving))
+    return step if np.allclose(steps, step, rtol=GEOMETRIC, atol=0) else None
+
+
+def _over_logarithm(inv_freq: Frequencies, fast: float, slow: float) -> Stretch:
+    """Keep the frequencies from ``fast`` on, divide those up to ``slow`` by s, and between the two
+    go linearly with the logarithm of the frequency."""
+    known = np.maximum(inv_freq, np.finfo(float).tiny)
+    return _by_share(np.clip(np.log(known / slow) / math.log(fast / slow), 0, 1))
+
+
 def position_interpolation(inv_freq: Frequencies, training_length: int) -> Stretch:
     """PI (Chen et al. 2023): every frequency divided by s."""
     return Stretch((0.0,) * len(inv_freq), (1.0,) * len(inv_freq))
@@ -77,11 +91,10 @@ def ntk_by_parts(
         return _by_share(np.ones(len(inv_freq)))
     moving = [f for f in inv_freq if f > 0]
     first = next(m for m, f in enumerate(inv_freq) if f > 0)  # a drop may leave slow pairs alone
-    step = math.log(moving[0] / moving[-1]) / (len(moving) - 1)
-    if not np.allclose(-np.diff(np.log(moving)), step, rtol=GEOMETRIC, atol=0):
-        turns = np.maximum(inv_freq, np.finfo(float).tiny) * training_length / (2 * math.pi)
-        kept = np.log(turns / beta_slow) / math.log(beta_fast / beta_slow)
-        return _by_share(np.clip(kept, 0, 1))
+    step = _geometric_step(moving)
+    if step is None:
+        once = 2 * math.pi / training_length
+        return _over_logarithm(inv_freq, beta_fast * once, beta_slow * once)
 
     def index(turns: float) -> float:
         """Return the fractional index at which a pair turns so often within C."""
@@ -124,11 +137,16 @@ def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
     divided by s, those between divided in part, on a ramp that is linear in the pair's index. The
     text does not say over what it interpolates; the index is YaRN's choice in transformers, on
     which RoPE-ID's code is built, and for its log-spaced pairs the logarithm of the frequency.
+    After an earlier rescaling they are log-spaced no longer, and the ramp is linear in that
+    logarithm, as in :func:`ntk_by_parts`.
     There is no attention factor, since RoPE-ID has the same as a temperature of its own.
     """
-    moving = [m for m, f in enumerate(inv_freq) if f > 0]
-    if len(moving) < 2:
+    if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))
+    moving = [m for m, f in enumerate(inv_freq) if f > 0]
+    turning = [inv_freq[m] for m in moving]
+    if _geometric_step(turning) is None:
+        return _over_logarithm(inv_freq, max(turning), min(turning))
     share = (np.arange(len(inv_freq)) - moving[0]) / (moving[-1] - moving[0])
     return _by_share(np.clip(1 - share, 0, 1))
 
@@ -173,20 +191,45 @@ def llama3(
     return _over_turns(inv_freq, training_length, high_freq_factor, low_freq_factor)
 
 
-def rescaled(spectrum: Spectrum, stretch: Stretch, factor: float) -> Spectrum:
+def known_long(spectrum: Spectrum, training_length: int) -> LongFrequencies | None:
+    """Return the other frequencies of long sequences, as they are at the end of training.
+
+    A schedule is taken at C, the longest sequences that the model was trained on, and goes no
+    further. None if all sequences have the same frequencies.
+    """
+    long = spectrum.long
+    if long is None or long.stretch is None:
+        return long
+    seen = training_length > long.length
+    inv_freq = spectrum.at(training_length, training_length).inv_freq if seen else long.inv_freq
+    return LongFrequencies(long.length, inv_freq)
+
+
+def longest(spectrum: Spectrum, training_length: int) -> Frequencies:
+    """Return the frequencies in the longest sequences, from which an extension sets out."""
+    long = known_long(spectrum, training_length)
+    return spectrum.inv_freq if long is None else long.inv_freq
+
+
+def rescaled(
+    spectrum: Spectrum, rescaling: Rescaling, training_length: int, factor: float
+) -> Spectrum:
     """The spectrum slowed for an extension by ``factor`` in sequences of every length.
 
-    Other frequencies of long sequences are slowed alike, and follow the length no further.
+    Other frequencies of long sequences are slowed by what the method says of them, and follow the
+    length no further.
     """
     if factor == 1:
         return spectrum
-    long = spectrum.long
+    stretch = rescaling(spectrum.inv_freq, training_length)
+    long = known_long(spectrum, training_length)
     if long is not None:
-        long = LongFrequencies(long.length, stretch.frequencies(long.inv_freq, factor))
+        of_long = rescaling(long.inv_freq, training_length)
+        long = LongFrequencies(long.length, of_long.frequencies(long.inv_freq, factor))
     return replace(
         spectrum,
         inv_freq=stretch.frequencies(spectrum.inv_freq, factor),
-        rotary_scale=spectrum.rotary_scale * stretch.scale(factor),
+        rotary_scale=stretch.scale(factor, spectrum.rotary_scale),
         long=long,
     )
 
@@ -197,16 +240,19 @@ def dynamic(
     """The spectrum slowed with the s of the sequence at hand (DroPE, App. C.2).
 
     In a sequence of n > C tokens s = 1 + ``growth`` (n / C - 1), which by default is n / C; in a
-    shorter one nothing changes. A spectrum that has other frequencies in long sequences already
-    keeps them, rescaled beyond C; of two schedules the later one counts. With :func:`ntk_aware`
-    and transformers' ``factor`` as ``growth`` this is dynamic NTK (emozilla 2023; DoPE App. A.2):
-    s = alpha n / C - (alpha - 1).
+    shorter one nothing changes. C is stored, so that the schedule stays the same when a later phase
+    has longer sequences. A spectrum that has other frequencies in long sequences already keeps
+    them, rescaled beyond C; of two schedules the later one counts, and sets out from what the
+    earlier one has come to at C. With :func:`ntk_aware` and transformers' ``factor`` as ``growth``
+    this is dynamic NTK (emozilla 2023; DoPE App. A.2): s = alpha n / C - (alpha - 1).
     """
     if not spectrum.rotates:
         return spectrum
-    long = spectrum.long or LongFrequencies(training_length, spectrum.inv_freq)
+    held = known_long(spectrum, training_length)
+    long = held or LongFrequencies(training_length, spectrum.inv_freq)
     stretch = rescaling(long.inv_freq, training_length)
-    return replace(spectrum, long=replace(long, stretch=stretch, growth=growth))
+    long = replace(long, stretch=stretch, growth=growth, reference=training_length)
+    return replace(spectrum, long=long)
 
 
 def longrope(
@@ -215,17 +261,23 @@ def longrope(
     """LongRoPE (Ding et al. 2024): every pair divided by a factor of its own, out of ``short`` in
     sequences of up to C tokens and out of ``long`` in longer ones. Equal ones follow no length.
 
+    A spectrum that has other frequencies in long sequences already has those divided by ``long``,
+    from the length on at which they begin.
+
     Raises:
         ValueError: there are not as many factors as pairs.
     """
     if not spectrum.rotates:
         return spectrum
 
-    def divided(factors: Sequence[float]) -> Frequencies:
-        return tuple(f / factor for f, factor in zip(spectrum.inv_freq, factors, strict=True))
+    def divided(inv_freq: Frequencies, factors: Sequence[float]) -> Frequencies:
+        return tuple(f / factor for f, factor in zip(inv_freq, factors, strict=True))
 
-    short_freq, long_freq = divided(short), divided(long)
-    others = None if short_freq == long_freq else LongFrequencies(training_length, long_freq)
+    held = known_long(spectrum, training_length)
+    begins = training_length if held is None else held.length
+    short_freq = divided(spectrum.inv_freq, short)
+    long_freq = divided(longest(spectrum, training_length), long)
+    others = None if short_freq == long_freq else LongFrequencies(begins, long_freq)
     return replace(spectrum, inv_freq=short_freq, long=others)
 
 

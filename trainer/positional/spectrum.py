@@ -93,9 +93,13 @@ class Stretch:
             for f, kept, power in zip(inv_freq, self.kept, self.power, strict=True)
         )
 
-    def scale(self, factor: float) -> float:
-        """The factor on rotated channels."""
-        return 1 + self.attention * math.log(factor)
+    def scale(self, factor: float, before: float = 1.0) -> float:
+        """Return the factor on rotated channels after an extension by ``factor``.
+
+        ``before``: the factor they have already. The logarithms of two extensions add up, so that
+        YaRN by s and then by t gives 1 + 0.1 ln(s t), its factor for both together.
+        """
+        return before + self.attention * math.log(factor)
 
 
 @dataclass(frozen=True)
@@ -104,12 +108,15 @@ class LongFrequencies:
 
     They are ``inv_freq`` (LongRoPE), slowed by ``stretch`` with s = 1 + ``growth`` (n / C - 1)
     where n > C (dynamic NTK and its like); None: the same in all sequences of more than ``length``.
+    ``reference``: the C of s, which a later phase with longer sequences does not change; None, in
+    layouts that earlier versions stored: the training length.
     """
 
     length: int
     inv_freq: Frequencies
     stretch: Stretch | None = None
     growth: float = 1.0
+    reference: int | None = None
 
 
 @dataclass(frozen=True)
@@ -162,11 +169,11 @@ class Spectrum:
             return plain
         if long.stretch is None:
             return replace(plain, inv_freq=long.inv_freq)
-        s = 1 + long.growth * (max(length / training_length, 1) - 1)
+        s = 1 + long.growth * (max(length / (long.reference or training_length), 1) - 1)
         return replace(
             plain,
             inv_freq=long.stretch.frequencies(long.inv_freq, s),
-            rotary_scale=self.rotary_scale * long.stretch.scale(s),
+            rotary_scale=long.stretch.scale(s, self.rotary_scale),
         )
 
     def with_temperature(self, **changes: Any) -> Spectrum:

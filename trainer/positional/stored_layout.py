@@ -89,6 +89,8 @@ def _check_spectrum(spectrum: Spectrum, head_size: int) -> None:
     long, reference = spectrum.long, spectrum.temperature.reference
     if reference is not None and reference < 1:
         raise ValueError(f"layout: a temperature refers to a length of {reference} tokens")
+    if long is not None and long.reference is not None and long.reference < 1:
+        raise ValueError(f"layout: frequencies refer to a length of {long.reference} tokens")
     if spectrum.rotary_dim > head_size:
         raise ValueError(f"layout: {spectrum.rotary_dim} of {head_size} channels rotate")
     if long is not None:

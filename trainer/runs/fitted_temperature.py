@@ -73,7 +73,11 @@ def with_fitted_temperature(layout: Layout, checkpoint: Path) -> tuple[Layout, s
         raise UserError(f"checkpoint: {str(path)!r}: {unknown[0]}")
     changed = layout.map(
         lambda spectrum: spectrum.with_temperature(
-            coefficient=fitted.coefficient, exponent=1.0, per=fitted.per
+            coefficient=fitted.coefficient,
+            exponent=1.0,
+            per=fitted.per,
+            reference=None,
+            steps=False,
         ),
         layers,
     )

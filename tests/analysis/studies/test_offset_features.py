@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import cmath
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from trainer.analysis.capture import capture
+from trainer.analysis.offset_features import OffsetFeatureSearch
 from trainer.analysis.studies.offset_features import OffsetFeaturesStudy
+from trainer.analysis.studies.offset_steps import OffsetSteps
 from trainer.analysis.studies.study import Target, run
 
 IDS = torch.randint(50, (1, 90), generator=torch.Generator().manual_seed(4))
@@ -295,6 +298,91 @@ def test_sinks_by_one_feature(tiny_decoder):
     )
     fast = np.mean([row[6] for row in sinks])
     assert f"(without its strongest faster pair {fast:.0%})" in sentence
+
+
+def looped_attention_on_the_token_before(heads, head, pair=None):
+    """One query and one key at a time, without a pair's part of the scores where one is given;
+    queries are those in the last three quarters of the training length."""
+    found = []
+    for q, k in zip(heads.rotated_q[:, head], heads.rotated_k[:, head // 2], strict=True):
+        left = [c for c in range(8) if pair is None or c not in (pair, pair + 4)]
+        for i in range(C // 4, C):
+            scores = [float(q[i, left].double() @ k[j, left].double()) for j in range(i + 1)]
+            weights = [math.exp((s - max(scores)) / math.sqrt(8)) for s in scores]
+            found.append(weights[i - 1] / sum(weights))
+    return sum(found) / len(found)
+
+
+def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_decoder):
+    """Sec. 4.3.1: the dot product of feature 0 is largest at distance 1 where phi is theta."""
+    model = loud(tiny_decoder)
+    section = section_of(Target("tiny", model, IDS))
+    rows = picture(section, "offset_steps").rows
+    layers = []
+    capture(model, IDS, layers.append)
+    first = [one for one in pairs_of(model) if one[2] == 0]
+    assert len(rows) == len(first) == 8
+    for row, (layer, head, _, theta, q, k) in zip(rows, first, strict=True):
+        assert row[:4] == (layer, head, 0, theta)
+        assert row[4:7] == pytest.approx((abs(q), abs(k), cmath.phase(k / q) % TURN), rel=1e-4)
+        # The part of the logit turns with the query; look for its peak at small steps.
+        distances = np.linspace(-0.5, TURN / theta - 0.5, 20_001)
+        parts = (q * np.exp(1j * theta * distances) * k.conjugate()).real
+        peak = distances[int(parts.argmax())]
+        assert row[7] == pytest.approx(peak, abs=2e-3)
+        expected = [looped_attention_on_the_token_before(layers[layer], head, m) for m in (None, 0)]
+        assert row[8:] == pytest.approx(expected, rel=1e-3)
+    np.testing.assert_allclose(
+        section.numbers["steps"]["steps"], [row[7] for row in rows], rtol=1e-6
+    )
+    at_step = [0.5 <= row[7] < 1.5 for row in rows]
+    large = sorted(rows, key=lambda row: row[5])[-1]
+    (sentence,) = (f for f in section.findings if f.startswith("The fastest pair"))
+    assert (
+        f"and in {np.mean(at_step):.0%} of all 8; of angles at random that would be 16%" in sentence
+    )
+    of_large = np.mean([hit for row, hit in zip(rows, at_step, strict=True) if row[5] == large[5]])
+    assert f"the token before in {of_large:.0%} of the" in sentence
+    strongest = max(rows, key=lambda row: row[4] * row[5])
+    assert section.grids[-1].rows[0][:2] == (f"L{strongest[0]}H{strongest[1]}", "0")
+
+
+@pytest.mark.parametrize(("layers", "theta"), [(["rope"], 1.0), (["rope_id"], TURN / 4)])
+def test_a_planted_pair_one_step_apart_selects_the_token_before(tiny_decoder, layers, theta):
+    """Queries of pair 0 are (8, 0) everywhere and keys one step ahead of them; no other channel
+    says anything."""
+    model = tiny_decoder(
+        training_length=C, layers=layers, encodings={"rope_id": {"fastest_wavelength": 4.0}}
+    )
+    pairs = len(model.layout.spectra[0].inv_freq)
+    layers_read = []
+    capture(model, IDS, layers_read.append)
+    planted = []
+    for heads in layers_read:
+        q, k = torch.zeros_like(heads.q), torch.zeros_like(heads.k)
+        q[..., 0], k[..., 0], k[..., pairs] = 8.0, 8 * math.cos(theta), 8 * math.sin(theta)
+        turned = [x.clone() for x in (q, k)]
+        for x in turned:
+            phase = theta * torch.arange(x.shape[2])
+            a, b = x[..., 0].clone(), x[..., pairs].clone()
+            x[..., 0], x[..., pairs] = (
+                a * phase.cos() - b * phase.sin(),
+                a * phase.sin() + b * phase.cos(),
+            )
+        planted.append(replace(heads, q=q, k=k, rotated_q=turned[0], rotated_k=turned[1]))
+    steps, means = OffsetSteps(), OffsetFeatureSearch()
+    for heads in planted:
+        steps.update(heads)
+        means.update(heads)
+    part = steps.part(means.result(), 2)
+    assert part.numbers["steps"]["steps"] == pytest.approx([1.0] * 8, abs=1e-5)
+    assert "token before in 100% of the 8 heads" in part.findings[0]
+    before, after = (
+        np.array(part.numbers["steps"][name]) for name in ("attention", "attention_without")
+    )
+    assert (before > 3 * after).all()
+    # Without the pair nothing is left to tell keys apart.
+    np.testing.assert_allclose(after, np.mean([1 / (i + 1) for i in range(C // 4, C)]), rtol=1e-5)
 
 
 def test_a_model_without_rotation_is_a_problem(tiny_decoder):

@@ -43,7 +43,7 @@ class ExtendedBounds:
         self._searches = {name: OffsetFeatureSearch(self._at(name)) for name in self.rescalings}
 
     def _rescaling(self, change: Rescaling) -> Callable[[Spectrum], Spectrum]:
-        return lambda s: rescaled(s, change(s.inv_freq, self.C), self.length / self.C)
+        return lambda s: rescaled(s, change, self.C, self.length / self.C)
 
     def _at(self, name: str) -> int:
         return self.C if name == AS_TRAINED else self.length

@@ -28,6 +28,7 @@ from trainer.analysis.studies.offset_pictures import (
     scatter,
 )
 from trainer.analysis.studies.offset_sinks import OffsetSinks
+from trainer.analysis.studies.offset_steps import OffsetSteps
 from trainer.analysis.studies.study import Study, Target
 from trainer.report.geometry.section import Grid, Picture, Section
 
@@ -47,6 +48,7 @@ class OffsetFeaturesStudy(Study):
         self._features: list[Feature] = []
         self._stability = AngleStability()
         self._sinks = OffsetSinks()
+        self._steps = OffsetSteps()
 
     @classmethod
     def problems(cls, target: Target) -> list[str]:
@@ -65,6 +67,7 @@ class OffsetFeaturesStudy(Study):
         )
         self._extended.update(means)
         self._stability.update(heads)
+        self._steps.update(heads)
         strongest = [
             one for head in range(heads.q.shape[1]) if (one := self._strongest(means, head))
         ]
@@ -112,6 +115,7 @@ class OffsetFeaturesStudy(Study):
         results = self._extended.results()
         found = results[AS_TRAINED]
         stability, sinks = self._stability.result(), self._sinks.part(self.target)
+        steps = self._steps.part(found, len(self.target.model.layout.layers))
         return Section(
             self.key,
             self.title,
@@ -122,18 +126,20 @@ class OffsetFeaturesStudy(Study):
             "lower bound). The radius is the length of the mean key; means are over all positions, "
             "before the rotation. Keys of attention sinks leave the mean: they lie near the origin "
             "or towards the queries, and what that does to attention is measured by taking the "
-            "pair's part out of all scores.",
+            "pair's part out of all scores. The fastest pair is no such feature: where its angle "
+            "is what it turns in one token, it selects the token before.",
             (
                 "part(δ) = |q̄| |k̄| cos(φ − θ δ) / √D",
                 "upper bound: θ < 2π / C",
                 "lower bound: φ ≥ π + θ C / 2",
             ),
-            "Rotary Offset Features in Large Language Models, Eq. 13–16, Sec. 4.2, Table 2, Fig. "
-            "1, 2, 4, 6–8 and 11–14, App. C.",
+            "Rotary Offset Features in Large Language Models, Eq. 13–16, Sec. 4.2 and 4.3.1, "
+            "Table 2, Fig. 1, 2, 4, 6–8 and 11–14, App. C.",
             (
                 *_findings(found, self._features),
                 *steadier(stability),
                 *sinks.findings,
+                *steps.findings,
                 *self._extended.findings(results),
             ),
             (
@@ -141,9 +147,10 @@ class OffsetFeaturesStudy(Study):
                 stable_angles(stability),
                 *self._of_heads(found),
                 *sinks.pictures,
+                *steps.pictures,
                 self._extended.picture(found),
             ),
-            (table(found), self._extended.grid(results), *sinks.grids),
+            (table(found), self._extended.grid(results), *sinks.grids, *steps.grids),
             {
                 "context_length": found.context_length,
                 "extended_length": self._extended.length,
@@ -157,7 +164,8 @@ class OffsetFeaturesStudy(Study):
                 },
                 "features": {name: plain(getattr(found, name)) for name in COLUMNS},
             }
-            | sinks.numbers,
+            | sinks.numbers
+            | steps.numbers,
         )
 
     def _of_heads(self, found: OffsetFeatures) -> list[Picture]:

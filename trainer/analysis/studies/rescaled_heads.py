@@ -151,6 +151,7 @@ def needle_part(found: NeedleShift | None) -> Part:
 
 def factors_part(spectrum: Spectrum, training_length: int) -> Part:
     """What every frequency is multiplied by (Fig. 6 and 11)."""
+    spectrum = spectrum.at(training_length, training_length)
     factors = {s: scaling_factors(spectrum, training_length, s) for s in FACTORS}
     turns = np.array(spectrum.inv_freq) * training_length / (2 * math.pi)
     moving = turns > 0

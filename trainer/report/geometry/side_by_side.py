@@ -54,7 +54,8 @@ class Cloud:
 
 @dataclass(frozen=True)
 class HeadCloud:
-    """Points ``x``, ``y`` ``[n]`` of heads with their ``layer``; else as :class:`Cloud`."""
+    """Points ``x``, ``y`` ``[n]`` of heads with their ``layer``, and a line at y = ``level``; else
+    as :class:`Cloud`."""
 
     title: str
     layer: Array
@@ -63,6 +64,7 @@ class HeadCloud:
     x_label: str
     y_label: str
     diagonal: bool = False
+    level: float | None = None
 
 
 def unscaled(axes: Axes) -> None:
@@ -128,6 +130,8 @@ def head_points(clouds: Sequence[HeadCloud], layers: int) -> Figure:
                 both = np.concatenate([cloud.x, cloud.y])
                 ends = [both.min(), both.max()]
                 axes.plot(ends, ends, color="#707070", linewidth=0.8, linestyle=":", zorder=1)
+            if cloud.level is not None:
+                axes.axhline(cloud.level, color="#707070", linewidth=0.8, linestyle=":", zorder=1)
             found = axes.scatter(
                 cloud.x,
                 cloud.y,

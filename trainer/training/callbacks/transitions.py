@@ -199,16 +199,18 @@ def layout_of_phase(layout: Layout, phase: Phase, model: ModelConfig) -> Layout:
     """Return the layout that a phase begins with: the previous one, dropped or rescaled, and
     extended.
 
-    A drop in several steps has made none.
+    A drop in several steps has made none. A new encoding is written for the length that it is
+    trained on; a rescaling starts from the length before.
     """
+    longest = max(layout.training_length, phase.config.data.sequence_length)
+    if phase.drop is None and phase.rescale is not None:
+        layout = rescaled_layout(layout, phase)
+    layout = replace(layout, training_length=longest)
     if phase.drop is not None:
         norms_on = model.qk_norm.when == "after_drop"
         positional = phase.config.positional
         layout = dropped_layout(layout, positional, phase.drop, model.head_size, norms_on)
-    elif phase.rescale is not None:
-        layout = rescaled_layout(layout, phase)
-    longest = max(layout.training_length, phase.config.data.sequence_length)
-    return replace(layout, training_length=longest)
+    return layout
 
 
 def rescaled_layout(layout: Layout, phase: Phase) -> Layout:

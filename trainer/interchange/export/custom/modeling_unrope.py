@@ -38,8 +38,8 @@ def table(spectrum: dict[str, Any], inv_freq: Tensor, trained: int, positions: T
     scale * (1 + coefficient * ln s) ** exponent, s = max(n, R) / R with R the ``reference`` or
     C, or with ``steps`` 1 + floor(n / R). Below s = max(n, C) / C. In sequences longer than
     ``long.length`` the frequencies are those of ``long``, each times kept + (1 - kept) * s **
-    -power of its ``stretch``, and rotated channels are multiplied by 1 + attention * ln s, both
-    with s = 1 + growth * (n / C - 1).
+    -power of its ``stretch``, and the factor on rotated channels grows by attention * ln s, both
+    with s = 1 + growth * (n / C - 1), C the ``reference`` of ``long`` or the training length.
     """
     positions = positions.double()[:, None, :, None]
     length = positions.amax(dim=2, keepdim=True) + 1
@@ -47,10 +47,11 @@ def table(spectrum: dict[str, Any], inv_freq: Tensor, trained: int, positions: T
     if (long := spectrum["long"]) is not None:
         slow, larger = inv_freq.new_tensor(long["inv_freq"]), scale
         if (stretch := long["stretch"]) is not None:
-            s = 1 + long["growth"] * ((length / trained).clamp(min=1) - 1)
+            begin = long.get("reference") or trained
+            s = 1 + long["growth"] * ((length / begin).clamp(min=1) - 1)
             kept, power = (inv_freq.new_tensor(stretch[key]) for key in ("kept", "power"))
             slow = slow * (kept + (1 - kept) * s**-power)
-            larger = scale * (1 + stretch["attention"] * s.log())
+            larger = scale + stretch["attention"] * s.log()
         inv_freq = torch.where(length > long["length"], slow, inv_freq)
         scale = torch.where(length > long["length"], larger, scale)
     # Remove whole turns before rounding: a large float32 phase would be inexact.

@@ -1,0 +1,376 @@
+"""Every method that derives something from C, the base or the first frequency, where the model has
+been extended before: in a second longer phase, on a spectrum that is rescaled already, and on
+frequencies that were never geometric. Each against a few plain lines of its paper."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.positional.examples import encoded, one_layer, slowed
+from trainer.analysis.capture import capture
+from trainer.analysis.offset_features import OffsetFeatureSearch
+from trainer.analysis.rescaled_attention import scaling_factors
+from trainer.data.config import DataConfig
+from trainer.evaluation import weighted_rope
+from trainer.evaluation.dope import select
+from trainer.evaluation.factor_spaces import EveryPair, FromCriticalPair, critical_pair
+from trainer.evaluation.layouts import tempered, with_factors, with_published
+from trainer.evaluation.published_factors import PublishedFactors
+from trainer.evaluation.settings import DopeSettings, WeightedRopeSettings
+from trainer.model.config import ModelConfig
+from trainer.positional.config import TemperatureConfig
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import (
+    RESCALINGS,
+    dynamic,
+    llama3,
+    longrope,
+    ntk_aware,
+    position_interpolation,
+    yarn,
+)
+from trainer.recalibration.config import ChangeConfig
+from trainer.runs.config import RunConfig
+from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
+from trainer.runs.phase_config import RescaleConfig
+from trainer.runs.phases import phases_of
+from trainer.training.callbacks.transitions import layout_of_phase
+
+C, LATER, LAST = 4096, 32_768, 131_072
+"""RoPE-ID, App. A.9: trained at 4k, tuned at 32k and then at 128k."""
+FIRST, SECOND = LATER / C, LAST / LATER
+
+
+def spectrum_of(name="rope", head_dim=64, **parameters):
+    return make_spectrum(name, head_dim, C, parameters)
+
+
+def after_phase(layout, length, **changes):
+    """A layout at the beginning of a phase with sequences of ``length`` tokens."""
+    (phase,) = phases_of(RunConfig(data=DataConfig(sequence_length=length)))
+    return layout_of_phase(layout, replace(phase, **changes), ModelConfig())
+
+
+def tuned(spectrum, *lengths, method=None):
+    """The spectrum after phases of these lengths, each with the rescaling."""
+    layout = one_layer(C, spectrum)
+    for length in lengths:
+        layout = after_phase(layout, length, rescale=RescaleConfig(method) if method else None)
+    assert layout.training_length == lengths[-1]
+    return layout.spectra[0]
+
+
+def turns(inv_freq, length):
+    return np.array(inv_freq) * length / (2 * math.pi)
+
+
+SCALED = {
+    "YaRN": slowed(yarn, spectrum_of(), FIRST, C),
+    "Llama 3.1": slowed(llama3, spectrum_of(head_dim=128, base=5e5), FIRST, C),
+    "RoPE-ID": spectrum_of("rope_id"),
+    "high-frequency RoPE": slowed(yarn, spectrum_of("high_frequency"), FIRST, C),
+    "p-RoPE": slowed(yarn, spectrum_of("p_rope"), FIRST, C),
+}
+"""Spectra of models that were trained at LATER tokens."""
+scaled = pytest.mark.parametrize("spectrum", SCALED.values(), ids=SCALED)
+
+
+def test_pi_twice_is_pi_for_both():
+    """Chen et al.: positions are divided by L' / L."""
+    before = spectrum_of()
+    expected = [f / 32 for f in before.inv_freq]
+    assert tuned(before, LATER, LAST, method="pi").inv_freq == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("base", [1e4, 5e5])
+def test_ntk_aware_scaling_twice_is_one_larger_base(base):
+    """bloc97: the base is multiplied by s^(d / (d - 2)), here with s = 32."""
+    larger = base * 32 ** (64 / 62)
+    expected = [larger ** (-2 * m / 64) for m in range(32)]
+    found = tuned(spectrum_of(base=base), LATER, LAST, method="ntk").inv_freq
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@scaled
+def test_ntk_aware_scaling_reads_the_index_of_a_pair_alone(spectrum):
+    """DroPE, Eq. 10 from the fastest pair on: s^(-2 m / (d - 2)), whatever the frequencies are."""
+    d = 2 * len(spectrum.inv_freq)
+    expected = [f * SECOND ** (-2 * m / (d - 2)) for m, f in enumerate(spectrum.inv_freq)]
+    found = slowed(ntk_aware, spectrum, SECOND, LATER).inv_freq
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "slow", "fast"),
+    [("ntk_by_parts_turns", 1, 32), ("yarn_turns", 1, 32), ("llama3", 1, 4)],
+)
+@scaled
+def test_published_ramps_count_turns_in_the_longest_sequences(spectrum, method, slow, fast):
+    """Peng et al.: gamma(r) = (r - alpha) / (beta - alpha), r = C theta / 2 pi."""
+    kept = np.clip((turns(spectrum.inv_freq, LATER) - slow) / (fast - slow), 0, 1)
+    expected = np.array(spectrum.inv_freq) * (kept + (1 - kept) / SECOND)
+    found = slowed(RESCALINGS[method], spectrum, SECOND, LATER).inv_freq
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["ntk_by_parts", "yarn"])
+@scaled
+def test_the_usual_ramp_leaves_fast_pairs_and_interpolates_slow_ones(spectrum, method):
+    """Peng et al.: pairs that turn less than once in C are divided by s, those that turn more than
+    32 times are not. A truncated ramp of geometric frequencies is up to a pair wider."""
+    found = slowed(RESCALINGS[method], spectrum, SECOND, LATER).inv_freq
+    for f, slower, often in zip(
+        spectrum.inv_freq, found, turns(spectrum.inv_freq, LATER), strict=True
+    ):
+        if often <= 0.7:
+            assert slower == pytest.approx(f / SECOND, rel=1e-12)
+        if often >= 48:
+            assert slower == f
+
+
+@pytest.mark.parametrize("method", ["yarn", "yarn_turns"])
+def test_yarns_attention_factor_is_that_of_the_whole_extension(method):
+    """Peng et al.: sqrt(1 / t) = 0.1 ln s + 1 with s = L' / L, L the length of pretraining."""
+    spectrum = spectrum_of()
+    for length, lengths in ((LATER, [LATER]), (LAST, [LATER, LAST])):
+        found = tuned(spectrum, *lengths, method=method)
+        assert found.rotary_scale == pytest.approx(0.1 * math.log(length / C) + 1, rel=1e-12)
+    # A schedule that follows the length sets out from the factor that the model has.
+    following = dynamic(found, RESCALINGS[method], LAST)
+    for n in (C, LAST, 2 * LAST, 5 * LAST):
+        scale = following.at(n, LAST).rotary_scale
+        assert scale == pytest.approx(0.1 * math.log(max(n, LAST) / C) + 1, rel=1e-12)
+
+
+def test_the_full_range_goes_from_the_fastest_to_the_slowest_frequency_in_every_stage():
+    """RoPE-ID, App. A.9: "the highest frequency is unchanged, and the lowest frequency scales up by
+    L'/L"; between them the share that is kept is linear in the logarithm of the frequency."""
+    expected, found = np.array(spectrum_of("rope_id").inv_freq), spectrum_of("rope_id")
+    for factor, length in ((FIRST, C), (SECOND, LATER)):
+        low, high = math.log(expected[-1]), math.log(expected[0])
+        kept = (np.log(expected) - low) / (high - low)
+        expected = expected * (kept + (1 - kept) / factor)
+        found = slowed(RESCALINGS["yarn_full_range"], found, factor, length)
+        assert found.inv_freq == pytest.approx(expected, rel=1e-9)
+    assert found.inv_freq[0] == spectrum_of("rope_id").inv_freq[0]
+    assert found.inv_freq[-1] == pytest.approx(spectrum_of("rope_id").inv_freq[-1] / 32)
+    assert found.rotary_scale == 1
+
+
+def dynamic_ntk(before, n, length, alpha):
+    """emozilla; DoPE, App. A.2: the base times (alpha n / C - (alpha - 1))^(d / (d - 2))."""
+    s = alpha * max(n, length) / length - (alpha - 1)
+    d = 2 * len(before)
+    return [f * s ** (-2 * m / (d - 2)) for m, f in enumerate(before)]
+
+
+@pytest.mark.parametrize("alpha", [1.0, 8.0])
+def test_dynamic_ntk_keeps_its_length_in_a_longer_phase(alpha):
+    """A published model with ``rope_type: dynamic`` that is tuned further: its frequencies at 32k
+    are the same before the phase and in it."""
+    plain = spectrum_of()
+    model = one_layer(C, dynamic(plain, ntk_aware, C, alpha))
+    later = Layout.from_dict(after_phase(model, LATER).to_dict())
+    q, k = torch.randn(2, 1, 1, 8, 64, generator=torch.Generator().manual_seed(0))
+    for n in (1, C, C + 1, LATER, LAST):
+        expected = dynamic_ntk(plain.inv_freq, n, C, alpha)
+        for layout in (model, later):
+            assert layout.at(n).spectra[0].inv_freq == pytest.approx(expected, rel=1e-12)
+        positions = torch.arange(n, n + 8) - 8
+        both = [encoded(q, k, layout, positions, n) for layout in (model, later)]
+        assert all(map(torch.equal, *both))
+
+
+def test_a_schedule_of_an_evaluation_begins_at_the_longest_length_of_training():
+    for spectrum in SCALED.values():
+        layout = one_layer(LATER, spectrum).dynamically_rescaled(ntk_aware, 4.0)
+        for n in (C, LATER, LATER + 1, LAST):
+            expected = dynamic_ntk(spectrum.inv_freq, n, LATER, 4.0)
+            assert layout.at(n).spectra[0].inv_freq == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_comes_after_dynamic_ntk_sets_out_from_its_frequencies_at_the_end_of_training():
+    plain = spectrum_of()
+    trained = tuned(dynamic(plain, ntk_aware, C), LATER)
+    reached = dynamic_ntk(plain.inv_freq, LATER, C, 1.0)
+    static = slowed(position_interpolation, trained, SECOND, LATER)
+    following = dynamic(trained, position_interpolation, LATER)
+    for n, slower in ((LATER, 1), (2 * LATER, 2), (LAST, 4)):
+        expected = [f / slower for f in reached]
+        assert following.at(n, LATER).inv_freq == pytest.approx(expected, rel=1e-12)
+        expected = [f / SECOND for f in reached]
+        assert static.at(n, LATER).inv_freq == pytest.approx(expected, rel=1e-12)
+
+
+LONG = tuple(1.0 + m / 2 for m in range(32))
+PHI = longrope(spectrum_of(), (1.0,) * 32, LONG, C)
+"""LongRoPE, trained at 32k with the factors of 4k and more."""
+
+
+@pytest.mark.parametrize("method", RESCALINGS)
+def test_a_longrope_model_is_rescaled_by_the_frequencies_it_has_in_long_sequences(method):
+    slow = tuple(f / factor for f, factor in zip(spectrum_of().inv_freq, LONG, strict=True))
+    expected = slowed(RESCALINGS[method], replace(PHI, inv_freq=slow, long=None), SECOND, LATER)
+    found = slowed(RESCALINGS[method], PHI, SECOND, LATER)
+    assert found.at(LAST, LAST).inv_freq == pytest.approx(expected.inv_freq, rel=1e-12)
+    short = slowed(RESCALINGS[method], spectrum_of(), SECOND, LATER)
+    assert found.at(C, LAST).inv_freq == pytest.approx(short.inv_freq, rel=1e-12)
+
+
+@pytest.mark.parametrize("space", [EveryPair, FromCriticalPair])
+def test_searched_factors_divide_the_frequencies_of_long_sequences(space):
+    layout = one_layer(LATER, PHI)
+    slow = PHI.at(LATER, LATER).inv_freq
+    search = space(layout, SECOND)
+    for individual in search.starts():
+        factors = search.factors(individual)
+        (found,) = with_factors(layout, factors).at(LAST).spectra
+        expected = [f / factor for f, factor in zip(slow, factors[0], strict=True)]
+        assert found.inv_freq == pytest.approx(expected, rel=1e-12)
+        assert with_factors(layout, factors).at(C) == layout.at(C)
+    rates = [f / SECOND for f in slow]
+    starts = [with_factors(layout, search.factors(one)).at(LAST) for one in search.starts()]
+    is_pi = [one.spectra[0].inv_freq == pytest.approx(rates, rel=1e-12) for one in starts]
+    assert any(is_pi) == (space is EveryPair)
+
+
+def test_the_critical_pair_is_the_first_that_does_not_turn_once():
+    """LongRoPE2, in the frequencies that the model has at its longest length."""
+    slow = PHI.at(LATER, LATER).inv_freq
+    assert critical_pair(PHI, LATER) == [f * LATER < 2 * math.pi for f in slow].index(True)
+    dropped = replace(spectrum_of(), inv_freq=(0.0,) * 9 + spectrum_of().inv_freq[9:])
+    assert critical_pair(dropped, C) == critical_pair(spectrum_of(), C)
+
+
+def test_published_factors_divide_what_the_model_has():
+    """LongRoPE's attention factor, sqrt(1 + ln s / ln L), composes over stages."""
+    published = PublishedFactors((1.0,) * 32, LONG)
+    layout, factor = one_layer(C, spectrum_of()), 1.0
+    for length, s in ((C, FIRST), (LATER, SECOND)):
+        layout = with_published(replace(layout, training_length=length), published, s)
+        factor *= math.sqrt(1 + math.log(s) / math.log(length))
+    (found,) = layout.spectra
+    assert found.rotary_scale == pytest.approx(factor, rel=1e-12)
+    assert factor == pytest.approx(math.sqrt(math.log(LAST) / math.log(C)), rel=1e-12)
+    twice = [f / w**2 for f, w in zip(spectrum_of().inv_freq, LONG, strict=True)]
+    assert found.at(LAST, LATER).inv_freq == pytest.approx(twice, rel=1e-12)
+
+
+NULL = TemperatureConfig(coefficient=0.4, per="sequence")
+
+
+@pytest.mark.parametrize(
+    ("spectrum", "length"),
+    [
+        (spectrum_of("rope_id"), C),  # App. A.9: stored
+        (spectrum_of("nope", temperature=0.4), LATER),  # DroPE, App. C.2: fitted after training
+        (NULL.on(spectrum_of()), LATER),
+        (replace(NULL, reference=2048).on(spectrum_of()), 2048),
+    ],
+)
+def test_a_temperature_refers_to_its_own_length_or_to_the_longest_of_training(spectrum, length):
+    after = tuned(spectrum, LATER)
+    c, exponent = spectrum.temperature.coefficient, spectrum.temperature.exponent
+    for n in (1024, C, LATER, LAST):
+        expected = (1 + c * math.log(max(n, length) / length)) ** exponent
+        assert after.at(n, LATER).temperature.scale == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_fitted_temperature_takes_the_place_of_one_that_began_later(tmp_path):
+    """c of 1 + c ln(n / C) is fitted for C, the training length."""
+    far = replace(NULL, reference=2 * C).on(spectrum_of("nope"))
+    layout = one_layer(C, far)
+    fitted = '{"coefficient": 0.5, "per": "sequence", "lengths": [8192], "text": "", "tokens": 1}'
+    (tmp_path / FILE).write_text(fitted)
+    kept, words = with_fitted_temperature(layout, tmp_path)
+    assert "ln(n / 4096)" in words
+    for found in (kept, tempered(layout, 0.5)):
+        for n in (C, 2 * C, 8 * C):
+            scale = found.at(n).spectra[0].temperature.scale
+            assert scale == pytest.approx(1 + 0.5 * math.log(n / C), rel=1e-12)
+
+
+SHORT, IDS = 32, torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture
+def extended(tiny_decoder):
+    """A function from a change of its spectra to a model trained at 32 tokens and tuned at 40."""
+
+    def build(change):
+        model = tiny_decoder(encodings={"rope": {"base": 20.0}}, training_length=SHORT)
+        model.layout = replace(model.layout.map(change), training_length=40)
+        return model
+
+    return build
+
+
+CHANGES = {
+    "YaRN": lambda s: slowed(yarn, s, 40 / SHORT, SHORT),
+    "LongRoPE": lambda s: longrope(s, (1.0,) * 4, (1.0, 1.5, 3.0, 4.0), SHORT),
+}
+by_both = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+@by_both
+def test_dope_takes_the_bands_that_do_not_turn_once_in_the_longest_sequences(extended, change):
+    """DoPE, Eq. 33: theta < 2 pi / L, L the training length, by the frequencies of L tokens."""
+    model = extended(change)
+    theta = model.layout.at(40).spectra[0].inv_freq
+    expected = tuple(m for m in range(4) if theta[m] < 2 * math.pi / 40)
+    assert 0 < len(expected) < 4
+    (chosen,) = select(model, IDS, DopeSettings("by_parts")).heads
+    assert chosen.bands == expected
+
+
+@by_both
+def test_offset_features_are_bounded_by_the_longest_length_and_its_frequencies(extended, change):
+    """Rotary Offset Features, Eq. 15 and 16: theta < 2 pi / p_max, phi >= pi + theta p_max / 2."""
+    model, search = extended(change), OffsetFeatureSearch()
+    capture(model, IDS, search.update)
+    found = search.result()
+    theta = np.array(model.layout.at(40).spectra[0].inv_freq)[found.pair]
+    assert found.context_length == 40
+    np.testing.assert_allclose(found.inv_freq, theta, rtol=1e-12)
+    assert found.possible.tolist() == (theta < 2 * math.pi / 40).tolist()
+    np.testing.assert_allclose(found.lower_bound, math.pi + theta * 20, rtol=1e-12)
+
+
+@by_both
+def test_weighted_rope_reads_no_length(extended, change):
+    """Frequency Entropy, Eq. 11 and 12: weights come from entropies of a text alone."""
+    settings = [WeightedRopeSettings(tau=0.95)]
+    model = extended(change)
+    layout = model.layout.at(40)
+    chosen = weighted_rope.select(model, IDS, settings, layout)
+    assert weighted_rope.pairs(chosen)
+    model.layout = replace(layout, training_length=7)
+    assert weighted_rope.select(model, IDS, settings) == chosen
+
+
+def test_factors_of_figure_6_are_those_of_the_longest_sequences():
+    """DroPE, Eq. 11 of frequencies at C = 32k."""
+    slow = np.array(PHI.at(LATER, LATER).inv_freq)
+    kept = np.clip((turns(slow, LATER) - 1) / 31, 0, 1)
+    found = scaling_factors(PHI, LATER, 2.0)
+    assert found["yarn"] == pytest.approx(kept + (1 - kept) / 2, rel=1e-12)
+
+
+def test_an_encoding_that_a_longer_phase_begins_with_is_written_for_its_length(tiny_decoder):
+    """RoPE-ID, Sec. 4 and App. A.4: wavelengths to C / 2, base C / 2 pi for high-frequency RoPE."""
+    layout = tiny_decoder(training_length=256).layout
+    for name in ("rope_id", "high_frequency", "hope"):
+        after = after_phase(layout, 1024, drop=ChangeConfig(to=name))
+        head_dim = ModelConfig().head_size
+        assert after == one_layer_like(layout, make_spectrum(name, head_dim, 1024, {}))
+
+
+def one_layer_like(layout, spectrum):
+    """The layout with the spectrum everywhere, at 1,024 tokens."""
+    return replace(layout.map(lambda _: spectrum), training_length=1024)
