@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from trainer.evaluation import duration
-from trainer.evaluation.duration import say_duration
+from trainer.evaluation import engine
+from trainer.evaluation.engine import say_duration
 from trainer.model.flops import forward_flops
 
 
@@ -18,7 +18,7 @@ def test_it_follows_from_a_pass_that_takes_two_seconds(
 ):
     model, clock = tiny_decoder().eval(), iter(range(0, 1000, 2))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    caplog.set_level(logging.INFO, logger=duration.__name__)
+    caplog.set_level(logging.INFO, logger=engine.__name__)
     # Three sequences of 16 tokens at once; 512 tokens would then take longer than an estimate may.
     work = 3 * forward_flops(model.config, model.layout, 16)
     say_duration(model, [512, 16], passes * work, batch_tokens=48)

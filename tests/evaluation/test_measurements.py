@@ -93,8 +93,8 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
 def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "trainer.evaluation.measurements.answers",
-        lambda model, tokenizer, prompts, *_: asked.extend(prompts) or [""] * len(prompts),
+        "trainer.evaluation.measurements.answers_of",
+        lambda piece, model, tokenizer, prompts, *_: asked.extend(prompts) or {0: ""},
     )
 
     class One:

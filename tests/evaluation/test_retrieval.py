@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.data.needles import NeedleVocabulary, make_trials
-from trainer.evaluation.retrieval import successes
+from trainer.evaluation.measurements import successes
 
 VOCABULARY = NeedleVocabulary(np.arange(100, 116), np.arange(200, 290), 300)
 
