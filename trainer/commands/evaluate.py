@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +37,14 @@ def execute(named: Named[Any]) -> None:
     from trainer.workflows.evaluation_request import EvaluationRequest
     from trainer.workflows.remarks import say_idle_settings
 
-    set_up_console()
+    set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
     say_idle_settings(named.request.evaluation, named.words)
     with stopping_at_once("Stopped", signal.SIGTERM):
         if isinstance(named.request, EvaluationRequest):
             from trainer.workflows.evaluate import evaluate_lengths
 
-            report, output = evaluate_lengths(named.request, named.name)
-            print_report(report, str(output), existing=False)
+            if (outcome := evaluate_lengths(named.request, named.name)) is not None:
+                print_report(outcome[0], str(outcome[1]), existing=False)
         else:
             from trainer.commands.benchmarks import show
 

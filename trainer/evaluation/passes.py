@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
+
+import torch
 
 from trainer.model.language_model import LanguageModel
 
@@ -28,6 +30,25 @@ class Piece:
 
 
 WHOLE = Piece()
+
+
+PREFILL = 32768
+"""Tokens of a long sequence that a GPU reads at once, unless the configuration says otherwise."""
+
+
+def prefill_chunk(asked: int | None, device: str) -> int | None:
+    """Return how many tokens of a sequence are read at once (None: all of them)."""
+    return PREFILL if asked is None and device == "cuda" else asked
+
+
+Dtype = Literal["fp32", "bf16"]
+
+
+def precision_of(dtype: Dtype | None, device: str) -> Dtype:
+    """Return the type of weights that an evaluation computes with; ``dtype``: as configured."""
+    if dtype is not None:
+        return dtype
+    return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
 def sequences_at_once(model: LanguageModel, length: int, batch_tokens: int) -> int:
