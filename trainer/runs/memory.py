@@ -92,11 +92,6 @@ def evaluation_problems(
     free = free_memory(device) // (processes if device == "cpu" else 1)
     dtype = precision_of(evaluation.dtype, device)
     chunk = prefill_chunk(evaluation.prefill_chunk, device)
-
-    def needed(shape: ModelConfig, tokens: int, chunk: int | None, dtype: Dtype) -> int:
-        return sum(evaluation_memory(shape, tokens, evaluation, chunk, dtype))
-
-    half: Dtype = "bf16"
     found = []
     for name, shape in shapes.items():
         weights, kept, activations = evaluation_memory(shape, longest, evaluation, chunk, dtype)
@@ -104,31 +99,41 @@ def evaluation_problems(
             continue
         parts = {"weights": weights, "keys and values": kept, "activations": activations}
         held = ", ".join(f"{what} {gib(size)}" for what, size in parts.items() if size)
-        choices = [
-            (f"evaluation.dtype={kind} evaluation.prefill_chunk={tokens}", tokens, kind)
-            for kind in dict.fromkeys((dtype, half))
-            for tokens in dict.fromkeys((chunk or longest, *CHUNKS))
-            if tokens <= (chunk or longest)
-        ]
-        fitting = [
-            (words, size)
-            for words, tokens, kind in choices
-            if (size := needed(shape, longest, tokens, kind)) <= free
-        ]
-        tokens = longest
-        while tokens and needed(shape, tokens, chunk, dtype) > free:
-            tokens = tokens * 7 // 8
-        if fitting:
-            remedy = f"{fitting[0][0]} needs {gib(fitting[0][1])}"
-        elif tokens:
-            remedy = f"choose lengths of up to {tokens:,} tokens"
-        else:
-            remedy = "choose a smaller model, or a device with more memory"
         found.append(
             f"evaluation.lengths: {longest:,} tokens of {name} need at least "
-            f"{gib(weights + kept + activations)} ({held}), and {gib(free)} are free; {remedy}."
+            f"{gib(weights + kept + activations)} ({held}), and {gib(free)} are free; "
+            f"{_remedy(shape, longest, evaluation, (chunk, dtype), free)}."
         )
     return found
+
+
+def _remedy(
+    shape: ModelConfig,
+    longest: int,
+    evaluation: EvaluationConfig,
+    now: tuple[int | None, Dtype],
+    free: int,
+) -> str:
+    """Return the smallest change with which an evaluation fits; ``now``: chunk and type."""
+    chunk, dtype = now
+
+    def needed(tokens: int, chunk: int | None, dtype: Dtype) -> int:
+        return sum(evaluation_memory(shape, tokens, evaluation, chunk, dtype))
+
+    chunks = [c for c in CHUNKS if c < (chunk or longest)]
+    half: Dtype = "bf16"
+    for other_dtype in dict.fromkeys((dtype, half)):
+        for other_chunk in (chunk, *chunks):
+            if (size := needed(longest, other_chunk, other_dtype)) <= free:
+                words = [f"evaluation.dtype={other_dtype}"] if other_dtype != dtype else []
+                words += [f"evaluation.prefill_chunk={other_chunk}"] * (other_chunk != chunk)
+                return f"{' '.join(words)} needs {gib(size)}"
+    tokens = longest
+    while tokens and needed(tokens, chunk, dtype) > free:
+        tokens = tokens * 7 // 8
+    if tokens:
+        return f"choose lengths of up to {tokens:,} tokens, or a device with more memory"
+    return "choose a smaller model, or a device with more memory"
 
 
 def memory_problems(config: RunConfig, ranks: int) -> list[str]:
