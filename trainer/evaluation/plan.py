@@ -18,9 +18,9 @@ from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
-PART = {"cpu": 2e11, "cuda": 3e15}
-"""Operations of a part of a cell, by device: a few seconds on a core, or half a minute on a GPU. An
-interrupted evaluation loses no more than that, and no process waits longer for the last part."""
+PART = {"cpu": 2e10, "cuda": 3e15}
+"""Operations of a part of a cell, by device: less than a second on a core, some seconds to half a
+minute on a GPU. An interruption costs no more than that, nor does waiting for the last part."""
 
 
 @dataclass(frozen=True)
