@@ -43,8 +43,8 @@ SECONDS_TO_ESTIMATE = 4.0
 
 @dataclass
 class Measured:
-    """``cells``; ``notes``: what was chosen, in words; ``temperature``: what was fitted for a model
-    as it was trained, by its name."""
+    """Results. ``notes``: what methods chose, in words. ``temperature``: what was fitted, by the
+    name of the model."""
 
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -133,14 +133,14 @@ class _Worker:
         return results
 
     def _in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs a model after the other; of several processes' jobs the choices come
-        first, for which others wait, and then the longest, so that all end together."""
+        """Return the jobs a model after the other. Of several processes' jobs the choices come
+        first, for which cells wait, and of a model the longest, so that all end together."""
         if self.claims.share.processes == 1:
             return list(jobs)
         models = list(dict.fromkeys(job.method[0].name for job in jobs))
         return sorted(
             jobs,
-            key=lambda job: (models.index(job.method[0].name), job.plan is not None, -job.work),
+            key=lambda job: (job.plan is not None, models.index(job.method[0].name), -job.work),
         )
 
     def _is_ready(self, job: Job) -> bool:
@@ -270,11 +270,11 @@ class _Counter:
         progress.advance_to(0)
 
     def of(self, plan: Plan) -> Callable[[int], None]:
-        """A callback for the number of sequences read for a cell."""
+        """Return a callback for the number of sequences read for a cell."""
         return lambda sequences: self._add(sequences, plan.length, plan)
 
     def of_fits(self, plans: Sequence[Plan]) -> Callable[[int, int], None]:
-        """A callback for the number and length of the sequences read for a fit."""
+        """Return a callback for the number and length of the sequences read for a fit."""
         return lambda sequences, length: self._add(sequences, length, plans[0])
 
     def _add(self, sequences: int, length: int, plan: Plan) -> None:
@@ -307,5 +307,5 @@ def say_duration(
 
 
 def _duration(seconds: float) -> str:
-    """In seconds, or in minutes where these say enough."""
+    """Return it in words, in seconds up to two minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -28,7 +28,7 @@ from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.memory import evaluation_problems
 from trainer.runs.models import Candidate, distinct
 from trainer.workflows.fit_text import Prompts, fit_text
-from trainer.workflows.subjects import applicable, multiplying, subject_of
+from trainer.workflows.subjects import applicable, multiplied_in, multiplying, subject_of
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +84,10 @@ def measure_models(
             the memory, or no method applies to any model.
     """
     device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
-    config = replace(config, dtype=precision_of(config.dtype, device))
+    dtype = precision_of(config.dtype, device)
+    config = replace(config, dtype=dtype)
     chunk = prefill_chunk(config.prefill_chunk, device)
-    subjects = [subject_of(c, config.dtype, device, chunk=chunk, tf32=tf32) for c in candidates]
+    subjects = [subject_of(c, dtype, device, chunk=chunk, tf32=tf32) for c in candidates]
     C = subjects[0].layout.training_length
     recipes, notes = applicable(subjects, config)
     lengths = [round(C * factor) for factor in config.lengths]
@@ -117,7 +118,10 @@ def measure_models(
         tasks={task.key: task.title for task in tasks},
         notes=(*notes, *not_run, *measured.notes),
         config={"evaluation": without_home(json.loads(json.dumps(asdict(config))))},
-        environment=environment(text.corpus),
+        environment={
+            **environment(text.corpus),
+            "precision": multiplied_in(dtype, device, tf32),
+        },
         task=describe_task(text.training_share or 0.0, config.needles.needles)
         if STATEMENTS in keys
         else {},

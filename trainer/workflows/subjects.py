@@ -40,7 +40,7 @@ def subject_of(
         tf32: whether a GPU multiplies float32 matrices in TF32; see :func:`multiplying`.
     """
     weights = precision_of(dtype, device)
-    precision = "tf32" if (weights, device, tf32) == ("fp32", "cuda", True) else weights
+    precision = multiplied_in(weights, device, tf32)
 
     def load() -> LanguageModel:
         model = candidate.load(device).to(DTYPES[weights])
@@ -59,6 +59,11 @@ def subject_of(
     key = fingerprint(candidate.fingerprint, precision)
     own = candidate.computed_by is None
     return Subject(candidate.name, key, candidate.config, candidate.layout, load, own, device)
+
+
+def multiplied_in(weights: Dtype, device: str, tf32: bool = True) -> str:
+    """Return the precision in which matrices of that type are multiplied: fp32, tf32 or bf16."""
+    return "tf32" if (weights, device, tf32) == ("fp32", "cuda", True) else weights
 
 
 @contextmanager
