@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 
@@ -11,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from trainer.data.needles import NeedleVocabulary
-from trainer.evaluation import dope, passes
+from trainer.evaluation import dope, engine, passes
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.engine import measure_cells, say_duration
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import losses_by_position, windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
@@ -22,6 +23,7 @@ from trainer.evaluation.plan import PART, Subject, cell_jobs, plan_cells, plan_j
 from trainer.evaluation.settings import ChoiceSettings, DopeSettings, TemperatureSettings
 from trainer.evaluation.sharing import Claims, Share
 from trainer.evaluation.store import Store
+from trainer.model.flops import forward_flops
 
 LENGTHS = [32, 64]
 
@@ -383,3 +385,42 @@ def test_cells_wait_for_the_choice_of_another_process(model, corpus, tmp_path, m
     measure_cells(plans, text, store, 4096, Share(1, 2, "now"))
     assert len(slept) == 1
     assert store.has("cell", cell.key)
+
+
+def test_several_processes_begin_with_what_others_wait_for_and_then_with_the_longest(
+    model, corpus, tmp_path, monkeypatch
+):
+    config = EvaluationConfig(lengths=[1, 2], temperature=TemperatureSettings(models="all"))
+    names = ("none", "temperature")
+    windows = windows_with_common_ends(corpus.validation, 2, [64])
+    text, plans = FitText(windows, corpus.end_of_text, "text"), []
+    for name in ("a", "b"):
+        subject = Subject(name, name, model.config, model.layout, lambda: model)
+        recipes = {name: [recipe(key, model.layout, config) for key in names]}
+        plans += plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
+    claimed, take = [], Claims.take
+
+    def noted(claims, kind, key):
+        claimed.append((kind, key.get("model"), key.get("length")))
+        return take(claims, kind, key)
+
+    monkeypatch.setattr(Claims, "take", noted)
+    measure_cells(plans, text, Store(tmp_path), 4096, Share(1, 2, "now"))
+    assert [kind for kind, _, _ in claimed] == ["choice"] * 2 + ["cell"] * 8
+    assert [about for _, *about in claimed[2:]] == [
+        [name, length] for name in ("a", "b") for length in (64, 64, 32, 32)
+    ]
+
+
+@pytest.mark.parametrize(("passes", "said"), [(59, "118 s"), (60, "2 min"), (91, "3 min")])
+def test_the_duration_follows_from_a_pass_that_takes_two_seconds(
+    tiny_decoder, monkeypatch, caplog, passes, said
+):
+    model, clock = tiny_decoder().eval(), iter(range(0, 1000, 2))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    caplog.set_level(logging.INFO, logger=engine.__name__)
+    # Three sequences of 16 tokens at once; 512 tokens would then take longer than an estimate may.
+    work = 3 * forward_flops(model.config, model.layout, 16)
+    say_duration(model, [512, 16], passes * work, batch_tokens=48)
+    assert [record.getMessage() for record in caplog.records] == [f"About {said} in all"]
+    assert next(clock) == 4  # one pass was timed, from 0 to 2

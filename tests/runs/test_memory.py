@@ -210,7 +210,9 @@ def free(monkeypatch):
 def test_an_evaluation_needs_weights_keys_and_values_and_a_chunk_of_activations(dtype, size):
     """86 GB of keys and values for a million tokens in float32, from a plain sum."""
     asked = EvaluationConfig()
-    weights, kept, activations = evaluation_memory(SMOLLM2_360M, MILLION, asked, 32768, dtype)
+    weights, kept, activations = evaluation_memory(
+        SMOLLM2_360M, MILLION, asked, 32768, dtype, "cuda"
+    )
     assert weights == size * weights_of(SMOLLM2_360M)
     of_a_layer = torch.empty(2, 5, MILLION, 64, device="meta", dtype=memory_type(size))
     assert kept == 32 * of_a_layer.nbytes == {4: 85_899_345_920, 2: 42_949_672_960}[size]
@@ -218,10 +220,17 @@ def test_an_evaluation_needs_weights_keys_and_values_and_a_chunk_of_activations(
     of_heads = torch.empty(2, 15, MILLION, 64, device="meta", dtype=memory_type(size))
     assert activations == size * a_chunk + of_heads.nbytes
     # Losses of a sequence that is read at once keep nothing of it; answers do.
-    assert evaluation_memory(SMOLLM2_360M, 4096, asked, 32768, dtype)[1] == 0
+    assert evaluation_memory(SMOLLM2_360M, 4096, *about)[1] == 0
     answered = replace(asked, tasks=["standard"], batch_tokens=8192)
     of_two = cache_memory(SMOLLM2_360M, 2, 4096, size)
-    assert evaluation_memory(SMOLLM2_360M, 4096, answered, None, dtype)[1] == of_two
+    assert evaluation_memory(SMOLLM2_360M, 4096, answered, None, dtype, "cuda")[1] == of_two
+
+
+def test_a_cpu_reads_fewer_short_sequences_at_once_than_a_gpu():
+    """As many tokens as its caches hold, 2^19 / 960 of this width."""
+    about = SMOLLM2_360M, 128, EvaluationConfig(batch_tokens=1024), None, "fp32"
+    of_gpu, of_cpu = (evaluation_memory(*about, device)[2] for device in ("cuda", "cpu"))
+    assert of_gpu / of_cpu == 8 / 4
 
 
 def memory_type(size):
@@ -262,7 +271,7 @@ def test_an_evaluation_that_does_not_fit_names_what_would(free, changes, availab
 def test_what_is_named_does_fit(free):
     """To the byte, and processes on a CPU share its memory."""
     asked = EvaluationConfig(dtype="fp32", prefill_chunk=4096)
-    needed = sum(evaluation_memory(SMOLLM2_360M, MILLION, asked, 4096, "fp32"))
+    needed = sum(evaluation_memory(SMOLLM2_360M, MILLION, asked, 4096, "fp32", "cpu"))
     about = {"a": SMOLLM2_360M}, MILLION, asked
     for available, processes, fits in (
         (needed, 1, True), (needed - 1, 1, False), (2 * needed, 2, True), (2 * needed - 2, 2, False)

@@ -247,7 +247,7 @@ def test_an_evaluation_that_does_not_fit_is_refused_before_weights_are_read(
 ):
     monkeypatch.setattr("trainer.runs.models.load_decoder", lambda *_: pytest.fail("read"))
     shape = find_candidate(str(runs)).config
-    needed = sum(evaluation_memory(shape, 256, CONFIG, None, "fp32"))
+    needed = sum(evaluation_memory(shape, 256, CONFIG, None, "fp32", "cpu"))
     monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
     with pytest.raises(UserError) as error:
         evaluate_lengths(request(runs, tmp_path, lengths=[1, 8]))

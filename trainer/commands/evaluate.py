@@ -34,12 +34,14 @@ def read(composed: Composed) -> Named[Any]:
 def execute(named: Named[Any]) -> None:
     """Evaluate, print the tables, write the report."""
     from trainer.commands.console import print_report, set_up_console
+    from trainer.runs.job_files import ask_for_requeue
     from trainer.workflows.evaluation_request import EvaluationRequest
     from trainer.workflows.remarks import say_idle_settings
 
     set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
     say_idle_settings(named.request.evaluation, named.words)
-    with stopping_at_once("Stopped", signal.SIGTERM):
+    # A batch script requeues the job; the same command resumes from what is stored.
+    with stopping_at_once("Stopped", signal.SIGTERM, signal.SIGUSR1, first=ask_for_requeue):
         if isinstance(named.request, EvaluationRequest):
             from trainer.workflows.evaluate import evaluate_lengths
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.passes import Dtype, precision_of, prefill_chunk
+from trainer.evaluation.passes import IN_CACHE, Dtype, precision_of, prefill_chunk
 from trainer.model.config import ModelConfig
 from trainer.report.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
@@ -43,7 +43,12 @@ def cache_memory(config: ModelConfig, rows: int, tokens: int, size: int = 4) -> 
 
 
 def evaluation_memory(
-    config: ModelConfig, tokens: int, evaluation: EvaluationConfig, chunk: int | None, dtype: Dtype
+    config: ModelConfig,
+    tokens: int,
+    evaluation: EvaluationConfig,
+    chunk: int | None,
+    dtype: Dtype,
+    device: str,
 ) -> tuple[int, int, int]:
     """Return the bytes of weights, of keys and values, and of activations that an evaluation needs
     at least where sequences have ``tokens``.
@@ -54,6 +59,7 @@ def evaluation_memory(
         evaluation: its tasks, and how much is read at once.
         chunk: tokens of a sequence that are read at once (None: all).
         dtype: ``fp32`` or ``bf16``.
+        device: "cpu" or "cuda".
     """
     size = 2 if dtype == "bf16" else 4
     rows = max(1, evaluation.batch_tokens // tokens)
@@ -64,7 +70,10 @@ def evaluation_memory(
     kept = cache_memory(config, rows, tokens, size) if in_chunks or answers else 0
     # Residual stream and its norm, the MLP's three products, queries, keys and values.
     a_token = 4 * config.hidden_size + 3 * config.intermediate_size + 2 * (q + 2 * k)
-    at_once = rows * min(tokens, chunk or tokens)
+    together = (
+        rows if device == "cuda" else min(rows, max(1, IN_CACHE // config.hidden_size // tokens))
+    )
+    at_once = together * min(tokens, chunk or tokens)
     # Behind a chunk's beginning kernels want keys and values of a layer for every query head.
     copies = 2 * rows * tokens * q if in_chunks and q != k else 0
     return size * weights_of(config), kept, size * (at_once * a_token + copies)
@@ -94,7 +103,8 @@ def evaluation_problems(
     chunk = prefill_chunk(evaluation.prefill_chunk, device)
     found = []
     for name, shape in shapes.items():
-        weights, kept, activations = evaluation_memory(shape, longest, evaluation, chunk, dtype)
+        about = evaluation, chunk, dtype, device
+        weights, kept, activations = evaluation_memory(shape, longest, *about)
         if weights + kept + activations <= free:
             continue
         parts = {"weights": weights, "keys and values": kept, "activations": activations}
@@ -102,7 +112,7 @@ def evaluation_problems(
         found.append(
             f"evaluation.lengths: {longest:,} tokens of {name} need at least "
             f"{gib(weights + kept + activations)} ({held}), and {gib(free)} are free; "
-            f"{_remedy(shape, longest, evaluation, (chunk, dtype), free)}."
+            f"{_remedy(shape, longest, *about, free)}."
         )
     return found
 
@@ -111,14 +121,15 @@ def _remedy(
     shape: ModelConfig,
     longest: int,
     evaluation: EvaluationConfig,
-    now: tuple[int | None, Dtype],
+    chunk: int | None,
+    dtype: Dtype,
+    device: str,
     free: int,
 ) -> str:
-    """Return the smallest change with which an evaluation fits; ``now``: chunk and type."""
-    chunk, dtype = now
+    """Return the smallest change with which an evaluation fits into ``free`` bytes."""
 
     def needed(tokens: int, chunk: int | None, dtype: Dtype) -> int:
-        return sum(evaluation_memory(shape, tokens, evaluation, chunk, dtype))
+        return sum(evaluation_memory(shape, tokens, evaluation, chunk, dtype, device))
 
     chunks = [c for c in CHUNKS if c < (chunk or longest)]
     half: Dtype = "bf16"

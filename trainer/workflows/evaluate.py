@@ -15,6 +15,7 @@ from trainer.report.results import Report
 from trainer.report.writing import write_renderings
 from trainer.runs.descriptions import reference_first
 from trainer.runs.directory import free_place, writable_problem
+from trainer.runs.job_files import say_run_directory
 from trainer.runs.models import find_candidate
 from trainer.runs.origin import origin
 from trainer.runs.ranks import join_evaluation
@@ -63,6 +64,8 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     output = Path(request.output or first.home / usual)
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
+    if not share.index:
+        say_run_directory(output)
     candidates = checked([first, *others])
     if problems := request.evaluation.problems(first.layout.training_length):
         raise UserError(*problems)
