@@ -210,9 +210,8 @@ def free(monkeypatch):
 def test_an_evaluation_needs_weights_keys_and_values_and_a_chunk_of_activations(dtype, size):
     """86 GB of keys and values for a million tokens in float32, from a plain sum."""
     asked = EvaluationConfig()
-    weights, kept, activations = evaluation_memory(
-        SMOLLM2_360M, MILLION, asked, 32768, dtype, "cuda"
-    )
+    about = asked, 32768, dtype, "cuda"
+    weights, kept, activations = evaluation_memory(SMOLLM2_360M, MILLION, *about)
     assert weights == size * weights_of(SMOLLM2_360M)
     of_a_layer = torch.empty(2, 5, MILLION, 64, device="meta", dtype=memory_type(size))
     assert kept == 32 * of_a_layer.nbytes == {4: 85_899_345_920, 2: 42_949_672_960}[size]
