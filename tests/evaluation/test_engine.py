@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from dataclasses import replace
@@ -361,30 +362,74 @@ def test_what_another_process_has_claimed_is_left_to_it(
     assert {path.name[:4] for path in (tmp_path / "shared").iterdir()} == {"cell"}
 
 
-def test_cells_wait_for_the_choice_of_another_process(model, corpus, tmp_path, monkeypatch):
-    """A process that cannot go on looks again; nothing is chosen twice."""
+@pytest.fixture
+def fitted(model, corpus, tmp_path):
+    """A temperature to fit and a cell of it: the two jobs, and a function that measures them."""
+
+    def load():
+        loaded.append(1)
+        return model
+
+    loaded = []
     config = EvaluationConfig(lengths=[2], temperature=TemperatureSettings(models="all"))
     recipes = {"tiny": [recipe("temperature", model.layout, config)]}
-    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
+    subject = Subject("tiny", "weights", model.config, model.layout, load)
     windows = windows_with_common_ends(corpus.validation, 2, [64])
-    text, store = FitText(windows, corpus.end_of_text, "text"), Store(tmp_path)
+    text = FitText(windows, corpus.end_of_text, "text")
     plans = plan_cells([subject], recipes, [perplexity(corpus, [64])], [64], text)
-    choice, cell = plan_jobs(plans, 4096)
+
+    def go(at, share=Share()):  # noqa: B008
+        return measure_cells(plans, text, Store(tmp_path / at), 4096, share)
+
+    return plan_jobs(plans, 4096), go
+
+
+def test_a_process_helps_with_a_fit_that_its_cells_wait_for(fitted, tmp_path, monkeypatch):
+    """Another one has claimed the choice and some of the coefficients, which it stores late."""
+    (choice, cell), go = fitted
     assert (choice.kind, cell.kind) == ("choice", "cell")
-    others = Claims(tmp_path, Share(0, 2, "now"))
+    alone = go("alone")
+    store, others = Store(tmp_path / "shared"), Claims(tmp_path / "shared", Share(0, 2, "now"))
     others.take(choice.kind, choice.key)
-    slept = []
+    tried, late, take = [], [], Claims.take
 
-    def chosen_meanwhile(seconds):
-        slept.append(seconds)
-        alone = measure_cells(plans, text, Store(tmp_path / "alone"), 4096)
-        found = {"notes": [], "temperature": alone.temperature["tiny"]}
-        store.get("choice", choice.key, lambda: found)
+    def noted(claims, kind, key):
+        if kind == "tried":
+            tried.append(key["value"])
+            if key["value"] in (0.1, 0.3):
+                late.append(key)
+                return False
+        return take(claims, kind, key)
 
-    monkeypatch.setattr(time, "sleep", chosen_meanwhile)
-    measure_cells(plans, text, store, 4096, Share(1, 2, "now"))
-    assert len(slept) == 1
+    losses = iter([9.0, 8.0])
+
+    def meanwhile(claims):
+        if late:
+            store.get("tried", late.pop(), lambda: next(losses))
+        else:
+            found = {"notes": [], "temperature": alone.temperature["tiny"]}
+            store.get("choice", choice.key, lambda: found)
+
+    monkeypatch.setattr(Claims, "take", noted)
+    monkeypatch.setattr(Claims, "pause", meanwhile)
+    go("shared", Share(1, 2, "now"))
+    grid = TemperatureSettings().grid
+    assert tried[: len(grid)] == grid
+    kept = [json.loads(path.read_text()) for path in (tmp_path / "shared").glob("tried-*")]
+    assert {one["key"]["value"] for one in kept} >= {*grid}
+    assert {one["value"] for one in kept if one["key"]["value"] in (0.1, 0.3)} == {8.0, 9.0}
     assert store.has("cell", cell.key)
+
+
+def test_processes_fit_together_what_one_fits_alone(fitted, tmp_path):
+    """To the digit, from losses that went through the store."""
+    _, go = fitted
+    alone = go("alone")
+    assert go("shared", Share(1, 2, "now")).cells == []
+    together = go("shared", Share(0, 2, "now"))
+    assert together.temperature == alone.temperature
+    assert without_seconds(together.cells) == without_seconds(alone.cells)
+    assert not list((tmp_path / "alone").glob("tried-*"))
 
 
 def test_several_processes_begin_with_what_others_wait_for_and_then_with_the_longest(
@@ -401,7 +446,8 @@ def test_several_processes_begin_with_what_others_wait_for_and_then_with_the_lon
     claimed, take = [], Claims.take
 
     def noted(claims, kind, key):
-        claimed.append((kind, key.get("model"), key.get("length")))
+        if kind != "tried":
+            claimed.append((kind, key.get("model"), key.get("length")))
         return take(claims, kind, key)
 
     monkeypatch.setattr(Claims, "take", noted)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from trainer.evaluation import sharing
-from trainer.evaluation.sharing import Claims, Share, idle_share
+from trainer.evaluation.sharing import POLL, Claims, Share, idle_share
 
 
 def test_a_job_is_claimed_once_in_an_attempt(tmp_path):
@@ -27,8 +28,8 @@ def test_claims_of_an_earlier_attempt_mean_nothing(tmp_path):
 def test_one_process_claims_everything_and_writes_nothing(tmp_path):
     claims = Claims(tmp_path, Share())
     assert claims.take("cell", 1)
-    claims.leave(3.0)
-    claims.wait_for_others(lambda: 4.0)
+    claims.leave()
+    claims.wait_for_others()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -43,19 +44,26 @@ def test_idle_is_the_time_in_which_a_process_had_nothing_to_do(worked, seconds, 
 def test_the_first_waits_for_the_others_and_says_how_long_all_were_idle(
     tmp_path, monkeypatch, caplog
 ):
+    """On a clock by hand: both begin at 0, the first works for 8 s, the other for 9 - 3 s."""
+    clock = SimpleNamespace(now=0.0, looks=0)
+    monkeypatch.setattr(sharing.time, "perf_counter", lambda: clock.now)
     first, other = (Claims(tmp_path, Share(index, 2, "a")) for index in range(2))
-    first.leave(8.0)
-    looks = []
 
     def sleep(seconds):
-        looks.append(seconds)
-        if len(looks) == 2:
-            other.leave(6.0)
+        assert seconds == POLL
+        clock.looks += 1
+        if clock.looks == 5:
+            clock.now = 9.0
+            other.leave()
+            clock.now = 10.0
 
     monkeypatch.setattr(sharing.time, "sleep", sleep)
+    for _ in range(3):
+        other.pause()
+    clock.now = 8.0
+    first.leave()
     caplog.set_level(logging.INFO, logger=sharing.__name__)
-    first.wait_for_others(lambda: 10.0)
-    assert len(looks) == 2
+    first.wait_for_others()
     assert [record.getMessage() for record in caplog.records] == [
         "1 of the other processes are still at work",
         "2 processes evaluated for 10.0 s and were idle for 30% of it (at work: 8.0, 6.0 s)",

@@ -28,7 +28,7 @@ from trainer.evaluation.plan import (
     choice_key,
     plan_jobs,
 )
-from trainer.evaluation.sharing import POLL, Claims, Share
+from trainer.evaluation.sharing import Claims, Share
 from trainer.evaluation.store import Store
 from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
@@ -62,19 +62,18 @@ def measure_cells(
 
     Several processes take the jobs one by one, and all but the first return nothing.
     """
-    began = time.perf_counter()
+    claims = Claims(store.directory, share)
     jobs = plan_jobs(plans, batch_tokens)
     missing = [job for job in jobs if not _is_done(store, job)]
     there = sum(store.has("cell", plan.key) for plan in plans)
     log.info("%s, %d measured before", counted(len(plans), "cell"), there)
-    claims = Claims(store.directory, share)
     total = sum(job.work for job in missing) / share.processes
     with Progress("Evaluating", max(total, 1.0), silent=share.index > 0) as progress:
         worker = _Worker(text, store, batch_tokens, claims, _Counter(progress))
         worker.work(missing, total)
         if share.index:
             return Measured()
-        claims.wait_for_others(lambda: time.perf_counter() - began)
+        claims.wait_for_others()
         return worker.collect(plans)
 
 
@@ -101,7 +100,7 @@ class _Worker:
         if jobs and not self.claims.share.index:
             lengths = {plan.length for plan in jobs[0].plans}
             say_duration(self._loaded(jobs[0].method[0]), lengths, total, self.batch_tokens)
-        left, waited, began = self._in_order(jobs), 0.0, time.perf_counter()
+        left = self._in_order(jobs)
         while left:
             later = []
             for job in left:
@@ -110,10 +109,12 @@ class _Worker:
                 elif self.claims.take(job.kind, job.key) and not _is_done(self.store, job):
                     self._do(job)
             if len(later) == len(left):  # another process still chooses
-                time.sleep(POLL)
-                waited += POLL
+                if later[0].method[1].fit_is_shared:
+                    self._method(later[0].plans)
+                if not self._is_ready(later[0]):
+                    self.claims.pause()
             left = later
-        self.claims.leave(time.perf_counter() - began - waited)
+        self.claims.leave()
 
     def collect(self, plans: Sequence[Plan]) -> Measured:
         """Return all cells, and what was chosen for them, out of the store."""
@@ -230,7 +231,13 @@ class _Worker:
         if recipe not in self.methods:
             read = self.counter.of_fits(plans)
             fitting = Fitting(
-                model, subject.fingerprint, self.text, self.store, self.batch_tokens, read
+                model,
+                subject.fingerprint,
+                self.text,
+                self.store,
+                self.batch_tokens,
+                read,
+                claims=self.claims,
             )
             self.methods[recipe] = recipe.make(fitting), fitting
         return self.methods[recipe]

@@ -73,6 +73,7 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
         return lambda factor: tempered(before(factor), coefficient, per)
 
     def best(on: Mapping[int, Integers]) -> float:
+        layouts = [told_apart(before(n / C)) for n in on]
         return fit_coefficient(
             fitting.model,
             tempered_with,
@@ -81,6 +82,7 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
             settings.grid,
             fitting.batch_tokens,
             fitting.read,
+            partial(fitting.of_each, [layouts, per, list(on)]),
         )
 
     def fit() -> float:

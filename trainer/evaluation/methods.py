@@ -75,6 +75,12 @@ class Recipe:
     make: Callable[[Fitting], Method]
     fixed: Method | None = None
 
+    @property
+    def fit_is_shared(self) -> bool:
+        """Whether several processes can fit it together. What other parts choose takes one."""
+        parts = {*self.key.split("+")}
+        return "temperature" in parts and not parts & {"longrope", "dope", "weighted_rope"}
+
 
 def recipe(
     name: str, layout: Layout, config: MethodsConfig, *, own: bool = True

@@ -47,6 +47,7 @@ class Claims:
     def __init__(self, directory: Path, share: Share) -> None:
         self.share = share
         self.directory = directory / f"claims-{share.attempt}"
+        self._began, self._paused = time.perf_counter(), 0.0
         if share.processes == 1:
             return
         if share.index == 0:
@@ -67,20 +68,26 @@ class Claims:
             return False
         return True
 
-    def leave(self, worked: float) -> None:
-        """Store how many seconds this process has worked. It claims nothing afterwards."""
+    def pause(self) -> None:
+        """Wait a moment for what other processes have claimed."""
+        time.sleep(POLL)
+        self._paused += POLL
+
+    def leave(self) -> None:
+        """Store how many seconds this process was at work. It claims nothing afterwards."""
         if self.share.processes > 1:
+            worked = time.perf_counter() - self._began - self._paused
             write_atomically(self._worked(self.share.index), json.dumps(worked))
 
-    def wait_for_others(self, seconds: Callable[[], float]) -> None:
+    def wait_for_others(self) -> None:
         """Return when the other processes have left: each has then stored what it claimed. Log
-        which share of ``seconds`` they waited, and remove the claims."""
+        which share of the time the processes were idle, and remove the claims."""
         if self.share.processes == 1:
             return
         files = [self._worked(index) for index in range(self.share.processes)]
         wait_for(lambda: sum(not file.is_file() for file in files))
         worked = [float(json.loads(file.read_text(encoding="utf-8"))) for file in files]
-        total = seconds()
+        total = time.perf_counter() - self._began
         shutil.rmtree(self.directory, ignore_errors=True)
         log.info(
             "%d processes evaluated for %.1f s and were idle for %.0f%% of it (at work: %s s)",
