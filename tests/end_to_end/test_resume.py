@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -143,3 +148,46 @@ def test_a_second_process_does_not_train_in_the_same_directory(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert "is training in" in refusal(run_dir, long)
+
+
+def evaluation(run_dir: Path, output: Path, *launcher: str) -> subprocess.Popen[str]:
+    """Two cells of six parts each, by a process of its own or several."""
+    words = [
+        f"checkpoint={run_dir}", f"output={output}", "evaluation.tasks=[perplexity]",
+        "evaluation.methods=[none,ntk]", "evaluation.lengths=[8]", "evaluation.windows=192",
+        "threads=1",
+    ]  # fmt: skip
+    command = [sys.executable, *launcher, "-m", "trainer", "evaluate", *words]
+    return subprocess.Popen(command, stdout=-1, stderr=-2, text=True, cwd=output.parent)
+
+
+def evaluated(process: subprocess.Popen[str], output: Path) -> tuple[list[dict], str]:
+    """Its cells without times, and what it said."""
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    cells = json.loads((output / "report.json").read_text())["cells"]
+    return [{k: v for k, v in cell.items() if k != "seconds"} for cell in cells], said
+
+
+def test_an_evaluation_on_two_processes_killed_and_resumed_has_the_digits_of_one(
+    uninterrupted, tmp_path
+):
+    run_dir = uninterrupted[0] / "controls" / "rope"
+    alone, _ = evaluated(evaluation(run_dir, tmp_path / "one"), tmp_path / "one")
+    assert len(alone) == 2
+    output = tmp_path / "two"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process = evaluation(run_dir, output, *launcher)
+    while process.poll() is None and not list(output.glob("cells/part-*")):
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert not (output / "report.json").exists()
+    cells, said = evaluated(evaluation(run_dir, output, *launcher), output)
+    assert cells == alone
+    assert re.search(r"2 processes evaluated for .* s and were idle for \d+% of it", said)
+    assert {path.name[:5] for path in (output / "cells").iterdir()} == {"cell-"}

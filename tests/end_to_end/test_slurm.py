@@ -223,6 +223,45 @@ def test_a_job_that_hangs_until_its_time_is_up_is_requeued_just_before(cluster):
     assert line.endswith(": the time was up before a checkpoint was written")
 
 
+STOPPED = """
+mkdir -p run; echo "$PWD/run" > "$UNROPE_RUN_FILE"
+stored() { mkdir -p "$(dirname "run/$1")"; touch "run/$1"; }
+stop() { touch "$UNROPE_REQUEUE_FILE"; exit 1; }
+"""
+
+
+def test_stops_that_leave_nothing_new_are_failures(cluster):
+    """As in an evaluation whose next cell takes longer than the job. The third attempt stores a
+    part of it, so that the count begins anew; the claims of processes are no progress."""
+    program = f"""{STOPPED}
+    case $n in
+      0) stored checkpoints/step-000400/manifest.json ;;
+      2) stored evaluation/cells/part-a.json ;;
+      *) stored "evaluation/cells/claims-$n/x" ;;
+    esac
+    stop
+    """
+    codes = codes_by_hand(cluster, program, UNROPE_MAX_RETRIES="2")
+    # Attempts 1, and then 3, 4 and 5 stopped where they had started.
+    assert codes == [85, 85, 85, 85, 85, 1]
+    assert (cluster / "requeued").read_text().split() == [str(os.getpid())] * 5
+    lines = (cluster / "run/failures.txt").read_text().splitlines()
+    assert [line.partition(", after ")[2] for line in lines] == [
+        "checkpoints/step-000400: stopped with nothing new stored",
+        *["evaluation/cells/part-a.json: stopped with nothing new stored"] * 3,
+    ]
+
+
+def test_stops_with_progress_are_requeued_however_many_there_are(cluster):
+    program = f"""{STOPPED}
+    ((n == 5)) && exit 0
+    stored "evaluation/cells/part-$n.json"
+    stop
+    """
+    assert codes_by_hand(cluster, program, UNROPE_MAX_RETRIES="1") == [85] * 5 + [0]
+    assert not (cluster / "run/failures.txt").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "task", "expected"),
     [

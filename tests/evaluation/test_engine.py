@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,17 +13,18 @@ import torch
 import torch.nn.functional as F
 
 from trainer.data.needles import NeedleVocabulary
-from trainer.evaluation import dope
+from trainer.evaluation import dope, engine, passes
 from trainer.evaluation.config import EvaluationConfig
-from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.engine import measure_cells, say_duration
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import losses_by_position, windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.methods import recipe
-from trainer.evaluation.plan import Subject, plan_cells
+from trainer.evaluation.plan import PART, Subject, cell_jobs, plan_cells, plan_jobs
 from trainer.evaluation.settings import ChoiceSettings, DopeSettings, TemperatureSettings
-from trainer.evaluation.sharing import Share
+from trainer.evaluation.sharing import Claims, Share
 from trainer.evaluation.store import Store
+from trainer.model.flops import forward_flops
 
 LENGTHS = [32, 64]
 
@@ -39,7 +43,14 @@ def evaluation(model, corpus, tmp_path):
         loads.append(1)
         return model
 
-    def go(methods=("none", "crop", "yarn"), trials=5, lengths=LENGTHS, at=".", share=Share()):  # noqa: B008
+    def go(
+        methods=("none", "crop", "yarn"),
+        trials=5,
+        lengths=LENGTHS,
+        at=".",
+        share=Share(),  # noqa: B008
+        tokens=4096,
+    ):
         config = EvaluationConfig(methods=list(methods))
         end = corpus.end_of_text
         subject = Subject("tiny", "weights", model.config, model.layout, load)
@@ -51,7 +62,8 @@ def evaluation(model, corpus, tmp_path):
         ]
         text = FitText({}, end, "text")
         plans = plan_cells([subject], recipes, tasks, lengths, text)
-        measured = measure_cells(plans, text, Store(tmp_path / at), 4096, share)
+        go.plans = plans
+        measured = measure_cells(plans, text, Store(tmp_path / at), tokens, share)
         return measured.cells, len(loads)
 
     return go
@@ -213,10 +225,10 @@ def test_what_was_fitted_is_told_again_when_nothing_is_left_to_measure(
     assert go(lambda: pytest.fail("read again")) == first
 
 
-def test_a_choice_is_kept_where_the_evaluation_ends_between_the_last_cell_and_it(
+def test_what_was_chosen_before_an_interruption_is_told_by_the_resumed_evaluation(
     model, corpus, tmp_path, monkeypatch
 ):
-    """Ended there, the next one has all cells; it chooses again, and the one after reads that."""
+    """Methods choose before their cells are measured; the resumed evaluation reads the choice."""
     config = EvaluationConfig(
         lengths=[1, 2], temperature=TemperatureSettings(grid=[0.1, 0.3], models="all")
     )
@@ -236,20 +248,22 @@ def test_a_choice_is_kept_where_the_evaluation_ends_between_the_last_cell_and_it
         return found.notes, found.temperature, [replace(cell, seconds=0.0) for cell in found.cells]
 
     whole, get = go("whole"), Store.get
+    stored = []
 
     def killed(store, kind, key, make):
-        if kind == "choice":
+        value = get(store, kind, key, make)
+        stored.append(kind)
+        if stored[-3:] == ["choice", "cell", "cell"]:  # a method has all of its cells
             raise KeyboardInterrupt
-        return get(store, kind, key, make)
+        return value
 
-    for times in (1, 2):  # after the cells of the first method, and of the second
+    for times in (1, 2):
         with monkeypatch.context() as patch:
             patch.setattr(Store, "get", killed)
             with pytest.raises(KeyboardInterrupt):
                 go("killed")
-        assert len(list((tmp_path / "killed").glob("cell-*"))) == 2
-        if times == 1:
-            assert not list((tmp_path / "killed").glob("choice-*"))
+        assert len(list((tmp_path / "killed").glob("cell-*"))) == 2 * times
+        assert len(list((tmp_path / "killed").glob("choice-*"))) == times
     assert go("killed") == whole
     read = len(loads)
     assert go("killed") == whole
@@ -260,32 +274,199 @@ def test_a_choice_is_kept_where_the_evaluation_ends_between_the_last_cell_and_it
     assert [go("killed"), go("killed")] == [whole, whole]
 
 
-@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)])
-def test_processes_share_the_methods_out_and_the_first_has_all_cells(evaluation, tmp_path, order):
-    """However late one begins, when others have stored theirs, they agree on who does what. The
-    first process comes last here, so that it does not wait."""
-    alone, _ = evaluation()
-    stored = []
-    for index in order[:2]:
-        assert evaluation(at="shared", share=Share(index, 3))[0] == []
-        stored.append(len(list((tmp_path / "shared").glob("cell-*"))))
-    first_cells = stored[0], stored[1] - stored[0]
-    assert min(first_cells) > 0  # the second did not find its part taken for another's
-    cells, _ = evaluation(at="shared", share=Share(0, 3))
-    assert [replace(cell, seconds=0.0) for cell in cells] == [
-        replace(cell, seconds=0.0) for cell in alone
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Cells of many parts: each part has one batch, of one sequence of 64 tokens or two of 32."""
+    monkeypatch.setitem(PART, "cpu", 1.0)
+    monkeypatch.setattr(passes, "IN_CACHE", 64 * 32)
+
+
+def without_seconds(cells):
+    return [replace(cell, seconds=0.0) for cell in cells]
+
+
+def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, tmp_path):
+    """Of windows and statements, whole and cropped; parts are gone once their cell is stored."""
+    whole, _ = evaluation(at="whole", tokens=64)
+    monkeypatch.setitem(PART, "cpu", 1.0)
+    stored, get = [], Store.get
+
+    def noted(store, kind, key, make):
+        stored.append(kind)
+        return get(store, kind, key, make)
+
+    monkeypatch.setattr(Store, "get", noted)
+    cells, _ = evaluation(at="parts", tokens=64)
+    assert without_seconds(cells) == without_seconds(whole)
+    assert stored.count("part") >= 2 * 4 * 3
+    assert not list((tmp_path / "parts").glob("part-*"))
+
+
+def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
+    evaluation, small_parts, monkeypatch, tmp_path
+):
+    whole, _ = evaluation(["none"], at="whole", tokens=64)
+    read, parts = Perplexity.read, []
+
+    def counting(task, model, length, reads, tokens, done, piece):
+        if len(parts) == 2:
+            raise KeyboardInterrupt
+        parts.append((length, piece.index))
+        return read(task, model, length, reads, tokens, done, piece)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Perplexity, "read", counting)
+        with pytest.raises(KeyboardInterrupt):
+            evaluation(["none"], at="killed", tokens=64)
+    assert parts == [(32, 0), (32, 1)]
+    assert len(list((tmp_path / "killed").glob("part-*"))) == 2
+    resumed = []
+
+    def resuming(task, model, length, reads, tokens, done, piece):
+        resumed.append((length, piece.index))
+        return read(task, model, length, reads, tokens, done, piece)
+
+    monkeypatch.setattr(Perplexity, "read", resuming)
+    cells, _ = evaluation(["none"], at="killed", tokens=64)
+    assert without_seconds(cells) == without_seconds(whole)
+    assert resumed == [(32, 2), (64, 0), (64, 1), (64, 2)]
+
+
+def test_parts_of_other_batches_are_not_put_together(evaluation, small_parts, tmp_path):
+    """Their sequences were read in other company; they are measured once more."""
+    evaluation(["none"], at="a", tokens=64)
+    plan = evaluation.plans[-1]
+    keys = [[job.key for job in cell_jobs((plan,), plan, tokens)] for tokens in (64, 65)]
+    assert len({str(key) for of_one in keys for key in of_one}) == 2 * plan.parts == 10
+
+
+def test_what_another_process_has_claimed_is_left_to_it(
+    evaluation, small_parts, monkeypatch, tmp_path
+):
+    """Two processes share one cell: each measures the parts that it has claimed, the first one puts
+    them together, and it says for how long both were idle."""
+    alone, _ = evaluation(["none"], tokens=64, lengths=[64])
+    shares = [Share(index, 2, "now") for index in range(2)]
+    (tmp_path / "shared/claims-killed").mkdir(parents=True)
+    others = Claims(tmp_path / "shared", shares[0])
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["claims-now"]
+    jobs = [job for plan in evaluation.plans for job in cell_jobs((plan,), plan, 64)]
+    claimed = jobs[::2]
+    for job in claimed:
+        assert others.take(job.kind, job.key)
+    assert evaluation(["none"], tokens=64, lengths=[64], at="shared", share=shares[1])[0] == []
+    store = Store(tmp_path / "shared")
+    assert [store.has(job.kind, job.key) for job in jobs] == [job not in claimed for job in jobs]
+    cells, _ = evaluation(["none"], tokens=64, lengths=[64], at="shared", share=shares[0])
+    assert without_seconds(cells) == without_seconds(alone)
+    assert {path.name[:4] for path in (tmp_path / "shared").iterdir()} == {"cell"}
+
+
+@pytest.fixture
+def fitted(model, corpus, tmp_path):
+    """A temperature to fit and a cell of it: the two jobs, and a function that measures them."""
+
+    def load():
+        loaded.append(1)
+        return model
+
+    loaded = []
+    config = EvaluationConfig(lengths=[2], temperature=TemperatureSettings(models="all"))
+    recipes = {"tiny": [recipe("temperature", model.layout, config)]}
+    subject = Subject("tiny", "weights", model.config, model.layout, load)
+    windows = windows_with_common_ends(corpus.validation, 2, [64])
+    text = FitText(windows, corpus.end_of_text, "text")
+    plans = plan_cells([subject], recipes, [perplexity(corpus, [64])], [64], text)
+
+    def go(at, share=Share()):  # noqa: B008
+        return measure_cells(plans, text, Store(tmp_path / at), 4096, share)
+
+    return plan_jobs(plans, 4096), go
+
+
+def test_a_process_helps_with_a_fit_that_its_cells_wait_for(fitted, tmp_path, monkeypatch):
+    """Another one has claimed the choice and some of the coefficients, which it stores late."""
+    (choice, cell), go = fitted
+    assert (choice.kind, cell.kind) == ("choice", "cell")
+    alone = go("alone")
+    store, others = Store(tmp_path / "shared"), Claims(tmp_path / "shared", Share(0, 2, "now"))
+    others.take(choice.kind, choice.key)
+    tried, late, take = [], [], Claims.take
+
+    def noted(claims, kind, key):
+        if kind == "tried":
+            tried.append(key["value"])
+            if key["value"] in (0.1, 0.3):
+                late.append(key)
+                return False
+        return take(claims, kind, key)
+
+    losses = iter([9.0, 8.0])
+
+    def meanwhile(claims):
+        if late:
+            store.get("tried", late.pop(), lambda: next(losses))
+        else:
+            found = {"notes": [], "temperature": alone.temperature["tiny"]}
+            store.get("choice", choice.key, lambda: found)
+
+    monkeypatch.setattr(Claims, "take", noted)
+    monkeypatch.setattr(Claims, "pause", meanwhile)
+    go("shared", Share(1, 2, "now"))
+    grid = TemperatureSettings().grid
+    assert tried[: len(grid)] == grid
+    kept = [json.loads(path.read_text()) for path in (tmp_path / "shared").glob("tried-*")]
+    assert {one["key"]["value"] for one in kept} >= {*grid}
+    assert {one["value"] for one in kept if one["key"]["value"] in (0.1, 0.3)} == {8.0, 9.0}
+    assert store.has("cell", cell.key)
+
+
+def test_processes_fit_together_what_one_fits_alone(fitted, tmp_path):
+    """To the digit, from losses that went through the store."""
+    _, go = fitted
+    alone = go("alone")
+    assert go("shared", Share(1, 2, "now")).cells == []
+    together = go("shared", Share(0, 2, "now"))
+    assert together.temperature == alone.temperature
+    assert without_seconds(together.cells) == without_seconds(alone.cells)
+    assert not list((tmp_path / "alone").glob("tried-*"))
+
+
+def test_several_processes_begin_with_what_others_wait_for_and_then_with_the_longest(
+    model, corpus, tmp_path, monkeypatch
+):
+    config = EvaluationConfig(lengths=[1, 2], temperature=TemperatureSettings(models="all"))
+    names = ("none", "temperature")
+    windows = windows_with_common_ends(corpus.validation, 2, [64])
+    text, plans = FitText(windows, corpus.end_of_text, "text"), []
+    for name in ("a", "b"):
+        subject = Subject(name, name, model.config, model.layout, lambda: model)
+        recipes = {name: [recipe(key, model.layout, config) for key in names]}
+        plans += plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text)
+    claimed, take = [], Claims.take
+
+    def noted(claims, kind, key):
+        if kind != "tried":
+            claimed.append((kind, key.get("model"), key.get("length")))
+        return take(claims, kind, key)
+
+    monkeypatch.setattr(Claims, "take", noted)
+    measure_cells(plans, text, Store(tmp_path), 4096, Share(1, 2, "now"))
+    assert [kind for kind, _, _ in claimed] == ["choice"] * 2 + ["cell"] * 8
+    assert [about for _, *about in claimed[2:]] == [
+        [name, length] for name in ("a", "b") for length in (64, 64, 32, 32)
     ]
 
 
-def test_who_does_what_does_not_depend_on_what_is_finished(evaluation, monkeypatch):
-    """Else a process that begins late could leave its part to one that has left already."""
-    seen, of = [], Share.of
-
-    def noted(share, pieces, work):
-        seen.append([(plan.recipe.key, plan.length) for group in pieces for plan in group])
-        return of(share, pieces, work)
-
-    monkeypatch.setattr(Share, "of", noted)
-    for index in (2, 1, 0):
-        evaluation(at="shared", share=Share(index, 3))
-    assert seen[0] == seen[1] == seen[2]
+@pytest.mark.parametrize(("passes", "said"), [(59, "118 s"), (60, "2 min"), (91, "3 min")])
+def test_the_duration_follows_from_a_pass_that_takes_two_seconds(
+    tiny_decoder, monkeypatch, caplog, passes, said
+):
+    model, clock = tiny_decoder().eval(), iter(range(0, 1000, 2))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    caplog.set_level(logging.INFO, logger=engine.__name__)
+    # Three sequences of 16 tokens at once; 512 tokens would then take longer than an estimate may.
+    work = 3 * forward_flops(model.config, model.layout, 16)
+    say_duration(model, [512, 16], passes * work, batch_tokens=48)
+    assert [record.getMessage() for record in caplog.records] == [f"About {said} in all"]
+    assert next(clock) == 4  # one pass was timed, from 0 to 2

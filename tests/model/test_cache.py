@@ -251,3 +251,35 @@ def test_heads_that_are_alike_in_short_sequences_only_stay_apart_in_a_batch(tiny
     )
     prompts = [IDS[0, :n].tolist() for n in lengths]
     assert generate(model, prompts, 6) == [generate(model, [p], 6)[0] for p in prompts]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, 7, 39])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sequence_read_in_chunks_gives_what_it_gives_at_once(tiny_decoder, name, chunk):
+    """Losses, logits of the last positions, and what follows from the keys and values."""
+    model = tiny_decoder(**MODELS[name]).double().eval()
+    targets = IDS.roll(-1, dims=1)
+    losses, last = model.token_losses(IDS, targets), model(IDS, last=9)
+    states = model.hidden_states(IDS, length=99, last=3)
+    seen = []
+    handle = model.embed_tokens.register_forward_hook(lambda _, args, __: seen.append(args[0]))
+    model.prefill_chunk = chunk
+    torch.testing.assert_close(model.token_losses(IDS, targets), losses)
+    assert max(ids.shape[1] for ids in seen) == chunk
+    torch.testing.assert_close(model(IDS, last=9), last)
+    torch.testing.assert_close(model.prefilled(IDS, length=99, last=3), states)
+    cache = model.empty_cache(2, 40)
+    torch.testing.assert_close(model(IDS[:, :30], cache=cache), model(IDS[:, :30]))
+    torch.testing.assert_close(model(IDS[:, 30:], cache=cache, last=9), last)
+    handle.remove()
+    assert sum(ids.shape[1] for ids in seen) == 40 * 3 + 30 * 2 + 10
+
+
+@pytest.mark.parametrize("kind", sorted(RESCALINGS))
+def test_frequencies_that_follow_the_length_are_those_of_all_chunks(tiny_decoder, kind):
+    model = tiny_decoder().double().eval()
+    model.layout = model.layout.dynamically_rescaled(RESCALINGS[kind])
+    expected = model.token_losses(IDS, IDS)
+    model.prefill_chunk = 16
+    torch.testing.assert_close(model.token_losses(IDS, IDS), expected)

@@ -12,11 +12,13 @@ import torch
 from trainer.evaluation.config import EvaluationConfig
 from trainer.model.config import ModelConfig
 from trainer.recalibration.config import DropConfig
-from trainer.report.results import PERPLEXITY, STATEMENTS
+from trainer.report.results import PERPLEXITY
 from trainer.runs import memory
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.memory import (
     cache_memory,
+    evaluation_memory,
+    evaluation_problems,
     free_memory,
     memory_problems,
     needed_memory,
@@ -183,8 +185,107 @@ def test_text_that_is_not_held_needs_no_memory():
     least = needs(small)[0]
     for changes in (
         {"evaluation": replace(ASKED, enabled=False)},
-        {"evaluation": replace(ASKED, tasks=[STATEMENTS])},
         {"drop": DropConfig(at=10, effect_sequences=10**6, enabled=False)},
         {"monitor": MonitorConfig(windows=10**6)},
     ):
         assert needs(replace(small, **changes))[0] == least
+
+
+SMOLLM2_360M = ModelConfig(
+    hidden_size=960, intermediate_size=2560, num_hidden_layers=32, num_attention_heads=15,
+    num_key_value_heads=5, vocab_size=49152, tie_word_embeddings=True,
+)  # fmt: skip
+MILLION = 1 << 20
+GPU = 80 * 10**9
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """A function that sets the free memory."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return lambda size: monkeypatch.setattr(memory, "free_memory", lambda device: size)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
+def test_an_evaluation_needs_weights_keys_and_values_and_a_chunk_of_activations(dtype, size):
+    """86 GB of keys and values for a million tokens in float32, from a plain sum."""
+    asked = EvaluationConfig()
+    about = asked, 32768, dtype, "cuda"
+    weights, kept, activations = evaluation_memory(SMOLLM2_360M, MILLION, *about)
+    assert weights == size * weights_of(SMOLLM2_360M)
+    of_a_layer = torch.empty(2, 5, MILLION, 64, device="meta", dtype=memory_type(size))
+    assert kept == 32 * of_a_layer.nbytes == {4: 85_899_345_920, 2: 42_949_672_960}[size]
+    a_chunk = 32768 * (4 * 960 + 3 * 2560 + 2 * (15 + 2 * 5) * 64)
+    of_heads = torch.empty(2, 15, MILLION, 64, device="meta", dtype=memory_type(size))
+    assert activations == size * a_chunk + of_heads.nbytes
+    # Losses of a sequence that is read at once keep nothing of it; answers do.
+    assert evaluation_memory(SMOLLM2_360M, 4096, *about)[1] == 0
+    answered = replace(asked, tasks=["standard"], batch_tokens=8192)
+    of_two = cache_memory(SMOLLM2_360M, 2, 4096, size)
+    assert evaluation_memory(SMOLLM2_360M, 4096, answered, None, dtype, "cuda")[1] == of_two
+
+
+def test_a_cpu_reads_fewer_short_sequences_at_once_than_a_gpu():
+    """As many tokens as its caches hold, 2^19 / 960 of this width."""
+    about = SMOLLM2_360M, 128, EvaluationConfig(batch_tokens=1024), None, "fp32"
+    of_gpu, of_cpu = (evaluation_memory(*about, device)[2] for device in ("cuda", "cpu"))
+    assert of_gpu / of_cpu == 8 / 4
+
+
+def memory_type(size):
+    return {4: torch.float32, 2: torch.bfloat16}[size]
+
+
+@pytest.mark.parametrize(
+    ("changes", "available", "remedy"),
+    [
+        ({"dtype": "fp32"}, GPU, "evaluation.dtype=bf16 needs 45.3 GiB"),
+        (
+            {"dtype": "bf16", "prefill_chunk": 10**6}, 60 * 10**9,
+            "evaluation.prefill_chunk=8192 needs 44.6 GiB",
+        ),
+        (
+            {"dtype": "fp32", "prefill_chunk": 10**6}, 48 * 10**9,
+            "evaluation.dtype=bf16 evaluation.prefill_chunk=8192 needs 44.6 GiB",
+        ),
+        (
+            {"dtype": "bf16"}, 30 * 10**9,
+            "choose lengths of up to 614,656 tokens, or a device with more memory",
+        ),
+        ({"dtype": "bf16"}, 10**8, "choose a smaller model, or a device with more memory"),
+    ],
+)  # fmt: skip
+def test_an_evaluation_that_does_not_fit_names_what_would(free, changes, available, remedy):
+    asked = EvaluationConfig(**changes)
+    free(available)
+    (problem,) = evaluation_problems({"a": SMOLLM2_360M}, MILLION, asked, "cuda")
+    beginning, _, said = problem.partition("; ")
+    assert said == f"{remedy}."
+    assert beginning.startswith("evaluation.lengths: 1,048,576 tokens of a need at least ")
+    assert beginning.endswith(f" GiB), and {memory.gib(available)} are free")
+    free(200 * 10**9)
+    assert evaluation_problems({"a": SMOLLM2_360M}, MILLION, asked, "cuda") == []
+
+
+def test_what_is_named_does_fit(free):
+    """To the byte, and processes on a CPU share its memory."""
+    asked = EvaluationConfig(dtype="fp32", prefill_chunk=4096)
+    needed = sum(evaluation_memory(SMOLLM2_360M, MILLION, asked, 4096, "fp32", "cpu"))
+    about = {"a": SMOLLM2_360M}, MILLION, asked
+    for available, processes, fits in (
+        (needed, 1, True), (needed - 1, 1, False), (2 * needed, 2, True), (2 * needed - 2, 2, False)
+    ):  # fmt: skip
+        free(available)
+        assert (evaluation_problems(*about, "cpu", processes) == []) is fits
+    free(needed)
+    assert evaluation_problems(*about, "cuda", 8) == []  # each has a GPU of its own
+
+
+def test_a_run_whose_evaluation_will_not_fit_is_not_started(free):
+    """A remedy is said before the training, not after it."""
+    asked = EvaluationConfig(tasks=["standard"], lengths=[1, 4000])
+    run = replace(PLAIN, data=LONG, evaluation=asked)
+    free(STATE + activations(4) + 2**24)
+    (problem,) = memory_problems(run, 1)
+    assert problem.startswith("evaluation.lengths: 2,048,000 tokens of the model need at least ")
+    assert memory_problems(replace(run, evaluation=replace(asked, enabled=False)), 1) == []

@@ -27,9 +27,11 @@ from trainer.evaluation.settings import (
     WeightedRopeSettings,
 )
 from trainer.model.backends import BACKENDS
+from trainer.model.decoder import Decoder
 from trainer.report.results import Report
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
+from trainer.runs.memory import evaluation_memory
 from trainer.runs.models import distinct, find_candidate
 from trainer.workflows import evaluate
 from trainer.workflows.evaluate import _is_same, evaluate_lengths
@@ -220,6 +222,40 @@ def test_each_model_is_read_once_in_the_precision_asked_for_with_a_backend_that_
     evaluate_lengths(request(runs, tmp_path, dtype="bf16", lengths=[1]))
     assert read == [("before-drop", "cpu"), ("step-000012", "cpu")]
     assert seen == {(torch.bfloat16, BACKENDS["sdpa"])}
+
+
+def test_sequences_are_read_in_chunks_where_that_is_asked_for(runs, tmp_path, monkeypatch):
+    """The results are those of one pass up to rounding, and the report says in which precision."""
+    asked = {"lengths": [2], "tasks": ["perplexity"], "methods": ["none"]}
+    whole, _ = evaluate_lengths(request(runs, tmp_path / "whole", **asked))
+    widths, hidden_states = set(), Decoder.hidden_states
+
+    def looking(model, ids, **options):
+        widths.add(ids.shape[1])
+        return hidden_states(model, ids, **options)
+
+    monkeypatch.setattr(Decoder, "hidden_states", looking)
+    chunked, _ = evaluate_lengths(request(runs, tmp_path / "chunks", prefill_chunk=24, **asked))
+    assert widths == {24, 16}
+    for one, other in zip(whole.cells, chunked.cells, strict=True):
+        assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert whole.environment["precision"] == whole.config["evaluation"]["dtype"] == "fp32"
+
+
+def test_an_evaluation_that_does_not_fit_is_refused_before_weights_are_read(
+    runs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("trainer.runs.models.load_decoder", lambda *_: pytest.fail("read"))
+    shape = find_candidate(str(runs)).config
+    needed = sum(evaluation_memory(shape, 256, CONFIG, None, "fp32", "cpu"))
+    monkeypatch.setattr("trainer.runs.memory.free_memory", lambda device: needed - 1)
+    with pytest.raises(UserError) as error:
+        evaluate_lengths(request(runs, tmp_path, lengths=[1, 8]))
+    assert [problem.partition(" need")[0] for problem in error.value.problems] == [
+        "evaluation.lengths: 256 tokens of RoPE (before-drop)",
+        "evaluation.lengths: 256 tokens of DroPE",
+    ]
+    assert all("evaluation.dtype=bf16 needs" in problem for problem in error.value.problems)
 
 
 def test_heads_are_chosen_on_a_file_at_a_length_of_its_own(runs, tmp_path):

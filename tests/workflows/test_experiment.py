@@ -321,10 +321,10 @@ def test_what_another_process_may_train_is_locked_before_it_is_opened(base, tmp_
 @pytest.mark.parametrize(
     ("sees", "rank", "share"),
     [
-        ([True], 0, Share(0, 1)),
-        ([True, True, True], 2, Share(2, 3)),
+        ([True], 0, Share(0, 1, "now")),
+        ([True, True, True], 2, Share(2, 3, "now")),
         ([False, True, True], 0, None),
-        ([False, True, True], 2, Share(1, 2)),
+        ([False, True, True], 2, Share(1, 2, "now")),
     ],
 )
 def test_ranks_that_see_all_checkpoints_share_the_evaluation(
@@ -343,6 +343,7 @@ def test_ranks_that_see_all_checkpoints_share_the_evaluation(
 
     monkeypatch.setattr(experiment, "damage_together", lambda path: None)
     monkeypatch.setattr(experiment, "all_gather", gathered)
+    monkeypatch.setattr("trainer.runs.ranks.all_gather", lambda own: ["now", own, own])
     ranks = Ranks(rank, len(sees), rank, len(sees))
     assert experiment.evaluation_share(places, ranks) == share
 

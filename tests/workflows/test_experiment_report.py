@@ -171,7 +171,7 @@ def test_what_arms_showed_stands_beside_what_was_measured(told, tmp_path, caplog
     (name, measured, config, first, *more) = asked[0]
     assert (name, measured, first) == ("demo", names, "DroPE")
     assert config.lengths == [1, 2]
-    assert more == [tmp_path / "main" / "evaluation" / "cells", "auto", SHARE]
+    assert more == [tmp_path / "main" / "evaluation" / "cells", "auto", SHARE, True]
     assert candidates == names
     assert [(arm.name, arm.final_loss, arm.skipped) for arm in made.arms] == [
         ("DroPE", 1.0, 0), ("NoPE", 2.0, 0), ("RoPE", 0.0, 2),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.keys import fingerprint
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.settings import (
     ChoiceSettings,
@@ -15,7 +17,7 @@ from trainer.evaluation.settings import (
     TemperatureSettings,
     WeightedRopeSettings,
 )
-from trainer.workflows.subjects import applicable, subject_of
+from trainer.workflows.subjects import applicable, multiplying, subject_of
 
 
 @pytest.fixture
@@ -114,14 +116,44 @@ def test_texts_to_choose_on_are_as_long_as_what_is_chosen_needs(models, changes,
 
 
 def test_a_subject_is_told_from_others_by_its_weights_and_their_type():
-    def print_of(dtype, device="cpu", **changes):
+    def print_of(dtype, device="cpu", tf32=True, **changes):
         own = {"fingerprint": "1", "name": "a", "computed_by": None, "config": 1, "layout": 2}
-        return subject_of(SimpleNamespace(**{**own, **changes}), dtype, device).fingerprint
+        given = SimpleNamespace(**{**own, **changes})
+        return subject_of(given, dtype, device, tf32=tf32).fingerprint
 
     first = print_of("fp32")
     assert print_of("bf16") != first
     assert print_of("fp32", fingerprint="2") != first
-    assert print_of("fp32", name="b") == print_of("fp32", device="cuda") == first
+    assert print_of("fp32", name="b") == print_of(None) == first
+    # Cells of before there was TF32 keep their keys on the CPU, and with trainer.tf32=false.
+    assert print_of("fp32", device="cuda", tf32=False) == first == fingerprint("1", "fp32")
+    assert print_of("bf16", device="cuda") == print_of("bf16")
+
+
+@pytest.mark.parametrize(("supported", "same_as"), [(True, "bf16"), (False, "fp32")])
+def test_a_gpu_evaluates_in_bf16_and_float32_there_is_tf32(monkeypatch, supported, same_as):
+    """So that results of one precision are never taken for those of another."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: supported)
+    own = SimpleNamespace(fingerprint="1", name="a", computed_by=None, config=1, layout=2)
+    keys = {dtype: subject_of(own, dtype, "cuda").fingerprint for dtype in (None, "bf16", "fp32")}
+    assert keys[None] == keys[same_as]
+    assert keys["fp32"] == fingerprint("1", "tf32")
+    assert len({*keys.values(), fingerprint("1", "fp32")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "tf32", "within"),
+    [("cuda", True, "high"), ("cuda", False, "highest"), ("cpu", True, "medium")],
+)
+def test_float32_is_multiplied_in_tf32_on_a_gpu_and_left_alone_on_a_cpu(device, tf32, within):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with multiplying(device, tf32):
+            assert torch.get_float32_matmul_precision() == within
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_where_nothing_is_done_to_any_model_it_is_said_why(models):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -33,17 +34,19 @@ def read(composed: Composed) -> Named[Any]:
 def execute(named: Named[Any]) -> None:
     """Evaluate, print the tables, write the report."""
     from trainer.commands.console import print_report, set_up_console
+    from trainer.runs.job_files import ask_for_requeue
     from trainer.workflows.evaluation_request import EvaluationRequest
     from trainer.workflows.remarks import say_idle_settings
 
-    set_up_console()
+    set_up_console(quiet=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0")
     say_idle_settings(named.request.evaluation, named.words)
-    with stopping_at_once("Stopped", signal.SIGTERM):
+    # A batch script requeues the job; the same command resumes from what is stored.
+    with stopping_at_once("Stopped", signal.SIGTERM, signal.SIGUSR1, first=ask_for_requeue):
         if isinstance(named.request, EvaluationRequest):
             from trainer.workflows.evaluate import evaluate_lengths
 
-            report, output = evaluate_lengths(named.request, named.name)
-            print_report(report, str(output), existing=False)
+            if (outcome := evaluate_lengths(named.request, named.name)) is not None:
+                print_report(outcome[0], str(outcome[1]), existing=False)
         else:
             from trainer.commands.benchmarks import show
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.data.order import Integers
 from trainer.data.tokenizer import end_of_text
-from trainer.evaluation.passes import sequences_at_once
+from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
 from trainer.evaluation.prompts import Prompt, Stop
 from trainer.generation.generate import continue_from_cache, generate
 from trainer.model.cache import KVCache
@@ -47,7 +47,6 @@ class _Batch:
     cuts: tuple[int, ...] = ()
 
 
-@torch.no_grad()
 def answers(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -68,9 +67,24 @@ def answers(
         done: told how many prompts have been answered since it was told last.
         stop: asked of every answer after each of its tokens.
     """
-    texts = [""] * len(prompts)
+    found = answers_of(WHOLE, model, tokenizer, prompts, batch_tokens, done, stop)
+    return [found[index] for index in range(len(prompts))]
+
+
+@torch.no_grad()
+def answers_of(
+    piece: Piece,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    batch_tokens: int,
+    done: Callable[[int], None] | None = None,
+    stop: Stop | None = None,
+) -> dict[int, str]:
+    """Return the answers to a part of the prompts by their indices; see :func:`answers`."""
+    texts: dict[int, str] = {}
     end = end_of_text(tokenizer)
-    for batch in _batches(prompts, batch_tokens):
+    for batch in piece.among(list(_batches(prompts, batch_tokens))):
         asked = [prompts[index] for index in batch.prompts]
         said: list[list[int]] = [[] for _ in asked]
 

@@ -26,7 +26,7 @@ class BenchmarkConfig(MethodsConfig):
     contexts lose their beginning (null: the training length). ``batch_tokens``: tokens in one
     forward pass. ``add_bos``: begin every text with end-of-text, as sequences in training do (null:
     yes for runs of this program; of published weights the tokenizer decides). ``dtype``: of the
-    weights.
+    weights (null: bf16 on a GPU, else fp32; on a GPU fp32 multiplies in TF32).
     """
 
     tasks: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ class BenchmarkConfig(MethodsConfig):
     max_length: int | None = None
     batch_tokens: int = 4096
     add_bos: bool | None = None
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16"] | None = None
 
     @property
     def factors(self) -> list[float]:

@@ -30,8 +30,10 @@ class EvaluationConfig(MethodsConfig):
     training length. ``tasks``: of :func:`task_names`. ``windows``: held-out windows of the
     perplexity at each length, of which the ``last`` tokens are reported (null: as many as the
     training length, or the shortest length if that is less). ``batch_tokens``: tokens in one
-    forward pass. ``dtype``: of the weights. ``needles``: of the trained statements and of all tasks
-    with needles; ``ruler``, ``longbench``, ``many_shot``: of those tasks.
+    forward pass. ``prefill_chunk``: tokens of a longer sequence that are read at once (null: 32,768
+    on a GPU; on a CPU all). ``dtype``: of the weights (null: bf16 on a GPU, else fp32; on a GPU
+    fp32 multiplies in TF32). ``needles``: of the trained statements and of all tasks with needles;
+    ``ruler``, ``longbench``, ``many_shot``: of those tasks.
     """
 
     enabled: bool = True
@@ -43,7 +45,8 @@ class EvaluationConfig(MethodsConfig):
     windows: int = 96
     last: int | None = None
     batch_tokens: int = 16384
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    prefill_chunk: int | None = None
+    dtype: Literal["fp32", "bf16"] | None = None
     needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
     ruler: RulerSettings = field(default_factory=RulerSettings)
     longbench: LongBenchSettings = field(default_factory=LongBenchSettings)
@@ -64,7 +67,7 @@ class EvaluationConfig(MethodsConfig):
             )
         if not self.tasks:
             found.append("evaluation.tasks: expected one or more, got none.")
-        for key in ("windows", "last", "batch_tokens"):
+        for key in ("windows", "last", "batch_tokens", "prefill_chunk"):
             if (value := getattr(self, key)) is not None and value < 1:
                 found.append(f"evaluation.{key}: expected 1 or more, got {value}.")
         found += [

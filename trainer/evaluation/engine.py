@@ -1,22 +1,36 @@
 """The evaluation loop over cells of model, method, task and length, each stored when finished.
 
-All models and methods are measured on the same trials; an interrupted evaluation resumes.
+All models and methods are measured on the same trials. A long cell is measured in parts, each
+stored as well; an interrupted evaluation resumes, and several processes share the parts.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from trainer.evaluation.duration import say_duration
+import torch
+
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.methods import Method
-from trainer.evaluation.plan import Plan, Subject
-from trainer.evaluation.sharing import Share, wait_for
+from trainer.evaluation.methods import Method, Recipe
+from trainer.evaluation.passes import sequences_at_once
+from trainer.evaluation.plan import (
+    AS_IS_KEY,
+    Job,
+    Plan,
+    Subject,
+    by_method,
+    cell_jobs,
+    choice_key,
+    plan_jobs,
+)
+from trainer.evaluation.sharing import Claims, Share
 from trainer.evaluation.store import Store
+from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
 from trainer.report.progress import Progress
 from trainer.report.results import Cell
@@ -24,11 +38,13 @@ from trainer.report.words import counted
 
 log = logging.getLogger(__name__)
 
+SECONDS_TO_ESTIMATE = 4.0
+
 
 @dataclass
 class Measured:
-    """``cells``; ``notes``: what was chosen, in words; ``temperature``: what was fitted for a model
-    as it was trained, by its name."""
+    """Results. ``notes``: what methods chose, in words. ``temperature``: what was fitted, by the
+    name of the model."""
 
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -42,121 +58,215 @@ def measure_cells(
     batch_tokens: int,
     share: Share = Share(),  # noqa: B008
 ) -> Measured:
-    """Measure what is not in the store yet: of several processes each a share of the methods, and
-    all but the first return nothing."""
-    if share.processes > 1:
-        # Of all, finished or not: what is finished changes while the processes begin, and they must
-        # agree on who does what.
-        groups = _groups(plans)
-        own = [plan for group in share.of(groups, _work) for plan in group]
-        _measured(own, text, store, batch_tokens, share.index)
+    """Measure what is not in the store yet, and return all cells in the order of ``plans``.
+
+    Several processes take the jobs one by one, and all but the first return nothing.
+    """
+    claims = Claims(store.directory, share)
+    jobs = plan_jobs(plans, batch_tokens)
+    missing = [job for job in jobs if not _is_done(store, job)]
+    there = sum(store.has("cell", plan.key) for plan in plans)
+    log.info("%s, %d measured before", counted(len(plans), "cell"), there)
+    total = sum(job.work for job in missing) / share.processes
+    with Progress("Evaluating", max(total, 1.0), silent=share.index > 0) as progress:
+        worker = _Worker(text, store, batch_tokens, claims, _Counter(progress))
+        worker.work(missing, total)
         if share.index:
             return Measured()
-        wait_for(lambda: sum(not _is_finished(store, group) for group in groups))
-    return _measured(plans, text, store, batch_tokens)
+        claims.wait_for_others()
+        return worker.collect(plans)
 
 
-def _groups(plans: Sequence[Plan]) -> list[list[Plan]]:
-    """The cells of each method of each model."""
-    subjects = dict.fromkeys(plan.subject for plan in plans)
-    return [g for s in subjects for g in _by_method([p for p in plans if p.subject is s])]
+class _Worker:
+    """One process: it does jobs, with one model in memory at a time."""
 
+    def __init__(
+        self,
+        text: FitText,
+        store: Store,
+        batch_tokens: int,
+        claims: Claims,
+        counter: _Counter,
+    ) -> None:
+        self.text, self.store, self.batch_tokens = text, store, batch_tokens
+        self.claims, self.counter = claims, counter
+        self.model: LanguageModel | None = None
+        self.subject: Subject | None = None
+        self.methods: dict[Recipe, tuple[Method, Fitting]] = {}
 
-def _measured(
-    plans: Sequence[Plan], text: FitText, store: Store, batch_tokens: int, process: int = 0
-) -> Measured:
-    missing = [plan for plan in plans if not store.has("cell", plan.key)]
-    total = _work(missing)
-    there = len(plans) - len(missing)
-    log.info("%s, %d measured before", counted(len(plans), "cell"), there)
-    results = Measured()
-    with Progress("Evaluating", max(total, 1.0), silent=process > 0) as progress:
-        counter = _Counter(progress)
-        for subject in dict.fromkeys(plan.subject for plan in plans):
-            own = [plan for plan in plans if plan.subject is subject]
-            if _is_finished(store, own):
-                for chosen in _by_method(own):
-                    _add_finished(results, store, chosen)
-            else:
-                _measure(subject, own, text, store, batch_tokens, counter, total, results)
-    return results
+    def work(self, jobs: Sequence[Job], total: float) -> None:
+        """Do jobs that no other process has claimed, until none is left; ``total``: operations of
+        this process's share."""
+        if jobs and not self.claims.share.index:
+            lengths = {plan.length for plan in jobs[0].plans}
+            say_duration(self._loaded(jobs[0].method[0]), lengths, total, self.batch_tokens)
+        left = self._in_order(jobs)
+        while left:
+            later = []
+            for job in left:
+                if not self._is_ready(job):
+                    later.append(job)
+                elif self.claims.take(job.kind, job.key) and not _is_done(self.store, job):
+                    self._do(job)
+            if len(later) == len(left):  # another process still chooses
+                if later[0].method[1].fit_is_shared:
+                    self._method(later[0].plans)
+                if not self._is_ready(later[0]):
+                    self.claims.pause()
+            left = later
+        self.claims.leave()
 
+    def collect(self, plans: Sequence[Plan]) -> Measured:
+        """Return all cells, and what was chosen for them, out of the store."""
+        results = Measured()
+        for method in by_method(plans):
+            name, recipe = method[0].subject.name, method[0].recipe
+            for plan in method:
+                # The names are today's: another method that changes nothing may have measured it.
+                cell = Cell.from_dict(self._cell(method, plan))
+                results.cells.append(replace(cell, model=name, method=recipe.key))
+            if not any(plan.fits for plan in method):
+                continue
+            choice = self.store.get("choice", choice_key(method), partial(self._chosen, method))
+            results.notes += [f"{name}, {recipe.title}: {note}" for note in choice["notes"]]
+            if choice["temperature"] is not None and recipe.key == "temperature":
+                results.temperature[name] = choice["temperature"]
+        return results
 
-def _measure(
-    subject: Subject,
-    plans: Sequence[Plan],
-    text: FitText,
-    store: Store,
-    batch_tokens: int,
-    counter: _Counter,
-    total: float,
-    results: Measured,
-) -> None:
-    """All cells of one model, which is in memory no longer afterwards."""
-    model = subject.load().eval()
-    if counter.work == 0:
-        say_duration(model, {plan.length for plan in plans}, total, batch_tokens)
-    for chosen in _by_method(plans):
-        if _is_finished(store, chosen):
-            _add_finished(results, store, chosen)
-            continue
-        read = counter.of_fits(chosen)
-        fitting = Fitting(model, subject.fingerprint, text, store, batch_tokens, read)
-        method = chosen[0].recipe.make(fitting)
-        for plan in chosen:  # or an evaluation that goes on would tell less of its choices
+    def _in_order(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs a model after the other. Of several processes' jobs the choices come
+        first, for which cells wait, and of a model the longest, so that all end together."""
+        if self.claims.share.processes == 1:
+            return list(jobs)
+        models = list(dict.fromkeys(job.method[0].name for job in jobs))
+        return sorted(
+            jobs,
+            key=lambda job: (job.plan is not None, models.index(job.method[0].name), -job.work),
+        )
+
+    def _is_ready(self, job: Job) -> bool:
+        """Return whether the method of a cell has chosen."""
+        chooses = job.plan is not None and any(plan.fits for plan in job.plans)
+        return not chooses or self.store.has("choice", choice_key(job.plans))
+
+    def _do(self, job: Job) -> None:
+        if job.plan is None:
+            self.store.get("choice", job.key, partial(self._chosen, job.plans))
+        elif job.kind == "cell":
+            self._cell(job.plans, job.plan)
+        else:
+            self._part(job)
+            jobs = cell_jobs(job.plans, job.plan, self.batch_tokens)
+            whole = all(self.store.has(one.kind, one.key) for one in jobs)
+            # Two processes may see that all parts are there.
+            if whole and self.claims.take("whole", job.plan.key):
+                self._cell(job.plans, job.plan)
+
+    def _chosen(self, plans: tuple[Plan, ...]) -> dict[str, Any]:
+        """Return what a method chose, for the report of this evaluation and of a resumed one."""
+        method, fitting = self._method(plans)
+        for plan in plans:
             method.layout_at(plan.factor)
-        results.cells += [_cell(model, method, p, store, batch_tokens, counter) for p in chosen]
-        _add_choice(results, store, chosen, fitting)
+        return {"notes": fitting.notes, "temperature": fitting.temperature}
+
+    def _part(self, job: Job) -> dict[str, Any]:
+        """Return a part of a cell, measured unless it is stored."""
+        plan = job.plan
+        assert plan is not None
+
+        def measured() -> dict[str, Any]:
+            method, fitting = self._method(job.plans)
+            model, reads, done = fitting.model, _reads(plan, method), self.counter.of(plan)
+            began = time.perf_counter()
+            with model.using(method.layout_at(plan.factor)):
+                found = plan.task.read(
+                    model, plan.length, reads, self.batch_tokens, done, job.piece
+                )
+            return {**found, "seconds": time.perf_counter() - began}
+
+        part: dict[str, Any] = self.store.get(job.kind, job.key, measured)
+        return part
+
+    def _cell(self, plans: tuple[Plan, ...], plan: Plan) -> dict[str, Any]:
+        """Return a cell, measured or put together from its parts unless it is stored."""
+        jobs = cell_jobs(plans, plan, self.batch_tokens)
+        make = self._measured if len(jobs) == 1 else self._put_together
+        cell: dict[str, Any] = self.store.get("cell", plan.key, lambda: make(plans, plan))
+        if len(jobs) > 1:
+            for job in jobs:
+                self.store.remove(job.kind, job.key)
+        return cell
+
+    def _measured(self, plans: tuple[Plan, ...], plan: Plan) -> dict[str, Any]:
+        method, fitting = self._method(plans)
+        model, reads, done = fitting.model, _reads(plan, method), self.counter.of(plan)
+        layout = method.layout_at(plan.factor)
+        as_is = {**plan.key, "method": AS_IS_KEY}
+        if layout == model.layout and reads is None and self.store.has("cell", as_is):
+            # A method that chose to change nothing at this length.
+            done(plan.task.sequences(plan.length))
+            found: dict[str, Any] = self.store.get("cell", as_is, dict)
+            return found
+        began = time.perf_counter()
+        with model.using(layout):
+            fields = plan.task.measure(model, plan.length, reads, self.batch_tokens, done)
+        return _fields(plan, fields, time.perf_counter() - began)
+
+    def _put_together(self, plans: tuple[Plan, ...], plan: Plan) -> dict[str, Any]:
+        seconds = []
+
+        def parts() -> Iterator[dict[str, Any]]:
+            for job in cell_jobs(plans, plan, self.batch_tokens):
+                part = self._part(job)
+                seconds.append(part["seconds"])
+                yield part
+
+        fields = plan.task.cell(plan.length, parts())
+        return _fields(plan, fields, sum(seconds))
+
+    def _method(self, plans: Sequence[Plan]) -> tuple[Method, Fitting]:
+        """Return a method on its model, which is loaded where another one is in memory."""
+        subject, recipe = plans[0].subject, plans[0].recipe
+        model = self._loaded(subject)
+        if recipe not in self.methods:
+            read = self.counter.of_fits(plans)
+            fitting = Fitting(
+                model,
+                subject.fingerprint,
+                self.text,
+                self.store,
+                self.batch_tokens,
+                read,
+                claims=self.claims,
+            )
+            self.methods[recipe] = recipe.make(fitting), fitting
+        return self.methods[recipe]
+
+    def _loaded(self, subject: Subject) -> LanguageModel:
+        """Return a model; the one that was in memory before is there no longer."""
+        if self.subject is not subject or self.model is None:
+            self.model = None
+            self.methods.clear()
+            self.model, self.subject = subject.load().eval(), subject
+        return self.model
 
 
-def _by_method(plans: Sequence[Plan]) -> list[list[Plan]]:
-    recipes = dict.fromkeys(plan.recipe for plan in plans)
-    return [[plan for plan in plans if plan.recipe is recipe] for recipe in recipes]
+def _reads(plan: Plan, method: Method) -> int | None:
+    """Return how many tokens the model reads at most (None: all)."""
+    return method.reads if method.reads is not None and method.reads < plan.length else None
 
 
-def _is_finished(store: Store, plans: Sequence[Plan]) -> bool:
-    """Whether all cells of a model are there, and what was chosen for them."""
-    return all(store.has("cell", plan.key) for plan in plans) and all(
-        store.has("choice", _choice_key(chosen))
-        for chosen in _by_method(plans)
-        if any(plan.fits for plan in chosen)
-    )
+def _fields(plan: Plan, fields: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return a cell as it is stored."""
+    names = (plan.subject.name, plan.recipe.key, plan.task.key)
+    return Cell(*names, plan.length, plan.factor, **fields, seconds=round(seconds, 3)).to_dict()
 
 
-def _add_finished(results: Measured, store: Store, plans: Sequence[Plan]) -> None:
-    """All cells of one method of one model, as they are stored."""
-    results.cells += [_stored(store, plan) for plan in plans]
-    _add_choice(results, store, plans, None)
-
-
-def _add_choice(
-    results: Measured, store: Store, plans: Sequence[Plan], fitting: Fitting | None
-) -> None:
-    """What was chosen for one method of one model, kept for when nothing is left to measure."""
-    choice: dict[str, Any] = {"notes": [], "temperature": None}
-    if fitting is not None:
-        choice = {"notes": fitting.notes, "temperature": fitting.temperature}
-    if any(plan.fits for plan in plans):
-        made = choice
-        choice = store.get("choice", _choice_key(plans), lambda: made)
-    name, recipe = plans[0].subject.name, plans[0].recipe
-    results.notes += [f"{name}, {recipe.title}: {one}" for one in choice["notes"]]
-    if choice["temperature"] is not None and recipe.key == "temperature":
-        results.temperature[name] = choice["temperature"]
-
-
-def _choice_key(plans: Sequence[Plan]) -> dict[str, Any]:
-    return {"cells": [plan.key for plan in plans]}
-
-
-def _work(plans: Sequence[Plan]) -> float:
-    """Of the cells, and of what each method reads of a length to fit, once for all of a model."""
-    fits = {
-        (plan.subject.name, plan.recipe, length): sequences * plan.of_one(length)
-        for plan in plans
-        for length, sequences in plan.fits.items()
-    }
-    return sum(plan.work for plan in plans) + sum(fits.values())
+def _is_done(store: Store, job: Job) -> bool:
+    """Return whether the result of a job is stored, or the cell that it is a part of."""
+    if job.plan is not None and store.has("cell", job.plan.key):
+        return True
+    return job.kind != "cell" and store.has(job.kind, job.key)
 
 
 class _Counter:
@@ -167,11 +277,11 @@ class _Counter:
         progress.advance_to(0)
 
     def of(self, plan: Plan) -> Callable[[int], None]:
-        """A callback for the number of sequences read for a cell."""
+        """Return a callback for the number of sequences read for a cell."""
         return lambda sequences: self._add(sequences, plan.length, plan)
 
     def of_fits(self, plans: Sequence[Plan]) -> Callable[[int, int], None]:
-        """A callback for the number and length of the sequences read for a fit."""
+        """Return a callback for the number and length of the sequences read for a fit."""
         return lambda sequences, length: self._add(sequences, length, plans[0])
 
     def _add(self, sequences: int, length: int, plan: Plan) -> None:
@@ -180,45 +290,29 @@ class _Counter:
         self.progress.advance_to(self.work, tokens=self.tokens)
 
 
-def _stored(store: Store, plan: Plan) -> Cell:
-    return _named(store.get("cell", plan.key, dict), plan)
-
-
-def _named(value: dict[str, Any], plan: Plan) -> Cell:
-    """A stored cell under today's names, which are no part of what was measured: another method
-    that changes nothing at this length may have measured it."""
-    return replace(Cell.from_dict(value), model=plan.subject.name, method=plan.recipe.key)
-
-
-def _cell(
-    model: LanguageModel,
-    method: Method,
-    plan: Plan,
-    store: Store,
-    batch_tokens: int,
-    counter: _Counter,
-) -> Cell:
-    if store.has("cell", plan.key):
-        return _stored(store, plan)
-    trained, done = model.layout, counter.of(plan)
-    factor = plan.factor
-    layout = method.layout_at(factor)
-    reads = method.reads if method.reads is not None and method.reads < plan.length else None
-
-    def measured() -> dict[str, Any]:
+@torch.no_grad()
+def say_duration(
+    model: LanguageModel, lengths: Collection[int], total: float, batch_tokens: int
+) -> None:
+    """Log how long ``total`` operations will take, from the time of a forward pass at the longest
+    of ``lengths`` at which that is a few seconds."""
+    device = model.device
+    seconds = per_operation = 0.0
+    for length in sorted(lengths):
+        rows = min(sequences_at_once(model, length, batch_tokens), 32)
+        work = rows * forward_flops(model.config, model.layout, length)
+        if work * per_operation > SECONDS_TO_ESTIMATE:
+            break
+        ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+        if not seconds:
+            model(ids, last=1)  # the first pass is slower
         began = time.perf_counter()
-        with model.using(layout):
-            found = plan.task.measure(model, plan.length, reads, batch_tokens, done)
-        seconds = round(time.perf_counter() - began, 3)
-        names = (plan.subject.name, plan.recipe.key, plan.task.key)
-        return Cell(*names, plan.length, factor, **found, seconds=seconds).to_dict()
+        model(ids, last=1)[0, 0, 0].item()
+        seconds = time.perf_counter() - began
+        per_operation = seconds / work
+    log.info("About %s in all", _duration(total * per_operation))
 
-    def of_the_model_as_it_is() -> dict[str, Any]:
-        key = {**plan.key, "method": ["none", {}, None]}
-        if store.has("cell", key):
-            done(plan.task.sequences(plan.length))
-        return store.get("cell", key, measured)
 
-    same = layout == trained and reads is None
-    value = store.get("cell", plan.key, of_the_model_as_it_is if same else measured)
-    return _named(value, plan)
+def _duration(seconds: float) -> str:
+    """Return it in words, in seconds up to two minutes."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -80,6 +80,7 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
         return lambda factor: tempered(before(factor), coefficient, per, layers=layers)
 
     def best(on: Mapping[int, Integers]) -> float:
+        layouts = [told_apart(before(n / C)) for n in on]
         return fit_coefficient(
             fitting.model,
             tempered_with,
@@ -88,6 +89,7 @@ def fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig
             settings.grid,
             fitting.batch_tokens,
             fitting.read,
+            partial(fitting.of_each, [layouts, per, list(on)]),
         )
 
     def fit() -> float:

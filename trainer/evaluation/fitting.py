@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from trainer.data.order import Integers
 from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.needle_loss import AnsweredTexts
+from trainer.evaluation.sharing import Claims
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
 
@@ -59,7 +61,8 @@ class Fitting:
     """One model, the text, and what was chosen so far; choices are kept in the store.
 
     ``read``: told the number and length of the sequences that were read for a choice. ``notes``:
-    what was chosen, in words. ``temperature``: the softmax temperature, if that was.
+    what was chosen, in words. ``temperature``: the softmax temperature, if that was. ``claims``: of
+    the processes that fit together, if there are several.
     """
 
     model: LanguageModel
@@ -70,6 +73,7 @@ class Fitting:
     read: Callable[[int, int], None] = lambda sequences, length: None
     notes: list[str] = field(default_factory=list)
     temperature: dict[str, Any] | None = None
+    claims: Claims | None = None
 
     def at(self, factors: Iterable[float]) -> dict[int, Integers]:
         """The windows at these multiples of the training length, those beyond it."""
@@ -89,3 +93,25 @@ class Fitting:
         """A choice, made once for these weights, this text and these settings."""
         key = {"model": self.fingerprint, **self.text.key, "settings": settings}
         return self.store.get(kind, key, make)
+
+    def of_each(
+        self, settings: Any, values: Sequence[float], loss: Callable[[float], float]
+    ) -> list[float]:
+        """Return the loss of every value that is tried. Processes that fit together share the
+        values, and read from the store what the others have computed."""
+        claims = self.claims
+        if claims is None or claims.share.processes == 1:
+            return [loss(value) for value in values]
+        keys = [
+            {"model": self.fingerprint, **self.text.key, "settings": settings, "value": value}
+            for value in values
+        ]
+        found = {}
+        for place, (value, key) in enumerate(zip(values, keys, strict=True)):
+            if self.store.has("tried", key) or claims.take("tried", key):
+                found[place] = self.store.get("tried", key, partial(loss, value))
+        for place, (value, key) in enumerate(zip(values, keys, strict=True)):
+            while place not in found and not self.store.has("tried", key):
+                claims.pause()
+            found[place] = self.store.get("tried", key, partial(loss, value))
+        return [found[place] for place in range(len(values))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
 from trainer.errors import UserError
-from trainer.evaluation.passes import sequences_at_once
+from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
 from trainer.model.language_model import LanguageModel
 
 Done = Callable[[int], None]
@@ -90,36 +90,49 @@ def measured_losses(
             the window ends, so that its last tokens are read alike at every length.
         done: told the number of windows after each batch.
     """
-    total = torch.zeros(windows.shape[1], dtype=torch.float64)
+    batches = losses_of_batches(model, windows, end_of_text, batch_tokens, reads=reads, done=done)
+    return mean_losses(batches, last)
+
+
+def mean_losses(batches: Iterable[Tensor], last: int) -> tuple[Tensor, Tensor]:
+    """Return the mean of losses ``[B, T]`` at every position, ``[T]``, and of every window on its
+    ``last`` tokens, ``[N]``; float64."""
+    total: Tensor | None = None
     by_window = []
-    for losses in _losses(model, windows, end_of_text, batch_tokens, reads):
-        total += losses.double().sum(dim=0)
+    for losses in batches:
+        summed = losses.double().sum(dim=0)
+        total = summed if total is None else total.add_(summed)
         by_window.append(losses[:, -last:].double().mean(dim=1))
-        done(len(losses))
-    return total / len(windows), torch.cat(by_window)
+    assert total is not None
+    of_each = torch.cat(by_window)
+    return total / len(of_each), of_each
 
 
 @torch.no_grad()
-def _losses(
+def losses_of_batches(
     model: LanguageModel,
     windows: Integers,
     end_of_text: int,
     batch_tokens: int,
-    reads: int | None,
+    *,
+    reads: int | None = None,
+    done: Done = lambda windows: None,
+    piece: Piece = WHOLE,
 ) -> Iterator[Tensor]:
-    """Losses ``[B, T]`` on the CPU of some windows after the other."""
+    """Yield losses ``[B, T]`` on the CPU, float32, a batch of windows at a time; see
+    :func:`measured_losses`. ``piece``: the batches to read."""
     T = windows.shape[1]
     size = min(reads or T, T)
     stride = max(1, size // 2)
     pieces = 1 + -((size - T) // stride)
     positions = np.arange(T)
     # The pieces are counted from the end; the first one holds all that is left.
-    piece = np.minimum((T - 1 - positions) // stride, pieces - 1)
-    starts = np.maximum(T - size - stride * np.arange(piece.max() + 1), 0)
-    place = positions - starts[piece]
+    stretch = np.minimum((T - 1 - positions) // stride, pieces - 1)
+    starts = np.maximum(T - size - stride * np.arange(stretch.max() + 1), 0)
+    place = positions - starts[stretch]
     device = model.device
     rows, together = max(1, batch_tokens // T), sequences_at_once(model, size, batch_tokens)
-    for first in range(0, len(windows), rows):
+    for first in piece.among(range(0, len(windows), rows)):
         part = windows[first : first + rows]
         cut = sliding_window_view(part, size, axis=1)[:, starts].reshape(-1, size)
         found = []
@@ -127,7 +140,8 @@ def _losses(
             ids = tokens.roll(1, dims=1)
             ids[:, 0] = end_of_text
             found.append(model.token_losses(ids.to(device), tokens.to(device)).cpu())
-        yield torch.cat(found).view(len(part), len(starts), size)[:, piece, place]
+        done(len(part))
+        yield torch.cat(found).view(len(part), len(starts), size)[:, stretch, place]
 
 
 def by_bucket(losses: Tensor, bucket: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

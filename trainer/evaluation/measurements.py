@@ -3,22 +3,31 @@ text carries, or any task with prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
-from trainer.evaluation.answering import answers
+from trainer.evaluation.answering import answers_of
 from trainer.evaluation.keys import all_fields, fingerprint
-from trainer.evaluation.loss import by_bucket, measured_losses, windows_with_common_ends
+from trainer.evaluation.loss import (
+    by_bucket,
+    losses_of_batches,
+    mean_losses,
+    windows_with_common_ends,
+)
+from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
 from trainer.evaluation.prompts import Prompt, Task
-from trainer.evaluation.retrieval import successes
+from trainer.evaluation.store import pack, unpack
 from trainer.model.language_model import LanguageModel
 from trainer.report.results import PERPLEXITY, STATEMENTS
 
@@ -44,23 +53,40 @@ _OF_PROMPT = {"group": "prompts of a group share their first forward pass: a mat
 """Fields that the fingerprints leave out, with the reason."""
 
 
-class Measurement(Protocol):
+class Measurement(ABC):
     """One kind of cell. ``key`` names it in configurations and files, ``title`` in tables."""
 
     key: str
     title: str
 
+    @abstractmethod
     def sequences(self, length: int) -> int:
-        """How many sequences of ``length`` tokens a cell reads."""
-        ...
+        """Return how many sequences of ``length`` tokens a cell reads."""
 
+    @abstractmethod
     def part(self, rank: int, ranks: int) -> Measurement:
-        """One rank's share of the sequences."""
-        ...
+        """Return one rank's share of the sequences."""
 
+    @abstractmethod
     def fingerprint(self, length: int) -> str:
-        """Of all that a cell reads and expects."""
-        ...
+        """Return a hash of all that a cell reads and expects."""
+
+    @abstractmethod
+    def read(
+        self,
+        model: LanguageModel,
+        length: int,
+        reads: int | None,
+        batch_tokens: int,
+        done: Done = _no_progress,
+        piece: Piece = WHOLE,
+    ) -> dict[str, Any]:
+        """Return what a part of the sequences gives, as plain values for JSON; ``reads``: the last
+        tokens that the model reads at all (None: every token)."""
+
+    @abstractmethod
+    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Return fields of a :class:`Cell` from all parts, in their order."""
 
     def measure(
         self,
@@ -70,13 +96,12 @@ class Measurement(Protocol):
         batch_tokens: int,
         done: Done = _no_progress,
     ) -> dict[str, Any]:
-        """Fields of a :class:`Cell`; ``reads``: the last tokens that the model reads at all
-        (None: every token)."""
-        ...
+        """Read all sequences, and return fields of a :class:`Cell`; see :meth:`read`."""
+        return self.cell(length, [self.read(model, length, reads, batch_tokens, done)])
 
 
 @dataclass
-class Perplexity:
+class Perplexity(Measurement):
     """Held-out loss by position, and on the last tokens of windows that end at the same places.
 
     ``windows``: ``[N, length]`` tokens of every length; ``last``: how many of their last tokens
@@ -107,26 +132,41 @@ class Perplexity:
         """The same tokens at every length."""
         return self.last or min([self.training_length, *self.windows])
 
-    def measure(
+    def read(
         self,
         model: LanguageModel,
         length: int,
         reads: int | None,
         batch_tokens: int,
         done: Done = _no_progress,
+        piece: Piece = WHOLE,
     ) -> dict[str, Any]:
-        """Mean losses of buckets of half a training length."""
-        windows, last = self.windows[length], self._last
-        losses, by_window = measured_losses(
-            model, windows, self.end_of_text, batch_tokens, last, reads=reads, done=done
+        """Return the losses of every window, and how many windows were read together."""
+        windows, end = self.windows[length], self.end_of_text
+        batches = list(
+            losses_of_batches(
+                model, windows, end, batch_tokens, reads=reads, done=done, piece=piece
+            )
         )
+        losses = torch.cat(batches).numpy() if batches else np.zeros((0, length), np.float32)
+        return {"sizes": [len(batch) for batch in batches], "losses": pack(losses)}
+
+    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Return mean losses of buckets of half a training length, and on the last tokens."""
+
+        def batches() -> Iterator[Tensor]:  # a part in memory at a time
+            for part in parts:
+                yield from torch.from_numpy(unpack(part["losses"])).split(part["sizes"])
+
+        last = self._last
+        losses, by_window = mean_losses(batches(), last)
         edges, means = by_bucket(losses, max(1, self.training_length // 2))
         of_all, of_each = losses[-last:].mean().item(), tuple(by_window.tolist())
         return {"edges": edges, "losses": means, "last_loss": of_all, "by_window": of_each}
 
 
 @dataclass
-class Statements:
+class Statements(Measurement):
     """Multi-key needles in the words that the demo's training sequences carry; see
     :mod:`trainer.data.needles`. ``trials``: of every length."""
 
@@ -172,30 +212,60 @@ class Statements:
             },
         )
 
-    def measure(
+    def read(
         self,
         model: LanguageModel,
         length: int,
         reads: int | None,
         batch_tokens: int,
         done: Done = _no_progress,
+        piece: Piece = WHOLE,
     ) -> dict[str, Any]:
-        """One score a trial."""
+        """Return a score for each trial of the part."""
         asked = self.trials[length]
         if reads is not None and reads < length:
             prompts = asked.prompts[:, -reads:].copy()
             prompts[:, 0] = self.end_of_text
             asked = Trials(prompts, asked.answers, asked.depths)
-        hits = successes(model, asked, batch_tokens, done)
-        depths = 1 - asked.depths / length
+        hits = successes(model, asked, batch_tokens, done, piece)
+        return {"scores": [float(hit) for hit in hits]}
+
+    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Return the scores, and how deep the statements lie that were asked for."""
+        depths = 1 - self.trials[length].depths / length
         return {
-            "scores": tuple(float(hit) for hit in hits),
+            "scores": tuple(score for part in parts for score in part["scores"]),
             "depths": tuple(np.round(depths, 4).tolist()),
         }
 
 
+@torch.no_grad()
+def successes(
+    model: LanguageModel,
+    trials: Trials,
+    batch_tokens: int,
+    done: Done = _no_progress,
+    piece: Piece = WHOLE,
+) -> list[bool]:
+    """Return whether each trial's answer is the most likely next token.
+
+    Only the last position goes through the head, and a batch holds at most ``batch_tokens`` tokens
+    (at least one trial), so memory is linear in the length. ``done`` is told how many trials were
+    read; ``piece``: the batches to read.
+    """
+    size = sequences_at_once(model, trials.prompts.shape[1], batch_tokens)
+    prompts = torch.from_numpy(trials.prompts).split(size)
+    answers = torch.from_numpy(trials.answers).split(size)
+    found: list[bool] = []
+    for ids, expected in piece.among(list(zip(prompts, answers, strict=True))):
+        predicted = model(ids.to(model.device), last=1)[:, -1].argmax(dim=-1).cpu()
+        found += (predicted == expected).tolist()
+        done(len(ids))
+    return found
+
+
 @dataclass
-class Prompted:
+class Prompted(Measurement):
     """A task whose prompts are answered in words.
 
     ``limit``: prompts that are asked at a length, spread evenly over all of them (None: all).
@@ -241,20 +311,32 @@ class Prompted:
         ]
         return len(prompts), fingerprint(asked)
 
-    def measure(
+    def read(
         self,
         model: LanguageModel,
         length: int,
         reads: int | None,
         batch_tokens: int,
         done: Done = _no_progress,
+        piece: Piece = WHOLE,
     ) -> dict[str, Any]:
-        """One score a trial."""
+        """Return a score for each prompt of the part, and the prompts' places among all."""
         prompts = self._prompts(length)
         asked = prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts]
-        texts = answers(model, self.tokenizer, asked, batch_tokens, done, self.task.stop)
-        scores = (self.task.score(text, p.answers) for text, p in zip(texts, prompts, strict=True))
-        found: dict[str, Any] = {"scores": tuple(float(score) for score in scores)}
+        stop = self.task.stop
+        texts = answers_of(piece, model, self.tokenizer, asked, batch_tokens, done, stop)
+        scores = [float(self.task.score(text, prompts[i].answers)) for i, text in texts.items()]
+        return {"places": list(texts), "scores": scores}
+
+    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Return the scores in the order of the prompts, with their depths and labels."""
+        prompts = self._prompts(length)
+        scores = {
+            place: score
+            for part in parts
+            for place, score in zip(part["places"], part["scores"], strict=True)
+        }
+        found: dict[str, Any] = {"scores": tuple(scores[place] for place in range(len(prompts)))}
         if all(prompt.depth is not None for prompt in prompts):
             found["depths"] = tuple(prompt.depth for prompt in prompts)
         if any(prompt.label for prompt in prompts):

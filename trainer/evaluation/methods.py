@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from trainer.evaluation.fitted_parts import (
     choice_fits,
@@ -66,13 +66,21 @@ class Part:
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """A method that is not made yet; ``settings``: all that it depends on beside the model;
-    ``fits``: how many sequences, by their extension factor, its choices for one take."""
+    ``fits``: how many sequences, by their extension factor, its choices for one take; ``fixed``:
+    the method where it chooses nothing, which takes no model to make."""
 
     key: str
     title: str
     settings: dict[str, Any]
     fits: Callable[[float], dict[float, int]]
     make: Callable[[Fitting], Method]
+    fixed: Method | None = None
+
+    @property
+    def fit_is_shared(self) -> bool:
+        """Whether several processes can fit it together. What other parts choose takes one."""
+        parts = {*self.key.split("+")}
+        return "temperature" in parts and not parts & {"longrope", "dope", "weighted_rope"}
 
 
 def recipe(
@@ -130,7 +138,9 @@ def recipe(
             found.update({s: n for one in at for s, n in part.fits(config, one).items()})
         return dict(found)
 
-    return Recipe(name, title, used, fits, make)
+    # Parts that fit nothing do not look at the text.
+    fixed = None if any(map(fits, config.factors)) else make(cast("Fitting", None))
+    return Recipe(name, title, used, fits, make, fixed)
 
 
 def _idle_by_layer(

@@ -64,7 +64,7 @@ def answer_loss(model: LanguageModel, texts: AnsweredTexts, batch_tokens: int) -
     total = 0.0
     for ids, counts in zip(tokens.split(size), answers.split(size), strict=True):
         here = ids.to(model.device)
-        states = model.hidden_states(here[:, :-1], length=length, last=most)
+        states = model.prefilled(here[:, :-1], length=length, last=most)
         losses = model.losses(states, here[:, -most:]).double().cpu()
         answer = torch.arange(most) >= most - counts[:, None]
         total += ((losses * answer).sum(dim=1) / counts).sum().item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import logging
@@ -9,10 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trainer.formats import FIRST, check_format, read_plain
 from trainer.report.atomic import write_atomically
 
 log = logging.getLogger(__name__)
+Floats = NDArray[np.floating[Any]]
 
 FORMAT = 1
 """Of a piece's file."""
@@ -51,6 +56,12 @@ class Store:
         write_atomically(path, json.dumps(piece, default=str) + "\n")
         return value
 
+    def remove(self, kind: str, key: dict[str, Any]) -> None:
+        """Delete a result."""
+        path = self.path(kind, key)
+        path.unlink(missing_ok=True)
+        self._sound.discard(path)
+
     def _kept(self, path: Path) -> tuple[Any, Any] | None:
         """Format and value in a file, if they can be read and are what was written."""
         if not path.is_file():
@@ -67,6 +78,18 @@ class Store:
             return None
         self._sound.add(path)
         return found
+
+
+def pack(values: Floats) -> dict[str, Any]:
+    """Return an array as plain values for a stored result, bit for bit."""
+    data = base64.b64encode(np.ascontiguousarray(values).tobytes()).decode("ascii")
+    return {"type": values.dtype.str, "shape": list(values.shape), "base64": data}
+
+
+def unpack(packed: dict[str, Any]) -> Floats:
+    """Return the array that :func:`pack` was given."""
+    data = bytearray(base64.b64decode(packed["base64"]))
+    return np.ndarray(packed["shape"], packed["type"], buffer=data)
 
 
 def _checksum(value: Any) -> str:

@@ -10,6 +10,13 @@ from trainer.evaluation.loss import losses_by_position
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
+OfEach = Callable[[Sequence[float], Callable[[float], float]], list[float]]
+
+
+def one_by_one(values: Sequence[float], loss: Callable[[float], float]) -> list[float]:
+    """Return the losses of several coefficients, which one process computes."""
+    return [loss(value) for value in values]
+
 
 def fit_coefficient(
     model: LanguageModel,
@@ -19,6 +26,7 @@ def fit_coefficient(
     grid: Sequence[float],
     batch_tokens: int,
     read: Callable[[int, int], None] = lambda sequences, length: None,
+    of_each: OfEach = one_by_one,
 ) -> float:
     """The coefficient with the least held-out loss, summed over the lengths.
 
@@ -34,6 +42,7 @@ def fit_coefficient(
         batch_tokens: tokens in one forward pass.
         read: told the number and length of the windows after each length, in ``len(grid)`` rounds
             over them and perhaps one more.
+        of_each: computes the losses of several coefficients.
     """
     C = model.layout.training_length
 
@@ -46,10 +55,11 @@ def fit_coefficient(
             read(*tokens.shape)
         return total
 
-    tried = {coefficient: loss(coefficient) for coefficient in sorted(set(grid))}
+    coefficients = sorted(set(grid))
+    tried = dict(zip(coefficients, of_each(coefficients, loss), strict=True))
     lowest = _lowest_point(list(tried.items()))
     if lowest is not None and lowest not in tried:
-        tried[lowest] = loss(lowest)
+        (tried[lowest],) = of_each([lowest], loss)
     return min(tried, key=lambda coefficient: tried[coefficient])
 
 

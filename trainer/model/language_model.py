@@ -30,6 +30,10 @@ class LanguageModel(nn.Module, ABC):
 
     config: ModelConfig
     layout: Layout
+    prefill_chunk: int | None = None
+    """Tokens of a longer sequence that :meth:`forward` and :meth:`token_losses` read at once, with
+    the keys and values of those before; None: all. Activations then take memory for a chunk only.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -116,9 +120,50 @@ class LanguageModel(nn.Module, ABC):
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Return logits ``[B, T, vocab]``, or those of the ``last`` positions; see
         :meth:`hidden_states`."""
-        return self.logits(self.hidden_states(ids, **options))
+        read = self.prefilled if self._is_long(ids) else self.hidden_states
+        return self.logits(read(ids, **options))
 
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return each token's cross-entropy ``[B, T]``, without gradient."""
         with torch.no_grad():
-            return self.losses(self.hidden_states(ids), targets)
+            if not self._is_long(ids):
+                return self.losses(self.hidden_states(ids), targets)
+            # A chunk of states at a time, since those of all tokens would take memory again.
+            begin, losses = 0, []
+            for states in self._by_chunk(ids, self.empty_cache(*ids.shape), ids.shape[1], None):
+                end = begin + states.shape[1]
+                losses.append(self.losses(states, targets[:, begin:end]))
+                begin = end
+            return torch.cat(losses, dim=1)
+
+    def prefilled(
+        self,
+        ids: Tensor,
+        *,
+        cache: KVCache | None = None,
+        length: int | None = None,
+        last: int | None = None,
+    ) -> Tensor:
+        """Return :meth:`hidden_states`, read a ``prefill_chunk`` at a time."""
+        if not self._is_long(ids):
+            return self.hidden_states(ids, cache=cache, length=length, last=last)
+        cache = self.empty_cache(*ids.shape) if cache is None else cache
+        length = length or cache.length + ids.shape[1]
+        return torch.cat(list(self._by_chunk(ids, cache, length, last)), dim=1)
+
+    def _is_long(self, ids: Tensor) -> bool:
+        return self.prefill_chunk is not None and ids.shape[1] > self.prefill_chunk
+
+    def _by_chunk(
+        self, ids: Tensor, cache: KVCache, length: int, last: int | None
+    ) -> Iterator[Tensor]:
+        """Yield the states of a chunk after the other, those of the ``last`` positions only."""
+        assert self.prefill_chunk is not None
+        begin = 0
+        for chunk in ids.split(self.prefill_chunk, dim=1):
+            size, begin = chunk.shape[1], begin + chunk.shape[1]
+            wanted = size if last is None else size - max(0, ids.shape[1] - last - begin + size)
+            # One position at least goes through the last block, whose keys and values are kept.
+            states = self.hidden_states(chunk, cache=cache, length=length, last=max(1, wanted))
+            if wanted > 0:
+                yield states

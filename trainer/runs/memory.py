@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from trainer.evaluation.config import EvaluationConfig
+from trainer.evaluation.passes import IN_CACHE, Dtype, precision_of, prefill_chunk
 from trainer.model.config import ModelConfig
-from trainer.report.results import PERPLEXITY
+from trainer.report.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import device_type
 
 GIB = 1 << 30
+CHUNKS = (8192, 2048)
+"""Values of ``evaluation.prefill_chunk`` to suggest."""
 
 
 def weights_of(config: ModelConfig) -> int:
@@ -34,10 +39,118 @@ def needed_memory(config: ModelConfig, tokens: int, models: int = 1) -> int:
     return 4 * models * weights_of(config) + tokens * a_token
 
 
-def cache_memory(config: ModelConfig, rows: int, tokens: int) -> int:
-    """Return the bytes of the float32 keys and values of ``rows`` sequences of ``tokens``."""
-    a_token = 8 * config.num_key_value_heads * config.head_size
+def cache_memory(config: ModelConfig, rows: int, tokens: int, size: int = 4) -> int:
+    """Return the bytes of the keys and values of ``rows`` sequences of ``tokens``.
+
+    ``size``: bytes per number.
+    """
+    a_token = 2 * size * config.num_key_value_heads * config.head_size
     return config.num_hidden_layers * rows * tokens * a_token
+
+
+def evaluation_memory(
+    config: ModelConfig,
+    tokens: int,
+    evaluation: EvaluationConfig,
+    chunk: int | None,
+    dtype: Dtype,
+    device: str,
+) -> tuple[int, int, int]:
+    """Return the bytes of weights, of keys and values, and of activations that an evaluation needs
+    at least where sequences have ``tokens``.
+
+    Args:
+        config: the shape of the model.
+        tokens: of the longest sequences, prompt and answer together.
+        evaluation: its tasks, and how much is read at once.
+        chunk: tokens of a sequence that are read at once (None: all).
+        dtype: ``fp32`` or ``bf16``.
+        device: "cpu" or "cuda".
+    """
+    size = 2 if dtype == "bf16" else 4
+    rows = max(1, evaluation.batch_tokens // tokens)
+    q, k = config.num_attention_heads * config.head_size, config.num_key_value_heads
+    k *= config.head_size
+    in_chunks = chunk is not None and chunk < tokens
+    answers = not {*evaluation.tasks} <= {PERPLEXITY, STATEMENTS}
+    kept = cache_memory(config, rows, tokens, size) if in_chunks or answers else 0
+    # Residual stream and its norm, the MLP's three products, queries, keys and values.
+    a_token = 4 * config.hidden_size + 3 * config.intermediate_size + 2 * (q + 2 * k)
+    together = (
+        rows if device == "cuda" else min(rows, max(1, IN_CACHE // config.hidden_size // tokens))
+    )
+    at_once = together * min(tokens, chunk or tokens)
+    # Behind a chunk's beginning kernels want keys and values of a layer for every query head.
+    copies = 2 * rows * tokens * q if in_chunks and q != k else 0
+    return size * weights_of(config), kept, size * (at_once * a_token + copies)
+
+
+def evaluation_problems(
+    shapes: Mapping[str, ModelConfig],
+    longest: int,
+    evaluation: EvaluationConfig,
+    device: str,
+    processes: int = 1,
+) -> list[str]:
+    """Return a sentence for each model whose evaluation does not fit the free memory, with what
+    would make it fit.
+
+    Args:
+        shapes: of the models, by their names.
+        longest: tokens of the longest sequences.
+        evaluation: what is asked for.
+        device: "cpu" or "cuda".
+        processes: which share the memory of a CPU; each has a GPU of its own.
+    """
+    if device == "cuda":
+        torch.cuda.empty_cache()  # what training has left
+    free = free_memory(device) // (processes if device == "cpu" else 1)
+    dtype = precision_of(evaluation.dtype, device)
+    chunk = prefill_chunk(evaluation.prefill_chunk, device)
+    found = []
+    for name, shape in shapes.items():
+        about = evaluation, chunk, dtype, device
+        weights, kept, activations = evaluation_memory(shape, longest, *about)
+        if weights + kept + activations <= free:
+            continue
+        parts = {"weights": weights, "keys and values": kept, "activations": activations}
+        held = ", ".join(f"{what} {gib(size)}" for what, size in parts.items() if size)
+        found.append(
+            f"evaluation.lengths: {longest:,} tokens of {name} need at least "
+            f"{gib(weights + kept + activations)} ({held}), and {gib(free)} are free; "
+            f"{_remedy(shape, longest, *about, free)}."
+        )
+    return found
+
+
+def _remedy(
+    shape: ModelConfig,
+    longest: int,
+    evaluation: EvaluationConfig,
+    chunk: int | None,
+    dtype: Dtype,
+    device: str,
+    free: int,
+) -> str:
+    """Return the smallest change with which an evaluation fits into ``free`` bytes."""
+
+    def needed(tokens: int, chunk: int | None, dtype: Dtype) -> int:
+        return sum(evaluation_memory(shape, tokens, evaluation, chunk, dtype, device))
+
+    chunks = [c for c in CHUNKS if c < (chunk or longest)]
+    half: Dtype = "bf16"
+    for other_dtype in dict.fromkeys((dtype, half)):
+        for other_chunk in (chunk, *chunks):
+            if (size := needed(longest, other_chunk, other_dtype)) <= free:
+                words = [f"evaluation.dtype={other_dtype}"] if other_dtype != dtype else []
+                words += [f"evaluation.prefill_chunk={other_chunk}"] * (other_chunk != chunk)
+                return f"{' '.join(words)} needs {gib(size)}"
+    tokens = longest
+    while tokens and needed(tokens, chunk, dtype) > free:
+        tokens = tokens * 7 // 8
+    if tokens:
+        return f"choose lengths of up to {tokens:,} tokens, or a device with more memory"
+    return "choose a smaller model, or a device with more memory"
 
 
 def memory_problems(config: RunConfig, ranks: int) -> list[str]:
@@ -65,6 +178,13 @@ def memory_problems(config: RunConfig, ranks: int) -> list[str]:
             f"trainer.micro_batch_size: {micro} sequences of {length} tokens need at least "
             f"{gib(activations)} of activations, and {gib(free)} are free; choose fewer or "
             "shorter ones."
+        )
+    if config.evaluation.enabled and not found:
+        # Training's memory is free by then.
+        longest = round(config.training_length * max(config.evaluation.lengths))
+        of_cpu = ranks if device == "cpu" else 1
+        found += evaluation_problems(
+            {"the model": shape}, longest, config.evaluation, device, of_cpu
         )
     return found + _held_text_problems(config)
 

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from trainer.cores import core_numbers
+from trainer.cores import core_numbers, usual_threads
 from trainer.errors import PreemptedError, TransientError, UserError
+from trainer.evaluation.sharing import Share
 from trainer.runs.config import RunConfig
 
 T = TypeVar("T")
@@ -146,6 +148,32 @@ def init_distributed(config: RunConfig) -> Ranks:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return ranks
+
+
+def join_evaluation() -> tuple[Share, int]:
+    """Return this process's share of an evaluation without a run, and the cores that it may use,
+    where torchrun or srun started several. All of them call it together.
+
+    Raises:
+        UserError: there are fewer GPUs than processes.
+    """
+    ranks = current_ranks()
+    if ranks.world_size == 1:
+        return Share(), usual_threads()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device_index(ranks, torch.cuda.device_count()))
+    dist.init_process_group("gloo")
+    share, threads = agreed_share(range(ranks.world_size), ranks), share_of_cores()
+    dist.destroy_process_group()
+    assert share is not None
+    return share, threads
+
+
+def agreed_share(able: Sequence[int], ranks: Ranks) -> Share | None:
+    """Return this rank's share of what the ranks ``able`` evaluate (None: it is not among them),
+    with a name of the attempt that all of them agree on. All ranks call it together."""
+    attempt = all_gather(uuid4().hex)[0]
+    return Share(able.index(ranks.rank), len(able), attempt) if ranks.rank in able else None
 
 
 _waiting: list[dist.ProcessGroup] = []

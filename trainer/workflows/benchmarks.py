@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.methods import CHOICE, Method, Recipe
 from trainer.evaluation.multiple_choice import missing_tasks
+from trainer.evaluation.passes import precision_of
 from trainer.evaluation.requests import Encoder
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
@@ -37,7 +38,7 @@ from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.workflows.evaluation_request import BenchmarkRequest
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.held_out import held_out_corpus
-from trainer.workflows.subjects import applicable, subject_of
+from trainer.workflows.subjects import applicable, multiplying, subject_of
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = replace(config, dtype=precision_of(config.dtype, device))
     subjects = [subject_of(candidate, config.dtype, device) for candidate in candidates]
     recipes, idle = applicable(subjects, config)
     # Before weights are read, which takes long where they are large.
@@ -102,7 +104,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
             fitting = Fitting(model, subject.fingerprint, text, store, config.batch_tokens)
             method = recipe.make(fitting)
             log.info("%s, %s", candidate.name, recipe.title)
-            with model.using(method.layout_at(config.factor)):
+            with multiplying(device), model.using(method.layout_at(config.factor)):
                 scores = _scores(model, candidate, method, config)
             checkpoint = str(candidate.path)
             scored = Scored(candidate.name, recipe.key, recipe.title, checkpoint, scores)

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from trainer.cores import usual_threads
 from trainer.errors import UserError
 from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.report.results import Report
 from trainer.report.writing import write_renderings
 from trainer.runs.descriptions import reference_first
 from trainer.runs.directory import free_place, writable_problem
+from trainer.runs.job_files import say_run_directory
 from trainer.runs.models import find_candidate
 from trainer.runs.origin import origin
+from trainer.runs.ranks import join_evaluation
 from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.measuring import Text, checked, measure_models, with_observations
@@ -38,8 +39,11 @@ NOT_ASKED = {
 """Fields of a report in which two evaluations of the same may differ, with the reason."""
 
 
-def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[Report, Path]:
+def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[Report, Path] | None:
     """Measure every method on every model, write the report, return it with its directory.
+
+    Several processes, as torchrun or srun start them, share the work; all but the first return
+    None.
 
     A report of other settings, text or checkpoints stays where it is; this one then goes beside it.
 
@@ -49,7 +53,8 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
             not fit a task or the text, or no method applies to any model.
     """
-    torch.set_num_threads(request.threads or usual_threads())
+    share, threads = join_evaluation()
+    torch.set_num_threads(request.threads or threads)
     # Before checkpoints are read, which takes long where they are large.
     if request.output and (problem := writable_problem(request.output, "output")):
         raise UserError(problem)
@@ -59,6 +64,8 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     output = Path(request.output or first.home / usual)
     if problem := writable_problem(str(output), "output"):
         raise UserError(problem)
+    if not share.index:
+        say_run_directory(output)
     candidates = checked([first, *others])
     if problems := request.evaluation.problems(first.layout.training_length):
         raise UserError(*problems)
@@ -66,7 +73,10 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     if name == DEFAULT:  # the order of a run's own table
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name
-    report = measure_models(title, candidates, request.evaluation, text, output / "cells")
+    cells = output / "cells"
+    report = measure_models(title, candidates, request.evaluation, text, cells, share=share)
+    if share.index:
+        return None
     models = {candidate.name: fingerprint(candidate.fingerprint) for candidate in candidates}
     report = replace(
         with_observations(report, candidates),

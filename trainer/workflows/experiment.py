@@ -30,6 +30,7 @@ from trainer.runs.job_files import say_run_directory
 from trainer.runs.memory import memory_problems
 from trainer.runs.ranks import (
     Ranks,
+    agreed_share,
     all_gather,
     on_rank_zero,
     process_group,
@@ -139,8 +140,7 @@ def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:
         if (wrong := damage_together(path)) is not None:
             raise TransientError(f"checkpoint: {path.name!r} is damaged: {wrong}.")
     sees = all_gather(all((path / MANIFEST).is_file() for path in checkpoints))
-    able = [rank for rank, it_sees in enumerate(sees) if it_sees]
-    return Share(able.index(ranks.rank), len(able)) if ranks.rank in able else None
+    return agreed_share([rank for rank, it_sees in enumerate(sees) if it_sees], ranks)
 
 
 def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callback]]:

@@ -62,7 +62,14 @@ def make_report(
     evaluation = config.evaluation
     report = (
         measure_models(
-            config.name, ordered, evaluation, text, cells, config.trainer.accelerator, share
+            config.name,
+            ordered,
+            evaluation,
+            text,
+            cells,
+            config.trainer.accelerator,
+            share,
+            config.trainer.tf32,
         )
         if evaluation.enabled
         else unmeasured(config.name, config.training_length, corpus)

@@ -13,10 +13,9 @@ import torch
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.errors import UserError
-from trainer.evaluation.config import (
-    EvaluationConfig,
-)
+from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.plan import plan_cells
 from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
@@ -26,9 +25,10 @@ from trainer.report.outcomes import AS_IS, Outcomes
 from trainer.report.results import STATEMENTS, Arm, Drop, Report
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
+from trainer.runs.memory import evaluation_problems
 from trainer.runs.models import Candidate, distinct
 from trainer.workflows.fit_text import Prompts, fit_text
-from trainer.workflows.subjects import applicable, subject_of
+from trainer.workflows.subjects import applicable, multiplied_in, multiplying, subject_of
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ def measure_models(
     cells: Path,
     accelerator: str = "auto",
     share: Share = Share(),  # noqa: B008
+    tf32: bool = True,
 ) -> Report:
     """Every method on every model, in a report without anything of their training.
 
@@ -76,23 +77,31 @@ def measure_models(
         cells: the directory of finished cells.
         accelerator: cpu, or a GPU where there is one.
         share: of several processes, each of which calls this; the report of the first one is whole.
+        tf32: whether a GPU multiplies float32 matrices in TF32.
 
     Raises:
-        UserError: a checkpoint or text cannot be read, a length does not fit a task or the text, or
-            no method applies to any model.
+        UserError: a checkpoint or text cannot be read, a length does not fit a task, the text or
+            the memory, or no method applies to any model.
     """
     device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
-    subjects = [subject_of(candidate, config.dtype, device) for candidate in candidates]
+    dtype = precision_of(config.dtype, device)
+    config = replace(config, dtype=dtype)
+    chunk = prefill_chunk(config.prefill_chunk, device)
+    subjects = [subject_of(c, dtype, device, chunk=chunk, tf32=tf32) for c in candidates]
     C = subjects[0].layout.training_length
     recipes, notes = applicable(subjects, config)
     lengths = [round(C * factor) for factor in config.lengths]
+    shapes = {subject.name: subject.config for subject in subjects}
+    if problems := evaluation_problems(shapes, max(lengths), config, device, share.processes):
+        raise UserError(*problems)
     tasks, not_run = make_tasks(text.held_out, config, lengths, C)
     check_prompts(tasks, lengths)
     used = [recipe for of_one in recipes.values() for recipe in of_one]
     prompts = Prompts(config.needles, config.many_shot)
     fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C, prompts)
     plans = plan_cells(subjects, recipes, tasks, lengths, fit)
-    measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share)
+    with multiplying(device, tf32):
+        measured = measure_cells(plans, fit, Store(cells), config.batch_tokens, share)
     if share.index:
         return unmeasured(name, C, text.corpus)
     chosen = len(set(config.temperature.grid)) > 1  # out of several, and not given
@@ -109,7 +118,10 @@ def measure_models(
         tasks={task.key: task.title for task in tasks},
         notes=(*notes, *not_run, *measured.notes),
         config={"evaluation": without_home(json.loads(json.dumps(asdict(config))))},
-        environment=environment(text.corpus),
+        environment={
+            **environment(text.corpus),
+            "precision": multiplied_in(dtype, device, tf32),
+        },
         task=describe_task(text.training_share or 0.0, config.needles.needles)
         if STATEMENTS in keys
         else {},

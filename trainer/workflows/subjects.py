@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from trainer.errors import UserError
 from trainer.evaluation.head_units import heads_problems
 from trainer.evaluation.keys import fingerprint
 from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig
 from trainer.evaluation.methods import LAYERS, Recipe, recipe
+from trainer.evaluation.passes import Dtype, precision_of
 from trainer.evaluation.plan import Subject
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import layer_problems
@@ -20,24 +24,60 @@ from trainer.runs.models import DTYPES, Candidate
 log = logging.getLogger(__name__)
 
 
-def subject_of(candidate: Candidate, dtype: str, device: str) -> Subject:
-    """The model, to be loaded with weights of that type onto a device ("cpu", "cuda")."""
+def subject_of(
+    candidate: Candidate,
+    dtype: Dtype | None,
+    device: str,
+    *,
+    chunk: int | None = None,
+    tf32: bool = True,
+) -> Subject:
+    """Return the model, to be loaded onto a device ("cpu", "cuda").
+
+    Args:
+        candidate: a finished model.
+        dtype: as configured (None: bf16 on a GPU, else fp32).
+        device: where it is computed.
+        chunk: tokens of a sequence that are read at once; see ``LanguageModel.prefill_chunk``.
+        tf32: whether a GPU multiplies float32 matrices in TF32; see :func:`multiplying`.
+    """
+    weights = precision_of(dtype, device)
+    precision = multiplied_in(weights, device, tf32)
 
     def load() -> LanguageModel:
-        model = candidate.load(device).to(DTYPES[dtype])
-        half = dtype == "bf16"
+        model = candidate.load(device).to(DTYPES[weights])
+        model.prefill_chunk = chunk
+        half = weights == "bf16"
         try:
             backend = model.use_backend(model.config.attention_backend, device, half=half)
         except UserError:  # the run had a GPU, or 16 bits, that its evaluation does not have
             backend = model.use_backend("auto", device, half=half)
-        kind = f"{dtype} on {device}"
+        kind = f"{precision} on {device}"
         log.info("%s: %s, attention %s (%s)", candidate.name, kind, backend.name, backend.why)
         return model
 
-    # Not the device: it computes the same but for rounding.
-    weights = fingerprint(candidate.fingerprint, dtype)
+    # Results of fp32, tf32 and bf16 differ by more than rounding in another order, so that none is
+    # taken for another. The device itself is left out: it computes the same but for that.
+    key = fingerprint(candidate.fingerprint, precision)
     own = candidate.computed_by is None
-    return Subject(candidate.name, weights, candidate.config, candidate.layout, load, own)
+    return Subject(candidate.name, key, candidate.config, candidate.layout, load, own, device)
+
+
+def multiplied_in(weights: Dtype, device: str, tf32: bool = True) -> str:
+    """Return the precision in which matrices of that type are multiplied: fp32, tf32 or bf16."""
+    return "tf32" if (weights, device, tf32) == ("fp32", "cuda", True) else weights
+
+
+@contextmanager
+def multiplying(device: str, tf32: bool = True) -> Iterator[None]:
+    """Within it a GPU multiplies float32 matrices in TF32, or in float32; a CPU is left alone."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        if device == "cuda":
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def applicable(
