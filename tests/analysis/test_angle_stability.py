@@ -7,8 +7,8 @@ import cmath
 import numpy as np
 import torch
 
-from trainer.analysis.angle_stability import AngleStability
 from trainer.analysis.capture import Heads
+from trainer.analysis.offset_features.measure import AngleStability
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.spectrum import Spectrum
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
-from trainer.analysis import attention_rows as module
-from trainer.analysis.attention_rows import attention_rows, head_attention
+from trainer.analysis import attention as module
+from trainer.analysis.attention import attention_rows, head_attention
 
 
 def expected_rows(attention, dots):

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
-from trainer.analysis import attention_statistics as module
-from trainer.analysis.attention_rows import attention_rows
-from trainer.analysis.attention_statistics import StatisticsOfHeads, divergence_by_position
+from trainer.analysis import attention as module
+from trainer.analysis.attention import StatisticsOfHeads, attention_rows, divergence_by_position
 from trainer.errors import UserError
 
 IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))

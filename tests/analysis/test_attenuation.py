@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainer.analysis.attenuation import Gate, attenuated, sweep
-from trainer.analysis.frequency_entropy import frequency_entropies
+from trainer.analysis.frequency_entropy.measure import Gate, attenuated, frequency_entropies, sweep
 from trainer.evaluation.settings import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select
 

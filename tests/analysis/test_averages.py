@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.analysis.averages import Averages
+from trainer.analysis.arrays import Averages
 
 
 def test_batches_of_any_size_count_their_texts():

@@ -11,8 +11,8 @@ import torch
 from sklearn.metrics import davies_bouldin_score, silhouette_score
 
 from tests.analysis.attention_examples import layer_of_heads
-from trainer.analysis import clusters as module
-from trainer.analysis.clusters import Clusters, sample_positions
+from trainer.analysis.clusters import measure as module
+from trainer.analysis.clusters.measure import Clusters, sample_positions
 
 
 def result_of(heads, **options):

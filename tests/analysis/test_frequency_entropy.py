@@ -10,16 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.analysis.arrays import pair_norms
 from trainer.analysis.capture import capture
-from trainer.analysis.frequency_entropy import (
+from trainer.analysis.frequency_entropy.measure import (
     MEASURES,
     TAPERS,
     frequency_entropies,
     sequence_fe,
     spectrum_fe,
 )
-from trainer.analysis.pairs import pair_norms
-from trainer.analysis.short_time import WINDOWS, ShortTime
+from trainer.analysis.settings import WINDOWS, ShortTime
 from trainer.errors import UserError
 
 IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.analysis.grids import bucket_means, position_edges, prefix_lengths
+from trainer.analysis.arrays import bucket_means, position_edges, prefix_lengths
 
 
 def test_prefixes_double_and_end_with_the_text():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.analysis.attention_examples import layer_of_heads
-from trainer.analysis import head_view as module
-from trainer.analysis.head_view import head_view
+from trainer.analysis.offset_features import measure as module
+from trainer.analysis.offset_features.measure import head_view
 
 
 def test_points_of_a_pair_are_the_channels_that_turn_together():

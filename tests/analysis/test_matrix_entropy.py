@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference import turned
-from trainer.analysis import matrix_entropy as module
 from trainer.analysis.capture import capture
-from trainer.analysis.matrix_entropy import (
+from trainer.analysis.matrix_entropy import measure as module
+from trainer.analysis.matrix_entropy.measure import (
     gram,
     matrix_entropy,
     matrix_entropy_of,

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.analysis.attention_examples import attention_of
-from trainer.analysis.capture import capture
-from trainer.analysis.needle_prompt import NeedlePrompt
-from trainer.analysis.needle_view import copied, needle_view, with_copy
+from trainer.analysis.capture import NeedlePrompt, capture
+from trainer.analysis.matrix_entropy.measure import copied, needle_view, with_copy
 
 IDS = torch.randint(50, (2, 80), generator=torch.Generator().manual_seed(4))
 

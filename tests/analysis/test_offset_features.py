@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.analysis.attention_examples import layer_of_heads, turned
 from tests.positional.examples import slowed
 from trainer.analysis.capture import Heads
-from trainer.analysis.offset_features import OffsetFeatureSearch, bounds, contributions
+from trainer.analysis.offset_features.measure import OffsetFeatureSearch, bounds, contributions
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rescaling import yarn

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
-from trainer.analysis.attention_rows import attention_rows
+from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import capture
-from trainer.analysis.positional_bias import PositionalBias, bias_gradients, prefix_spreads
+from trainer.analysis.positional_bias.measure import PositionalBias, bias_gradients, prefix_spreads
 from trainer.model.config import ModelConfig, SoftmaxConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout

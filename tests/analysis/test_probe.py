@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.analysis import probe as probe_file
+from trainer.analysis import attention as probe_file
+from trainer.analysis.attention import MEASURES, probe, stable_rank
 from trainer.analysis.capture import capture
-from trainer.analysis.probe import MEASURES, probe, stable_rank
 from trainer.model.config import SoftmaxConfig
 from trainer.positional.alibi import alibi_slopes
 

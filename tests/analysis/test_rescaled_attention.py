@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
-from trainer.analysis import rescaled_attention as module
-from trainer.analysis.rescaled_attention import (
+from trainer.analysis.positional_bias import rescaling as module
+from trainer.analysis.positional_bias.rescaling import (
     attention_by_distance,
     scaling_factors,
 )

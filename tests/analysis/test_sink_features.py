@@ -12,7 +12,7 @@ import torch
 
 from tests.analysis.attention_examples import layer_of_heads, turned
 from trainer.analysis import attention_rows
-from trainer.analysis.sink_features import sink_part
+from trainer.analysis.offset_features.heads import sink_part
 from trainer.positional.alibi import alibi_slopes
 
 

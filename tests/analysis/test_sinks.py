@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
-from trainer.analysis.attention_rows import attention_rows
-from trainer.analysis.sinks import Sinks, attention_map
+from trainer.analysis.attention import attention_rows
+from trainer.analysis.sinks.measure import Sinks, attention_map
 
 
 def result_of(*layers):

@@ -7,7 +7,7 @@ import pytest
 from sklearn.decomposition import PCA
 
 from tests.analysis.attention_examples import layer_of_heads
-from trainer.analysis.snapshots import snapshot
+from trainer.analysis.clusters.measure import snapshot
 
 
 def test_the_plane_is_that_of_the_first_prefix_before_the_rotation():

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import turned
-from trainer.analysis.attention_rows import attention_rows
+from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.clusters import Clusters
-from trainer.analysis.positional_bias import PositionalBias, bias_gradients, prefix_spreads
+from trainer.analysis.clusters.measure import Clusters
+from trainer.analysis.positional_bias.measure import PositionalBias, bias_gradients, prefix_spreads
 from trainer.analysis.synthetic import synthetic_decay
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import LayerEncoding

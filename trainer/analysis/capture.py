@@ -54,6 +54,16 @@ class Heads:
         return self.q.shape[1] // self.k.shape[1]
 
 
+@dataclass(frozen=True)
+class NeedlePrompt:
+    """``ids``: ``[B, T]`` prompts that end with the question, its last ``question`` tokens, each
+    with the same statement at ``needle``."""
+
+    ids: Tensor
+    needle: slice
+    question: int = 1
+
+
 @contextmanager
 def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterator[None]:
     """Within it, every forward pass calls ``on_layer`` for each layer, before its attention.

@@ -7,6 +7,64 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.errors import did_you_mean
+
+ALL, DROP, OFFSETS = "all", "drop", "offset_features"
+COMPARING = (DROP, OFFSETS, ALL)
+"""Those that show another model beside the one that is analysed."""
+ANALYSES = [
+    "clusters",
+    "sinks",
+    "synthetic",
+    "frequency_entropy",
+    OFFSETS,
+    "matrix_entropy",
+    "positional_bias",
+]
+"""Of one model, in the order of a page; plugins add theirs."""
+
+
+def kinds() -> tuple[str, ...]:
+    """All that can be asked for: one analysis, all that a model has the structure for, or a drop,
+    which compares two models."""
+    return (ALL, *ANALYSES, DROP)
+
+
+WINDOWS = ("hann", "hamming", "blackman", "rectangular")
+
+
+@dataclass(frozen=True)
+class ShortTime:
+    """Frames of ``frame`` tokens, ``hop`` tokens from one to the next (None: half a frame), each
+    under a ``window`` (the paper on frequency entropy has 1,024 and 512, and names no window)."""
+
+    window: str = "hann"
+    frame: int = 1024
+    hop: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Tokens from one frame to the next."""
+        return self.hop or self.frame // 2
+
+    def problems(self) -> list[str]:
+        """What is impossible, one sentence each, with keys below that of the frames."""
+        found = []
+        if self.window not in WINDOWS:
+            near = did_you_mean(self.window, WINDOWS)
+            found.append(
+                f"window: expected one of {', '.join(WINDOWS)}, got {self.window!r}.{near}"
+            )
+        if self.frame < 2:
+            found.append(f"frame: expected 2 tokens or more, got {self.frame}.")
+        elif self.hop is not None and not 1 <= self.hop <= self.frame:
+            found.append(f"hop: expected 1 to {self.frame} tokens, a frame, got {self.hop}.")
+        return found
+
+
+USUAL = ShortTime()
+
+
 Rule = tuple[str, Literal["below", "above"], float]
 """Which entropy, on which side of which threshold."""
 GATE = re.compile(r"(spectrum|sequence)\s*([<>])\s*(0?\.\d+|[01](?:\.\d*)?)")

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 
-from trainer.analysis.averages import Array
+from trainer.analysis.arrays import Array, plain
+from trainer.analysis.studies.study import Study
+from trainer.positional.encodings import make_spectrum
+from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
+from trainer.report.geometry.drawing import Panel, by_length
+from trainer.report.geometry.section import Grid, Picture, Section
+from trainer.report.looks import looks
+from trainer.report.plotting import Series
 
 
 @dataclass(frozen=True)
@@ -84,3 +93,183 @@ def _series(frequency: Array, n: int) -> Array:
     still = np.sin(half) == 0
     quotient = np.sin(n * half) / np.where(still, 1.0, np.sin(half))
     return np.exp(1j * (n - 1) * half) * np.where(still, float(n), quotient)
+
+
+FURTHEST, OWN_SHOWN, PER_INTERVAL = 16, 2, 24
+SETTLED = 0.03
+"""How near a ratio must be to its limit to count as having reached it."""
+
+
+class SyntheticStudy(Study):
+    """The two criteria of RoPE-ID for every spectrum: a lower bound, and within the training
+    length."""
+
+    key: ClassVar[str] = "synthetic"
+    title: ClassVar[str] = "Spectra in principle"
+
+    def section(self) -> Section:
+        """Curves in closed form; reads neither the weights nor the text."""
+        return synthetic_section(self.target.model.layout, self.target.model.config.head_size)
+
+
+def synthetic_section(layout: Layout, head_dim: int) -> Section:
+    """The section of a model with this layout and so many channels a head."""
+    C = layout.training_length
+    spectra = _own(layout) | standard_spectra(head_dim, C)
+    lengths = sorted({round(2 ** (i / 4)) for i in range(4 * round(np.log2(FURTHEST * C)) + 1)})
+    lengths = sorted({*lengths, C, FURTHEST * C})
+    distances = _between(lengths)
+    found = {
+        name: synthetic_decay(one, head_dim, lengths, distances, training_length=C)
+        for name, one in spectra.items()
+    }
+    here = lengths.index(C)
+    return Section(
+        SyntheticStudy.key,
+        SyntheticStudy.title,
+        "The tightest cloud there is: one vector of ones, repeated at every position. What the "
+        "rotation leaves of its first singular value says how far any tight cloud of keys is "
+        "dispersed in a text of that length, whatever the weights. RoPE-ID asks for two things: a "
+        "lower bound that is not trivial, so that clusters stay apart, and that it is reached "
+        "within the training length, so that a longer text is nothing new.",
+        (
+            "FSV ratio(n) = σ₁(R X) / σ₁(X),  X: n copies of v = (1, …, 1)",
+            "decay(δ) = ⟨v, R^δ v⟩ / ⟨v, v⟩ = Σ_m ‖v_m‖² cos(δ ω_m) / ‖v‖²",
+        ),
+        "RoPE-ID (Frayed RoPE and Long Inputs), Sec. 4, Fig. 7.",
+        tuple(_finding(name, spectra[name], one, C, head_dim) for name, one in found.items()),
+        (_picture(spectra, found, C),),
+        (_table(found, here),),
+        {
+            "training_length": C,
+            "head_dim": head_dim,
+            "spectra": {name: list(s.inv_freq) for name, s in spectra.items()},
+            "lengths": lengths,
+            "distances": distances,
+            "fsv_ratio": {name: plain(one.fsv_ratio) for name, one in found.items()},
+            "decay": {name: plain(one.dot) for name, one in found.items()},
+        },
+    )
+
+
+def _between(lengths: Sequence[int]) -> list[int]:
+    """Distances in every interval of lengths, so many that means show no accidental phase."""
+    inside = [np.linspace(a, b, PER_INTERVAL, endpoint=False) for a, b in pairwise(lengths)]
+    return [0, *np.unique(np.concatenate(inside).astype(int)).tolist()]
+
+
+def standard_spectra(head_dim: int, training_length: int) -> dict[str, Spectrum]:
+    """The four of Fig. 7 for a model of this shape; those that it is too small for are left out."""
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "RoPE": ("rope", {}),
+        "HalfRoPE": ("half_rope", {}),
+        "high frequency": ("high_frequency", {}),
+        # 32 tokens, but in a short training length an eighth of it: slowest is a half.
+        "RoPE-ID": ("rope_id", {"fastest_wavelength": min(32.0, max(2.0, training_length / 8))}),
+    }
+    if head_dim % 4:
+        kinds = {name: kind for name, kind in kinds.items() if name in ("RoPE", "high frequency")}
+    if training_length <= 8:
+        kinds = {name: kind for name, kind in kinds.items() if name in ("RoPE", "HalfRoPE")}
+    return {
+        name: make_spectrum(kind, head_dim, training_length, given)
+        for name, (kind, given) in kinds.items()
+    }
+
+
+def _own(layout: Layout) -> dict[str, Spectrum]:
+    """The spectra that most heads of the model have, by name."""
+    heads = [spectrum for layer in layout.layers for spectrum in layer.spectra]
+    # Temperature and bias turn nothing.
+    ordered = sorted(layout.spectra, key=lambda spectrum: -heads.count(spectrum))
+    distinct = list({spectrum.inv_freq: spectrum for spectrum in reversed(ordered)}.values())[::-1]
+    names = ["this model", *(f"this model, {i}" for i in range(2, OWN_SHOWN + 1))]
+    return dict(zip(names, distinct, strict=False))
+
+
+def limit(spectrum: Spectrum, head_dim: int) -> float:
+    """The ratio in the limit of long texts (Lemma 1): channels that stand still keep theirs, and of
+    those that turn at different speeds no direction holds more than half a pair."""
+    still = 1 - 2 * np.count_nonzero(spectrum.inv_freq) / head_dim
+    return float(np.sqrt(max(still, 1 / head_dim)))
+
+
+def _finding(
+    name: str, spectrum: Spectrum, one: SyntheticDecay, training_length: int, head_dim: int
+) -> str:
+    if not spectrum.rotates:
+        return f"{name}: nothing rotates, and nothing is dispersed at any length."
+    within = float(one.fsv_ratio[one.lengths.index(training_length)])
+    bound = limit(spectrum, head_dim)
+    still = 2 * np.count_nonzero(spectrum.inv_freq) < head_dim
+    attained = within <= bound + SETTLED
+    return (
+        f"{name}: {within:.2f} of the first singular value is left at {training_length:,} tokens "
+        f"and {one.fsv_ratio[-1]:.2f} at {FURTHEST * training_length:,}. "
+        + ("Channels that stand still keep" if still else "Every channel rotates, which leaves")
+        + f" {bound:.2f} in the limit, "
+        + ("reached within" if attained else "not reached within")
+        + " the training length."
+    )
+
+
+def _picture(
+    spectra: dict[str, Spectrum], found: dict[str, SyntheticDecay], trained: int
+) -> Picture:
+    styles = looks(spectra)
+    ratio = [
+        Series(name, styles[name], one.lengths, one.fsv_ratio.tolist(), marked=False)
+        for name, one in reversed(found.items())
+    ]
+    decay = [
+        Series(name, styles[name], *_means(one), marked=False)
+        for name, one in reversed(found.items())
+    ]
+    panels = [
+        Panel("first singular value", "after / before the rotation", ratio),
+        Panel("dot product with itself", "relative to distance 0", decay),
+    ]
+    return Picture(
+        "synthetic",
+        by_length(
+            panels, x_label="length; distance (tokens)", trained=trained, columns=2, height=2.6
+        ),
+        "Left: what is left of the first singular value of a repeated vector in a text of so many "
+        "tokens. Right: its dot product with itself so many tokens away, means over quarters of an "
+        "octave. A curve that is flat to "
+        "the right of the training length brings nothing new there; one that is high there keeps "
+        "clusters apart.",
+        ("spectrum", "measure", "tokens", "value"),
+        [
+            (name, measure, n, float(value))
+            for name, one in found.items()
+            for measure, xs, ys in (
+                ("fsv_ratio", one.lengths, one.fsv_ratio),
+                ("decay", one.distances, one.dot),
+            )
+            for n, value in zip(xs, ys, strict=True)
+        ],
+    )
+
+
+def _means(one: SyntheticDecay) -> tuple[list[float], list[float]]:
+    """Distances and dot products, means between neighbouring lengths."""
+    distances, edges = np.array(one.distances), np.array(one.lengths)
+    bucket = np.searchsorted(edges, distances, side="right")
+    # A logarithmic axis has no 0.
+    used = [i for i in np.unique(bucket) if i > 0]
+    x, y = ([float(v[bucket == i].mean()) for i in used] for v in (distances, one.dot))
+    return x, y
+
+
+def _table(found: dict[str, SyntheticDecay], here: int) -> Grid:
+    lengths = next(iter(found.values())).lengths
+    places = [
+        here,
+        *(lengths.index(lengths[here] * f) for f in (4, FURTHEST) if lengths[here] * f in lengths),
+    ]
+    return Grid(
+        "What is left of the first singular value.",
+        ("spectrum", *(f"{lengths[at]:,} tokens" for at in places)),
+        [(name, *(f"{one.fsv_ratio[at]:.3f}" for at in places)) for name, one in found.items()],
+    )

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.analysis.names import ALL, kinds
-from trainer.analysis.settings import AttenuationSettings, NeedleSettings
-from trainer.analysis.short_time import ShortTime
+from trainer.analysis.settings import ALL, AttenuationSettings, NeedleSettings, ShortTime, kinds
 from trainer.data.config import DataConfig
 from trainer.errors import did_you_mean
 from trainer.evaluation.method_config import ON_TEXT, part_problems

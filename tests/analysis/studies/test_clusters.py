@@ -6,7 +6,7 @@ import torch
 from sklearn.metrics import silhouette_score
 
 from trainer.analysis.capture import capture
-from trainer.analysis.studies.clusters import ClustersStudy
+from trainer.analysis.clusters.study import ClustersStudy
 from trainer.analysis.studies.study import Target, run
 
 C, T = 32, 80

@@ -13,10 +13,7 @@ import torch.nn.functional as F
 
 from tests.analysis.attention_examples import attention_of
 from trainer.analysis.capture import capture
-from trainer.analysis.reading import read
-from trainer.analysis.recovery import recovery
-from trainer.analysis.studies.compared_heads import MEASURES, head_change, heads_part
-from trainer.analysis.studies.drop import DropStudy
+from trainer.analysis.drop import MEASURES, DropStudy, head_change, heads_part, read, recovery
 from trainer.analysis.studies.study import Target
 from trainer.errors import UserError
 

@@ -13,9 +13,8 @@ import scipy.stats
 import torch
 
 from trainer.analysis.capture import capture
-from trainer.analysis.settings import AttenuationSettings, rules
-from trainer.analysis.short_time import ShortTime
-from trainer.analysis.studies.frequency_entropy import FrequencyEntropyStudy
+from trainer.analysis.frequency_entropy.study import FrequencyEntropyStudy
+from trainer.analysis.settings import AttenuationSettings, ShortTime, rules
 from trainer.analysis.studies.study import Target, run
 from trainer.evaluation import weighted_rope
 from trainer.positional.intervention import Intervention

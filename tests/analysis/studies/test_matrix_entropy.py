@@ -10,11 +10,10 @@ import scipy.stats
 import torch
 
 from tests.analysis.attention_examples import attention_of
-from trainer.analysis.capture import capture
-from trainer.analysis.needle_prompt import NeedlePrompt
-from trainer.analysis.needle_view import with_copy
+from trainer.analysis.capture import NeedlePrompt, capture
+from trainer.analysis.matrix_entropy.measure import with_copy
+from trainer.analysis.matrix_entropy.study import MatrixEntropyStudy
 from trainer.analysis.settings import NeedleSettings
-from trainer.analysis.studies.matrix_entropy import MatrixEntropyStudy
 from trainer.analysis.studies.study import Target, run
 
 IDS = torch.randint(50, (1, 80), generator=torch.Generator().manual_seed(4))

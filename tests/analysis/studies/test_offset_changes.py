@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.analysis.studies.test_offset_features import TURN, loud, pairs_of
-from trainer.analysis.studies.offset_changes import OffsetChanges
+from trainer.analysis.offset_features.study import OffsetChanges
 from trainer.analysis.studies.study import Target
 
 IDS = torch.randint(50, (1, 90), generator=torch.Generator().manual_seed(4))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from trainer.analysis.capture import capture
-from trainer.analysis.offset_features import OffsetFeatureSearch
-from trainer.analysis.studies.offset_features import OffsetFeaturesStudy
-from trainer.analysis.studies.offset_steps import OffsetSteps
+from trainer.analysis.offset_features.heads import OffsetSteps
+from trainer.analysis.offset_features.measure import OffsetFeatureSearch
+from trainer.analysis.offset_features.study import OffsetFeaturesStudy
 from trainer.analysis.studies.study import Target, run
 
 IDS = torch.randint(50, (1, 90), generator=torch.Generator().manual_seed(4))

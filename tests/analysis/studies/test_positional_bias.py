@@ -12,15 +12,23 @@ from scipy.stats import spearmanr
 
 from tests.analysis.attention_examples import attention_of
 from tests.analysis.test_positional_bias import dense_gradients, weights
-from trainer.analysis import fresh_decoders as fresh_module
 from trainer.analysis.capture import capture
-from trainer.analysis.fresh_decoders import encoded_layout, fresh_decoders
-from trainer.analysis.needle_prompt import NeedlePrompt, needle_shift
-from trainer.analysis.rescaled_attention import attention_around
-from trainer.analysis.studies.positional_bias import PositionalBiasStudy, heads_part
-from trainer.analysis.studies.rescaled_heads import factors_part, needle_part, rank_correlation
+from trainer.analysis.positional_bias import measure as fresh_module
+from trainer.analysis.positional_bias.measure import encoded_layout, fresh_decoders
+from trainer.analysis.positional_bias.rescaling import (
+    NeedlePrompt,
+    attention_around,
+    needle_shift,
+    yarn_shift,
+)
+from trainer.analysis.positional_bias.study import (
+    PositionalBiasStudy,
+    factors_part,
+    heads_part,
+    needle_part,
+    rank_correlation,
+)
 from trainer.analysis.studies.study import Target, run
-from trainer.analysis.yarn_shift import yarn_shift
 from trainer.model.config import QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import make_spectrum

@@ -10,8 +10,7 @@ import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis.capture import capture
-from trainer.analysis.studies.sink_pictures import SinkPictures, near, over_largest
-from trainer.analysis.studies.sinks import SinksStudy
+from trainer.analysis.sinks.study import SinkPictures, SinksStudy, near, over_largest
 from trainer.analysis.studies.study import Target, run
 from trainer.model.config import SoftmaxConfig
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.analysis.studies.synthetic import limit, standard_spectra, synthetic_section
-from trainer.analysis.synthetic import synthetic_decay
+from trainer.analysis.synthetic import limit, standard_spectra, synthetic_decay, synthetic_section
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.rotation import rotary_table, rotate

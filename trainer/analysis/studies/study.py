@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.capture import Heads, capture
-from trainer.analysis.needle_prompt import NeedlePrompt
-from trainer.analysis.settings import AttenuationSettings, NeedleSettings
-from trainer.analysis.short_time import USUAL, ShortTime
+from trainer.analysis.capture import Heads, NeedlePrompt, capture
+from trainer.analysis.settings import USUAL, AttenuationSettings, NeedleSettings, ShortTime
 from trainer.model.language_model import LanguageModel
 from trainer.report.geometry.section import Section
 
@@ -115,3 +113,24 @@ def run(studies: Sequence[Study], target: Target) -> list[Section]:
 
     capture(target.model, target.ids, on_layer)
     return [study.section() for study in studies]
+
+
+Versions = dict[str, tuple[str, int]]
+"""Field of a result: its label and its style in figures."""
+
+
+def before(found: Versions) -> str:
+    """Which queries and keys those are that no encoding has touched."""
+    return "before the encoding" if "plain" in found else "as projected"
+
+
+def versions(target: Target, *, scores: bool = False) -> Versions:
+    """``plain`` and ``rotated``, or ``rotated`` alone where both are the same but for a factor.
+
+    ``scores``: of what depends on a bias on the scores too.
+    """
+    if target.rotates:
+        return {"plain": ("before rotation", 2), "rotated": ("after rotation", 4)}
+    if scores and any(spectrum.alibi for spectrum in target.model.layout.spectra):
+        return {"plain": ("without the bias", 2), "rotated": ("with ALiBi's bias", 4)}
+    return {"rotated": ("as projected, no rotation", 1)}

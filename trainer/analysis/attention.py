@@ -1,0 +1,368 @@
+"""Statistics of every query's attention distribution, in one pass over the scores.
+
+Sinks, distances, entropies and positional biases are all computed from these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.analysis.arrays import Array, Averages
+from trainer.analysis.capture import Heads, observing
+from trainer.errors import UserError
+from trainer.model.language_model import LanguageModel
+from trainer.model.loss import chunk_size
+from trainer.model.masks import Mask
+from trainer.model.softmax import capped, probabilities
+from trainer.positional.alibi import alibi_slopes
+
+BLOCK_ELEMENTS = 2**19
+"""Scores in memory at a time: 2 MiB, which a core's cache holds."""
+
+QUERIES = 128
+"""The most queries of a text that :class:`SampledAttention` has."""
+
+# Finite, so that its product with a probability of 0 is 0; exp of it is 0 in float32.
+HIDDEN = -1e30
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One number a query, ``[B, Hq, T]`` float32.
+
+    ``peak``: the largest dot product with a key it sees, before it is scaled and capped.
+    ``sink``, ``own``, ``previous``: attention weight on the first key of the text, on its own and
+    on the one before it (0 where it does not see that key). ``learned``: on the learned sink of
+    the head (0 without one). ``distance``: mean of i - j, tokens, and ``entropy``, nats, of the
+    attention that the keys share. ``visible`` ``[T]``: keys it sees.
+    """
+
+    visible: Tensor
+    peak: Tensor
+    sink: Tensor
+    own: Tensor
+    previous: Tensor
+    distance: Tensor
+    entropy: Tensor
+    learned: Tensor
+
+
+def head_slopes(heads: Heads) -> Tensor | None:
+    """ALiBi's slope of every query head ``[Hq]``, 0 for one without; None where none has it."""
+    biased = [spectrum.alibi for spectrum in heads.encoding.spectra]
+    if not any(biased):
+        return None
+    slopes = torch.tensor(alibi_slopes(heads.q.shape[1]), device=heads.q.device)
+    return slopes * torch.tensor(biased, device=heads.q.device).repeat_interleave(
+        heads.queries_per_key
+    )
+
+
+def visible_keys(length: int, window: int | None, device: torch.device) -> Tensor:
+    """How many keys every query sees ``[T]``, itself included."""
+    return torch.arange(1, length + 1, device=device).clamp(max=window or length)
+
+
+def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
+    """The statistics of a layer, block by block: the whole matrix is never in memory.
+
+    Args:
+        heads: queries and keys of a layer.
+        rotated: as the layer attends; else from the queries and keys before their encoding, and
+            without ALiBi's bias, within the same window.
+    """
+    q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
+    B, Hq, T = q.shape[:3]
+    group, window = heads.queries_per_key, heads.encoding.window
+    slopes = head_slopes(heads) if rotated else None
+    names = ("peak", "sink", "own", "previous", "distance", "entropy", "learned")
+    found = {name: q.new_empty(B, Hq, T) for name in names}
+    size = max(16, min(512, BLOCK_ELEMENTS // (group * T)))
+    for b in range(B):
+        for kv in range(k.shape[1]):
+            shared = slice(kv * group, (kv + 1) * group)
+            for start in range(0, T, size):
+                stop = min(start + size, T)
+                first = 0 if window is None else max(0, start - window + 1)
+                block = _block(
+                    q[b, shared, start:stop],
+                    k[b, kv, first:stop],
+                    (start, first),
+                    window,
+                    None if slopes is None else slopes[shared],
+                    (heads.scale, heads.softcap),
+                    None if heads.sinks is None else heads.sinks[shared],
+                )
+                for name, values in zip(names, block, strict=True):
+                    found[name][b, shared, start:stop] = values
+    return Rows(visible_keys(T, window, q.device), **found)
+
+
+def _block(
+    q: Tensor,
+    k: Tensor,
+    at: tuple[int, int],
+    window: int | None,
+    slopes: Tensor | None,
+    score: tuple[float, float | None],
+    sinks: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The numbers of :class:`Rows` for queries ``[G, b, D]`` and keys ``[n, D]`` of one head.
+
+    ``at``: positions of the first query and of the first key; the last query sees the last key.
+    ``score``: scaling and soft-cap of the scores. ``sinks``: ``[G]``.
+    """
+    (start, first), (scale, softcap) = at, score
+    scores = (q * scale) @ k.T
+    i = torch.arange(start, start + q.shape[1], device=q.device)[:, None]
+    j = torch.arange(first, first + k.shape[0], device=q.device)
+    # Before the block's first query all is in the past: only its own square needs the mask.
+    own = start - first
+    scores[..., own:].masked_fill_(j[own:] > i, HIDDEN)
+    if window is not None:
+        scores.masked_fill_(j <= i - window, HIDDEN)
+    peak = scores.amax(dim=-1) / scale
+    if softcap is not None:
+        scores = capped(scores, softcap).masked_fill_(scores == HIDDEN, HIDDEN)
+    if slopes is not None:
+        scores += slopes[:, None, None] * (j - i)
+    top = scores.amax(dim=-1, keepdim=True)
+    scores -= top
+    weights = scores.exp()
+    # Totals and first moments of all rows in one product.
+    moments = weights @ torch.stack([torch.ones_like(j), j - first], dim=1).to(weights.dtype)
+    total, mean = moments[..., 0], moments[..., 1] / moments[..., 0]
+    entropy = total.log() - (weights * scores).sum(dim=-1) / total
+    if sinks is not None:
+        total = total + (sinks[:, None] - top[..., 0]).exp()
+    sink = weights[..., 0] / total if first == 0 else torch.zeros_like(total)
+    diagonal = weights.diagonal(own, -2, -1) / total
+    before = weights.diagonal(own - 1, -2, -1)
+    if own == 0:  # the first query of the block does not see the key before it
+        before = torch.nn.functional.pad(before, (1, 0))
+    learned = 1 - moments[..., 0] / total
+    return peak, sink, diagonal, before / total, i[:, 0] - first - mean, entropy, learned
+
+
+def head_attention(heads: Heads, head: int, queries: slice) -> Tensor:
+    """Attention ``[B, queries, queries.stop]`` of some queries of one head, float32."""
+    q, k, slopes = heads.rotated_q, heads.rotated_k, head_slopes(heads)
+    kv = head // heads.queries_per_key
+    mask = Mask(heads.encoding.window, slopes=None if slopes is None else slopes[head : head + 1])
+    softmax = heads.softmax
+    if heads.sinks is not None:
+        softmax = softmax._replace(sinks=heads.sinks[head : head + 1])
+    found = probabilities(
+        q[:, head : head + 1, queries],
+        k[:, kv : kv + 1, : queries.stop],
+        mask,
+        softmax,
+        scaling=heads.scaling,
+    )
+    return found[:, 0]
+
+
+@dataclass(frozen=True)
+class SampledAttention:
+    """Attention of some queries of one head, as it is and with a pair's part taken out of scores.
+
+    ``q`` ``[B, n, D]``: encoded queries at the positions ``at`` ``[n]``, evenly spread over the
+    last three quarters of the training length, or of the text or the window where these are
+    shorter, so that each sees all keys before it. ``k`` ``[B, T, D]``: encoded keys from the first
+    on. ``pairs``: of the head's spectrum.
+    """
+
+    heads: Heads
+    head: int
+    kv_head: int
+    pairs: int
+    at: Tensor
+    q: Tensor
+    k: Tensor
+
+    def weights(self, without: int | None = None) -> Tensor:
+        """Attention ``[B, n, T]`` on every key, without that pair's part of the scores."""
+        heads, at = self.heads, self.at[:, None]
+        products = self.q @ self.k.mT
+        if without is not None:
+            channels = [without, without + self.pairs]
+            products = products - self.q[..., channels] @ self.k[..., channels].mT
+        slopes = head_slopes(heads)
+        slope = 0.0 if slopes is None else float(slopes[self.head])
+        keys = torch.arange(self.k.shape[1], device=at.device)
+        scores = capped(products * heads.scale, heads.softcap) + slope * (keys - at)
+        scores = scores.masked_fill(keys > at, -torch.inf)
+        if heads.sinks is not None:
+            scores = F.pad(scores, (0, 1), value=float(heads.sinks[self.head]))
+        return scores.softmax(dim=-1)[..., : len(keys)]
+
+
+def sampled_attention(heads: Heads, head: int) -> SampledAttention | None:
+    """Choose the queries of one query head; None if none of them sees another key than its own."""
+    length = min(heads.q.shape[2], heads.training_length, heads.encoding.window or heads.q.shape[2])
+    if length < 2:
+        return None
+    kv = head // heads.queries_per_key
+    start = max(1, length // 4)
+    at = torch.linspace(start, length - 1, min(QUERIES, length - start), device=heads.q.device)
+    at = at.round().long()
+    q, k = heads.rotated_q[:, head, at], heads.rotated_k[:, kv, :length]
+    pairs = len(heads.encoding.spectra[kv].inv_freq)
+    return SampledAttention(heads, head, kv, pairs, at, q, k)
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Means over queries, ``[layers, query heads]``, without the first, which has no choice.
+
+    ``distance``: tokens between query and key, weighted by attention. ``entropy``: over its largest
+    possible value, the logarithm of the keys in sight: 1 is uniform. ``sink_mass``: attention on
+    the first key of the text.
+    """
+
+    layers: list[int]
+    distance: Array
+    entropy: Array
+    sink_mass: Array
+
+
+class StatisticsOfHeads:
+    """Collects the statistics of every layer."""
+
+    def __init__(self) -> None:
+        self._averages = Averages()
+
+    def update(self, layer: int, rows: Rows) -> None:
+        """Take in one layer's rows of attention, of texts of at least two tokens."""
+        # A window of one key leaves no choice either: entropy 0 over the logarithm of 2.
+        largest = rows.visible[1:].clamp(min=2).log()
+        self._averages.add(
+            layer,
+            distance=rows.distance[..., 1:].double().mean(dim=-1),
+            entropy=(rows.entropy[..., 1:].double() / largest).mean(dim=-1),
+            sink_mass=rows.sink[..., 1:].double().mean(dim=-1),
+        )
+
+    def result(self) -> AttentionStatistics:
+        """Means over the texts taken in."""
+        stacked = self._averages.stacked
+        return AttentionStatistics(
+            self._averages.layers, stacked("distance"), stacked("entropy"), stacked("sink_mass")
+        )
+
+
+@torch.no_grad()
+def divergence_by_position(model: LanguageModel, other: LanguageModel, ids: Tensor) -> Array:
+    """KL(model || other) of the next token at every position, ``[T]`` nats, averaged over texts.
+
+    Args:
+        model: p.
+        other: q, of the same vocabulary.
+        ids: ``[B, T]``.
+
+    Raises:
+        UserError: the vocabularies differ in size.
+    """
+    if model.config.vocab_size != other.config.vocab_size:
+        raise UserError(
+            f"model: the two models must share a vocabulary, got {model.config.vocab_size} "
+            f"and {other.config.vocab_size} tokens."
+        )
+    states = [one.hidden_states(ids.to(one.device)).flatten(0, 1) for one in (model, other)]
+    size = chunk_size(model.vocab_size, model.device)
+    chunks = [
+        _divergence(model.logits(p), other.logits(q).to(p.device))
+        for p, q in zip(*(x.split(size) for x in states), strict=True)
+    ]
+    return torch.cat(chunks).view(ids.shape).mean(dim=0).cpu().numpy()
+
+
+def _divergence(logits: Tensor, others: Tensor) -> Tensor:
+    """``[n]`` float64 of logits ``[n, vocab]``."""
+    log_p, log_q = logits.float().log_softmax(dim=-1), others.float().log_softmax(dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1, dtype=torch.float64).clamp(min=0)
+
+
+MEASURES = ("sink_mass", "entropy", "distance", "largest_logit", "stable_rank")
+SCORES = 2**22
+"""Scores held at once."""
+
+
+@torch.no_grad()
+def probe(model: LanguageModel, ids: Tensor) -> dict[str, list[float]]:
+    """Read ``ids`` ``[B, T]``, T at least 2; each of :data:`MEASURES` for every layer.
+
+    ``sink_mass``: attention on the first token. ``entropy``: of attention, 1 where it is uniform
+    over what a query sees. ``distance``: mean distance attended over, in tokens. All three are
+    means over heads and queries but the first, which sees itself alone. Entropy and distance are of
+    the attention that the keys share, without what a learned sink takes. ``largest_logit``: max of
+    the scores, q k / sqrt(D) in most models, over what these queries see. ``stable_rank``: squared
+    Frobenius over squared spectral norm of a head's keys ``[T, D]``, mean over heads and sequences.
+    Queries and keys are those after the encoding.
+    """
+    measured, grams = [], []
+
+    def look(heads: Heads) -> None:
+        measured.append(attention_measures(heads))
+        grams.append(heads.rotated_k.mT @ heads.rotated_k)
+
+    with observing(model, look):
+        model(ids.to(model.device), last=1)
+    # All layers in one transfer from the device.
+    ranks = stable_rank(torch.stack(grams)).mean(dim=(1, 2))
+    rows = torch.column_stack([torch.stack(measured), ranks]).T.tolist()
+    return dict(zip(MEASURES, rows, strict=True))
+
+
+def attention_measures(heads: Heads) -> Tensor:
+    """Sink mass, entropy, distance and largest logit of one layer, ``[4]``; see :func:`probe`.
+
+    Goes through blocks of queries, and with a window through those keys that they can see.
+    """
+    k = heads.rotated_k[:, :, None]
+    q = heads.rotated_q.unflatten(1, (k.shape[1], -1)) * heads.scale
+    B, H, G, T, _ = q.shape
+    window = heads.encoding.window or T
+    slopes = head_slopes(heads)
+    if slopes is not None:
+        slopes = slopes.view(H, G, 1, 1)
+    sums, largest = q.new_zeros(3), q.new_full((), -math.inf)
+    size = max(1, SCORES // (B * H * G * min(T, window)))
+    for start in range(1, T, size):
+        stop = min(start + size, T)
+        first = max(0, start - window + 1)
+        i = torch.arange(start, stop, device=q.device)[:, None]
+        away = i - torch.arange(first, stop, device=q.device)
+        hidden = (away < 0) | (away >= window)
+        scores = capped(q[..., start:stop, :] @ k[..., first:stop, :].mT, heads.softcap)
+        scores = scores.masked_fill(hidden, -math.inf)
+        largest = torch.maximum(largest, scores.amax())
+        scores = scores if slopes is None else scores - slopes * away
+        attention = scores.softmax(dim=-1)
+        first_key = attention[..., 0] if first == 0 else attention.new_zeros(())
+        if heads.sinks is not None:
+            first_key = first_key * (scores.logsumexp(dim=-1) - heads.sinks.view(H, G, 1)).sigmoid()
+        # A query that sees itself alone has the entropy 0, whatever that is divided by.
+        most = (i + 1).clamp(max=window).log().clamp(min=1e-6)
+        sums += torch.stack(
+            [
+                first_key.sum(),
+                (torch.special.entr(attention) / most).sum(),
+                (attention * away).sum(),
+            ]
+        )
+    return torch.cat([sums / (B * H * G * (T - 1)), largest[None]])
+
+
+def stable_rank(gram: Tensor) -> Tensor:
+    """Of matrices K ``[..., T, D]`` from K^T K ``[..., D, D]``; not a number where K is not finite
+    or zero."""
+    # The decomposition refuses what is not finite.
+    finite = gram.isfinite().all(dim=-1).all(dim=-1)[..., None, None]
+    gram = torch.where(finite, gram, 0.0)
+    return gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / torch.linalg.eigvalsh(gram)[..., -1]

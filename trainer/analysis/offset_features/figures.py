@@ -1,0 +1,361 @@
+"""Pictures of rotary offset features: of all pairs, and of the heads with the strongest (Rotary
+Offset Features, Fig. 1, 4, 6 to 8 and 11 to 14)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trainer.analysis.arrays import Array
+from trainer.analysis.capture import Heads
+from trainer.analysis.offset_features.measure import (
+    COLUMNS,
+    RADII,
+    STABILITY_COLUMNS,
+    TURN,
+    HeadView,
+    OffsetFeatures,
+    OffsetFeatureSearch,
+    Stability,
+    bounds,
+    contributions,
+)
+from trainer.analysis.studies.study import Target
+from trainer.positional.rescaling import RESCALINGS, Rescaling, rescaled
+from trainer.positional.spectrum import Spectrum
+from trainer.report.geometry.entropy_figures import Scale, heat_maps
+from trainer.report.geometry.offset_figures import (
+    Method,
+    Radii,
+    extended_bounds,
+    radius_and_angle,
+    radius_and_variance,
+)
+from trainer.report.geometry.pair_figures import (
+    Cloud,
+    Contributions,
+    by_distance,
+    clouds,
+    small_clouds,
+)
+from trainer.report.geometry.section import Grid, Picture
+
+DISTANCES = 400
+COLUMNS_OF_MAPS = 3
+LOUDEST = 0.999
+"""Quantile of the sizes of activations that the strongest colour stands for."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """The pair of longest means of a head, one under the upper bound where there is any
+    (``possible``). ``strength`` is the product of their lengths, ``turns`` radians a token of all
+    pairs of the head."""
+
+    possible: bool
+    strength: float
+    pair: int
+    turns: Array
+    view: HeadView
+
+    @property
+    def head(self) -> str:
+        """Layer and head."""
+        return f"L{self.view.layer}H{self.view.head}"
+
+    @property
+    def name(self) -> str:
+        """Layer, head and pair."""
+        return f"{self.head}, pair {self.pair}"
+
+
+def first_possible(found: OffsetFeatures) -> list[int]:
+    """The first pair under the upper bound, of every spectrum that has one."""
+    firsts: dict[tuple[int, int], int] = {}
+    at = zip(found.layer[found.possible], found.head[found.possible], strict=True)
+    for key, pair in zip(at, found.pair[found.possible].tolist(), strict=True):
+        firsts[key] = min(pair, firsts.get(key, pair))
+    return sorted(set(firsts.values()))
+
+
+def scatter(found: OffsetFeatures) -> Picture:
+    """Radius and angle of every pair with the bounds (Fig. 8)."""
+    moving = found.inv_freq > 0
+    turns = found.inv_freq * found.context_length / TURN
+    bounds = np.column_stack([found.pair, found.lower_bound])[found.possible]
+    of_pairs = (found.pair, turns, found.key_radius, found.angle)
+    lower = np.unique(bounds, axis=0).reshape(-1, 2).T
+    return Picture(
+        "offset_features",
+        radius_and_angle(
+            Radii(*(values[moving] for values in of_pairs)),
+            RADII,
+            first_possible(found),
+            (lower[0], lower[1]),
+        ),
+        "Every rotary pair of every query head, on the left by its index, on the right by its "
+        f"turns within C = {found.context_length:,} tokens, slow pairs to the right: the radius of "
+        "its mean key, and the angle from its mean query to its mean key (rad), larger and darker "
+        "with the radius. Dashed: the upper bound; orange: the lower bound; dotted: the radii of "
+        "the table. Large pairs should lie right of the one and above the other.",
+        COLUMNS,
+        list(zip(*(getattr(found, name).tolist() for name in COLUMNS), strict=True)),
+    )
+
+
+def channels(shown: Sequence[Feature]) -> Picture:
+    """Queries and keys of the heads along the text, every channel (Fig. 1)."""
+    columns = min(COLUMNS_OF_MAPS, len(shown))
+    maps = {
+        f"{one.head}, {name}": getattr(one.view, of)
+        for start in range(0, len(shown), columns)
+        for name, of in (("queries", "query_map"), ("keys", "key_map"))
+        for one in shown[start : start + columns]
+    }
+    size = float(np.quantile(np.abs(np.concatenate([m.ravel() for m in maps.values()])), LOUDEST))
+    view = shown[0].view
+    return Picture(
+        "offset_channels",
+        heat_maps(
+            maps,
+            Scale("activation", -size, size, signed=True),
+            x="token",
+            y="channel",
+            columns=columns,
+            cell=(view.cell, 1),
+        ),
+        "Queries and keys before the rotation, every channel along the first text"
+        + (f", means over {view.cell} tokens" if view.cell > 1 else "")
+        + f". Of {2 * view.pairs} channels that rotate, m and m + {view.pairs} are pair m: an "
+        "offset feature is two bands of one colour that far apart. Single tokens that break a "
+        "band of the keys are attention sinks.",
+        ("layer", "head", "of", "channel", "from_token", "activation"),
+        [
+            (one.view.layer, one.view.head, name, channel, cell * one.view.cell, float(value))
+            for one in shown
+            for name, values in (("query", one.view.query_map), ("key", one.view.key_map))
+            for (channel, cell), value in np.ndenumerate(values)
+        ],
+    )
+
+
+def feature_points(shown: Sequence[Feature], trained: int) -> Picture:
+    """Points of the features (Fig. 7)."""
+    panels = [_cloud(one, one.pair, trained, one.name) for one in shown]
+    kind = "under the upper bound" if shown[0].possible else "of these heads"
+    return Picture(
+        "offset_feature_points",
+        clouds(panels),
+        f"Queries and keys of the strongest pairs {kind}, before the rotation, a "
+        f"{_each(shown[0].view.step)}; arrows: the mean query and key, green: how far the query "
+        "turns within the training length. A key far from the others, near the origin or towards "
+        "the queries, such as often the first one, is an attention sink.",
+        POINTS_HEADER,
+        [row for one in shown for row in _point_rows(one.view, one.pair)],
+    )
+
+
+def head_points(one: Feature, trained: int, pairs: Sequence[int]) -> Picture:
+    """Points of all pairs of a head, or of some (Fig. 12 and 13)."""
+    own = [pair for pair in pairs if pair < one.view.pairs] or range(one.view.pairs)
+    panels = [
+        _cloud(one, pair, trained, f"{pair}: {_rounded(one.turns[pair] * trained / TURN)} turns")
+        for pair in own
+    ]
+    return Picture(
+        f"offset_points_{one.head}",
+        small_clouds(panels) if len(panels) > 3 else clouds(panels),
+        f"Queries and keys of {'these' if pairs else 'all'} rotary pairs of layer {one.view.layer} "
+        f"head {one.view.head}, before the rotation, a {_each(one.view.step)}, by the pair's "
+        "index and its turns within the training length. Each panel has its own scale; lines: the "
+        "means. Slow pairs whose queries and keys point away from each other are offset features.",
+        POINTS_HEADER,
+        [row for pair in own for row in _point_rows(one.view, pair)],
+    )
+
+
+POINTS_HEADER = ("layer", "head", "pair", "token", "query_1", "query_2", "key_1", "key_2")
+
+
+def _cloud(one: Feature, pair: int, trained: int, title: str) -> Cloud:
+    return Cloud(title, *one.view.points(pair), float(one.turns[pair]) * trained)
+
+
+def _point_rows(view: HeadView, pair: int) -> Iterator[tuple[float, ...]]:
+    for number, values in enumerate(np.hstack(view.points(pair)).tolist()):
+        yield (view.layer, view.head, pair, number * view.step, *values)
+
+
+def _rounded(turns: float) -> str:
+    return f"{turns:,.0f}" if turns >= 10 else f"{turns:.2g}"
+
+
+def _each(step: int) -> str:
+    return "point for each token" if step == 1 else f"point for one in {step} tokens"
+
+
+def curves(found: OffsetFeatures, shown: Sequence[Feature]) -> Picture:
+    """What every pair adds to the logit, and the sum without the feature (Fig. 4 and 6)."""
+    C = found.context_length
+    distances = np.unique(np.geomspace(1, C + 1, DISTANCES).astype(int)) - 1
+    panels, rows = [], []
+    for one in shown:
+        at = one.view
+        parts = contributions(found, at.layer, at.head, distances.tolist())
+        panels.append(Contributions(one.name, distances, parts, one.pair))
+        total = parts.sum(axis=0)
+        lines = {"all pairs": total, f"all but pair {one.pair}": total - parts[one.pair]}
+        lines |= {f"pair {pair}": part for pair, part in enumerate(parts)}
+        rows += [
+            (at.layer, at.head, name, distance, value)
+            for name, values in lines.items()
+            for distance, value in zip(distances.tolist(), values.tolist(), strict=True)
+        ]
+    return Picture(
+        "offset_contributions",
+        by_distance(panels, C),
+        "What the means of rotary pairs add to the logit by distance. Left: every pair of the "
+        "head, by its index, and dotted the feature in the title. Right: all pairs together, and "
+        "all but the feature. What these two differ by is what the feature does to far tokens.",
+        ("layer", "head", "curve", "distance", "part_of_logit"),
+        rows,
+    )
+
+
+LONG = 0.9
+"""Quantile of the radii from which on a mean is called long."""
+
+
+def stable_angles(found: Stability) -> Picture:
+    """Circular variance by radius, of queries and of keys (Rotary Offset Features, Fig. 2)."""
+    return Picture(
+        "offset_angle_stability",
+        radius_and_variance(found.radius, found.variance, found.of_keys),
+        "How much the angle of a rotary pair varies over all positions, before the rotation, by "
+        "the radius of its mean: 0 where it never does, 1 where angles cancel. Pairs with long "
+        "means should lie below.",
+        STABILITY_COLUMNS,
+        list(zip(*(getattr(found, name).tolist() for name in STABILITY_COLUMNS), strict=True)),
+    )
+
+
+def steadier(found: Stability) -> list[str]:
+    """The angles of the tenth of the pairs with the longest means beside the others'."""
+    text = []
+    for name, of in (("queries", ~found.of_keys), ("keys", found.of_keys)):
+        radius, variance = found.radius[of], found.variance[of]
+        long = radius > np.quantile(radius, LONG)
+        if long.any():
+            a, b = np.median(variance[long]), np.median(variance[~long])
+            text.append(
+                f"The tenth of the pairs of {name} with the longest means has a median circular "
+                f"variance of {a:.2f}, the others {b:.2f}."
+            )
+    return text
+
+
+AS_TRAINED, UNSCALED = "as trained", "not rescaled"
+METHODS = {"PI": "pi", "NTK": "ntk", "YaRN": "yarn"}
+FACTOR = 4
+"""Of the extension, where the text is not longer than the training length."""
+
+
+class ExtendedBounds:
+    """The features at the training length C and, by method, at the length of the text where that
+    is longer, else at four times C."""
+
+    def __init__(self, target: Target) -> None:
+        self.C = target.training_length
+        self.length = target.length if target.length > self.C else FACTOR * self.C
+        self.spectrum = next((s for s in target.model.layout.spectra if s.rotates), None)
+        self.rescalings: dict[str, Callable[[Spectrum], Spectrum]] = {
+            AS_TRAINED: lambda spectrum: spectrum,
+            UNSCALED: lambda spectrum: spectrum,
+        }
+        for name, key in METHODS.items():
+            self.rescalings[name] = self._rescaling(RESCALINGS[key])
+        self._searches = {name: OffsetFeatureSearch(self._at(name)) for name in self.rescalings}
+
+    def _rescaling(self, change: Rescaling) -> Callable[[Spectrum], Spectrum]:
+        return lambda s: rescaled(s, change, self.C, self.length / self.C)
+
+    def _at(self, name: str) -> int:
+        return self.C if name == AS_TRAINED else self.length
+
+    def update(self, heads: Heads) -> None:
+        """Take in one layer."""
+        for name, search in self._searches.items():
+            search.update(replace(heads, encoding=heads.encoding.map(self.rescalings[name])))
+
+    def results(self) -> dict[str, OffsetFeatures]:
+        """By method, the model as trained first."""
+        return {name: search.result() for name, search in self._searches.items()}
+
+    def findings(self, results: dict[str, OffsetFeatures]) -> list[str]:
+        """How many large features are still within both bounds."""
+        before = results[AS_TRAINED].recall[0]
+        if not before.positives:
+            return []
+        kept = ", ".join(
+            f"{name} {percent(one.recall[0].lower)}"
+            for name, one in results.items()
+            if name != AS_TRAINED
+        )
+        return [
+            f"At {self.length:,} tokens both bounds hold for these shares of the pairs of radius "
+            f"{RADII[0]:g} or more: {kept}; as trained, at {self.C:,}, {percent(before.lower)}."
+        ]
+
+    def grid(self, results: dict[str, OffsetFeatures]) -> Grid:
+        """Both bounds and their recall by method."""
+        return Grid(
+            f"The bounds at {self.C:,} tokens as trained, and at {self.length:,} tokens by "
+            "rescaling, for the means of the model as it is: pairs under the upper bound, their "
+            f"mean lower bound, and the shares of the pairs of radius {RADII[0]:g} or more under "
+            "the upper and above the lower bound.",
+            ("method", "length", "under UB", "mean LB (rad)", "UB recall", "LB recall"),
+            [
+                (
+                    name,
+                    self._at(name),
+                    *(percent(one.share), number(one.mean_lower_bound)),
+                    *(percent(one.recall[0].upper), percent(one.recall[0].lower)),
+                )
+                for name, one in results.items()
+            ],
+        )
+
+    def picture(self, found: OffsetFeatures) -> Picture:
+        """Turns and lower bounds of the first spectrum that rotates; large features as trained."""
+        assert self.spectrum is not None
+        methods = []
+        for name, rescale in self.rescalings.items():
+            known = bounds(rescale(self.spectrum).at(self._at(name), self.C), self._at(name))
+            methods.append(Method(name, known.inv_freq * self._at(name) / TURN, known.angle))
+        large = found.key_radius >= RADII[0]
+        return Picture(
+            "extended_bounds",
+            extended_bounds(methods, found.pair[large], found.angle[large]),
+            f"The bounds at {self.C:,} tokens as trained and at {self.length:,} tokens by "
+            "rescaling. Left: turns of every pair within the length (logarithmic); below the "
+            "dashed line it can be an offset feature. Right: the lower bounds of these pairs, and "
+            f"in grey the angles of the pairs of radius {RADII[0]:g} or more.",
+            ("method", "pair", "turns", "lower_bound"),
+            [
+                (one.name, pair, float(turns), float(angle))
+                for one in methods
+                for pair, (turns, angle) in enumerate(zip(one.turns, one.angle, strict=True))
+            ],
+        )
+
+
+def percent(share: float | None) -> str:
+    """Of 1; a dash for none."""
+    return "–" if share is None else f"{share:.0%}"
+
+
+def number(value: float | None) -> str:
+    """With two decimals; a dash for none."""
+    return "–" if value is None else f"{value:.2f}"

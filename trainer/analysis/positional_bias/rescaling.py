@@ -1,0 +1,263 @@
+"""The effect of rescaled frequencies on a head's attention (DroPE Sec. 4.1, Fig. 6, 7, 8, 11)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.analysis.arrays import Array
+from trainer.analysis.attention import head_attention
+from trainer.analysis.capture import Heads, NeedlePrompt, capture
+from trainer.model.language_model import LanguageModel
+from trainer.positional.rescaling import (
+    Rescaling,
+    ntk_aware,
+    ntk_by_parts_turns,
+    position_interpolation,
+    yarn_turns,
+)
+from trainer.positional.spectrum import Spectrum
+
+BLOCK = 256
+METHODS: dict[str, Rescaling] = {
+    "pi": position_interpolation,
+    "ntk": ntk_aware,
+    "yarn": ntk_by_parts_turns,
+}
+"""What Fig. 6 and 11 compare: Eq. 9 to 11, of which the last has a ramp over the frequency."""
+
+
+def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
+    """gamma ``[pairs]`` of Eq. 3 for each of :data:`METHODS`: a factor for every frequency.
+
+    A pair that stands still stays as it is: 1. Frequencies are those of sequences of C tokens.
+    """
+    inv_freq = spectrum.at(training_length, training_length).inv_freq
+    before = np.array(inv_freq)
+    still = before == 0
+    return {
+        name: np.where(
+            still,
+            1.0,
+            np.array(rescaling(inv_freq, training_length).frequencies(inv_freq, factor))
+            / np.where(still, 1.0, before),
+        )
+        for name, rescaling in METHODS.items()
+    }
+
+
+@torch.no_grad()
+def attention_by_distance(heads: Heads, head: int, distances: int) -> Array:
+    """Mean attention ``[distances]`` on the key 0, 1, 2, ... tokens back (Fig. 7).
+
+    The mean is over the queries that have such a key.
+    """
+    T = heads.q.shape[2]
+    distances = min(distances, T)
+    total = torch.zeros(distances, dtype=torch.float64)
+    back = torch.arange(distances, device=heads.q.device)
+    for start in range(0, T, BLOCK):
+        stop = min(start + BLOCK, T)
+        attention = head_attention(heads, head, slice(start, stop))
+        j = torch.arange(start, stop, device=back.device)[:, None] - back
+        picked = attention.gather(-1, j.clamp(min=0).expand(len(attention), -1, -1))
+        total += (picked * (j >= 0)).double().sum(dim=(0, 1)).cpu()
+    return (total / (heads.q.shape[0] * torch.arange(T, T - distances, -1))).numpy()
+
+
+@torch.no_grad()
+def attention_around(heads: Heads, head: int, half: int, reach: int) -> Array:
+    """Mean attention ``[2 reach + 1]`` of repeated tokens on keys around their first occurrence.
+
+    Args:
+        heads: of texts whose last ``half`` tokens are the ``half`` tokens before, once more.
+        head: the query head.
+        half: tokens that are repeated, more than ``reach``.
+        reach: how far before and behind; entry ``reach`` is the occurrence itself, the next one the
+            token that followed it.
+    """
+    T = heads.q.shape[2]
+    attention = head_attention(heads, head, slice(T - half, T))
+    first = T - 2 * half
+    diagonals = [
+        attention.diagonal(first + offset, -2, -1).double().mean()
+        for offset in range(-reach, reach + 1)
+    ]
+    return torch.stack(diagonals).cpu().numpy()
+
+
+@torch.no_grad()
+def attention_shift(heads: Heads, others: Heads, queries: slice) -> Array:
+    """How much of a head's attention ``[Hq]`` lies on other keys in another reading of the texts:
+    total variation distance, 0 to 1, mean over some of the queries."""
+
+    def of_head(head: int) -> Tensor:
+        one, other = (head_attention(x, head, queries) for x in (heads, others))
+        return (one - other).abs().sum(dim=-1).mean() / 2
+
+    shifts = [of_head(head) for head in range(heads.q.shape[1])]
+    return torch.stack(shifts).double().cpu().numpy()
+
+
+FACTOR = 2.0
+REACH = 8
+KEPT = 1024
+"""Tokens whose queries and keys are held, of all layers."""
+
+
+@dataclass(frozen=True)
+class YarnShift:
+    """``half``: tokens that are repeated, one more than the distance to what followed them.
+
+    ``[layers, query heads]``: ``recall``, attention on a token's first occurrence and on the token
+    behind it, ``uniform`` of uniform attention; ``shift``, attention that lies on other keys under
+    YaRN, by queries of the second reading. ``positional`` and ``semantic``: (layer, head) of the
+    highest positional bias and of the highest recall among the others, of those that rotate.
+    ``profile``: mean attention of the former by distance; ``around``: of the latter from 8 tokens
+    before to 8 behind the occurrence; both as ``trained`` and under ``yarn``.
+    """
+
+    half: int
+    uniform: float
+    recall: Array
+    shift: Array
+    positional: tuple[int, int]
+    semantic: tuple[int, int]
+    profile: dict[str, Array]
+    around: dict[str, Array]
+
+
+@torch.no_grad()
+def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | None:
+    """Read the beginning of ``ids`` ``[B, T]`` twice in a row, as trained and under YaRN, s = 2.
+
+    Args:
+        model: a decoder; one without rotation, or with a single head that rotates, has no result.
+        ids: each text behind a beginning-of-text token.
+        bias: positional bias ``[layers, query heads]``, the larger of both kinds.
+
+    Returns:
+        None also for texts of fewer than 19 tokens.
+    """
+    half = (min(ids.shape[1], model.layout.training_length, KEPT) - 1) // 2
+    rotating = rotating_heads(model)
+    if rotating.sum() < 2 or half <= REACH:
+        return None
+    texts = ids[: max(1, KEPT // (2 * half + 1))]
+    text = torch.cat([texts[:, : half + 1], texts[:, 1 : half + 1]], dim=1)
+
+    trained: list[Heads] = []
+    capture(model, text, lambda heads: trained.append(_encoded(heads)))
+    recall = np.array(
+        [
+            [attention_around(heads, head, half, 1)[1:].sum() for head in range(bias.shape[1])]
+            for heads in trained
+        ]
+    )
+    positional = _highest(bias, rotating)
+    rotating[positional] = False
+    semantic = _highest(recall, rotating)
+
+    shift: list[Array] = []
+    scaled: dict[int, Heads] = {}
+
+    def compare(heads: Heads) -> None:
+        queries = slice(half + 1, 2 * half + 1)
+        shift.append(attention_shift(trained[heads.layer], heads, queries))
+        if heads.layer in (positional[0], semantic[0]):
+            scaled[heads.layer] = _encoded(heads)
+
+    with model.using(model.layout.rescaled(yarn_turns, FACTOR, "all")):
+        capture(model, text, compare)
+    readings = {"trained": dict(enumerate(trained)), "yarn": scaled}
+    return YarnShift(
+        half,
+        float((2 / np.arange(half + 2, 2 * half + 2)).mean()),
+        recall,
+        np.array(shift),
+        positional,
+        semantic,
+        {
+            name: attention_by_distance(of[positional[0]], positional[1], half)
+            for name, of in readings.items()
+        },
+        {
+            name: attention_around(of[semantic[0]], semantic[1], half, REACH)
+            for name, of in readings.items()
+        },
+    )
+
+
+def rotating_heads(model: LanguageModel) -> Array:
+    """Which query heads rotate, ``[layers, query heads]``."""
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    of_keys = [[s.rotates for s in layer.spectra] for layer in model.layout.layers]
+    return np.repeat(np.array(of_keys), group, axis=1)
+
+
+def _highest(values: Array, among: Array) -> tuple[int, int]:
+    layer, head = np.unravel_index(np.where(among, values, -np.inf).argmax(), values.shape)
+    return int(layer), int(head)
+
+
+def _encoded(heads: Heads) -> Heads:
+    """Without what stands before the encoding, which would be held as well."""
+    q, k = heads.rotated_q, heads.rotated_k
+    return replace(heads, q=q, k=k, rotated_q=q, rotated_k=k)
+
+
+@dataclass(frozen=True)
+class NeedleShift:
+    """``head``: (layer, query head) of those that rotate whose last token attends most to the
+    needle. ``on_needle``: how much, as ``trained`` and under ``yarn``; ``around``: on each token
+    from 8 before it to 8 behind it, or as many as there are; ``first``: place of the first of them
+    behind the needle's first token. ``tokens``: of a prompt."""
+
+    head: tuple[int, int]
+    on_needle: dict[str, float]
+    around: dict[str, Array]
+    first: int
+    tokens: int
+
+
+@torch.no_grad()
+def needle_shift(model: LanguageModel, prompt: NeedlePrompt) -> NeedleShift | None:
+    """Read the prompts as trained and under YaRN with s = 2; None where no head rotates."""
+    rotating = rotating_heads(model)
+    if not rotating.any():
+        return None
+    ids, needle = prompt.ids, prompt.needle
+    T = ids.shape[1]
+    shown = slice(max(0, needle.start - REACH), min(T, needle.stop + REACH))
+    inside = slice(needle.start - shown.start, needle.stop - shown.start)
+
+    def last_token() -> Array:
+        """``[layers, query heads, shown]``, mean over the prompts."""
+        found: list[Array] = []
+
+        def on_layer(heads: Heads) -> None:
+            rows = [
+                head_attention(heads, head, slice(T - 1, T))[:, 0, shown].double().mean(dim=0)
+                for head in range(heads.q.shape[1])
+            ]
+            found.append(torch.stack(rows).cpu().numpy())
+
+        capture(model, ids, on_layer)
+        return np.stack(found)
+
+    trained = last_token()
+    with model.using(model.layout.rescaled(yarn_turns, FACTOR, "all")):
+        scaled = last_token()
+    on_needle = np.where(rotating, trained[..., inside].sum(axis=-1), -np.inf)
+    layer, head = map(int, np.unravel_index(on_needle.argmax(), on_needle.shape))
+    around = {"trained": trained[layer, head], "yarn": scaled[layer, head]}
+    return NeedleShift(
+        (layer, head),
+        {name: float(values[inside].sum()) for name, values in around.items()},
+        around,
+        shown.start - needle.start,
+        T,
+    )
