@@ -1,4 +1,5 @@
-"""Means over texts of what an analysis finds in every layer."""
+"""Arrays that studies share: averages over texts, prefix lengths, buckets of positions, channel
+pairs."""
 
 from __future__ import annotations
 
@@ -17,17 +18,19 @@ Array = np.ndarray
 
 
 class Averages:
-    """Named arrays by layer, averaged over all the texts they were found in, in float64."""
+    """Average named arrays over texts, layer by layer, in float64."""
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[int, Array]] = {}
         self._counts: dict[str, dict[int, int]] = {}
 
     def add(self, layer: int, **values: Tensor) -> None:
-        """Take in ``values`` ``[B, ...]`` of one layer, of one shape behind B in all calls.
+        """Add ``values`` ``[B, ...]`` of one layer; the shape after B must be the same in all
+        calls.
 
         Raises:
-            ValueError: the shape is another than before, as after a text of another length.
+            ValueError: the shape differs from the first call's, for example because a text is
+                longer.
         """
         for name, value in values.items():
             total = value.double().sum(dim=0).cpu().numpy()
@@ -44,18 +47,18 @@ class Averages:
             counts[layer] = counts.get(layer, 0) + value.shape[0]
 
     def stacked(self, name: str) -> Array:
-        """Means ``[layers, ...]``, from the first layer seen to the last."""
+        """Return the means ``[layers, ...]`` of all layers seen, in ascending order."""
         sums, counts = self._sums[name], self._counts[name]
         return np.stack([sums[layer] / counts[layer] for layer in sorted(sums)])
 
     @property
     def layers(self) -> list[int]:
-        """The layers seen, ascending; the rows of :meth:`stacked`."""
+        """Layers seen so far, ascending: the rows of :meth:`stacked`."""
         return sorted({layer for sums in self._sums.values() for layer in sums})
 
 
 def prefix_lengths(length: int) -> list[int]:
-    """32, twice that, and so on below ``length``, and ``length`` itself."""
+    """Return 32, 64, 128 and so on below ``length``, and ``length`` itself."""
     lengths = []
     n = 32
     while n < length:
@@ -65,8 +68,12 @@ def prefix_lengths(length: int) -> list[int]:
 
 
 def position_edges(length: int, per_octave: int = 16) -> list[int]:
-    """Edges of buckets of positions: single positions at first, then ``per_octave`` buckets while
-    the position doubles, so that a first key stands alone and a long text stays a short list."""
+    """Return the edges of buckets of positions.
+
+    The first ``per_octave`` positions have a bucket each; after that, every doubling of the
+    position has ``per_octave`` buckets. The first key stays alone, and a long text stays a short
+    list.
+    """
     edges = list(range(min(per_octave, length) + 1))
     step = 1
     while edges[-1] < length:
@@ -78,15 +85,16 @@ def position_edges(length: int, per_octave: int = 16) -> list[int]:
 
 
 def bucket_means(values: Tensor, edges: list[int]) -> Tensor:
-    """Means ``[..., len(edges) - 1]`` of ``values`` ``[..., T]`` between the edges, float64."""
+    """Return the means ``[..., len(edges) - 1]`` of ``values`` ``[..., T]`` between the edges,
+    float64."""
     at = torch.tensor(edges, device=values.device)
     sums = torch.nn.functional.pad(values.double().cumsum(dim=-1), (1, 0))[..., at]
     return sums.diff(dim=-1) / at.diff()
 
 
 def cell_means(values: Tensor, cell: int) -> Tensor:
-    """``[..., cells]`` means of ``values`` ``[..., T]`` over ``cell`` neighbours each; the last
-    cell may have fewer."""
+    """Return means ``[..., cells]`` of ``values`` ``[..., T]`` over ``cell`` neighbours; the last
+    cell may be smaller."""
     return torch.stack([part.mean(dim=-1) for part in values.split(cell, dim=-1)], dim=-1)
 
 
@@ -94,9 +102,10 @@ Side = Literal["query", "key"]
 
 
 def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int, ...]:
-    """Pairs of each of ``heads`` query or key heads of a layer.
+    """Count the rotary pairs of each of ``heads`` query or key heads of a layer.
 
-    A head without rotation is read as pairs (m, m + head_dim / 2), as if all of it rotated.
+    Pair m of M is channels m and m + M. A head without rotation is read as pairs (m, m + head_dim /
+    2), as if all its channels rotated.
     """
     per_key = heads // len(encoding.spectra)
     return tuple(
@@ -107,35 +116,36 @@ def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int
 
 
 def pair_norms(x: Tensor, pairs: int) -> Tensor:
-    """l2 norms of the first ``pairs`` pairs of ``x`` ``[..., T, D]`` along it: ``[..., pairs, T]``.
+    """Return l2 norms ``[..., pairs, T]`` of the first ``pairs`` pairs of ``x`` ``[..., T, D]``.
 
-    A rotation leaves them as they are.
+    A rotation does not change them.
     """
     return torch.hypot(x[..., :pairs], x[..., pairs : 2 * pairs]).transpose(-2, -1)
 
 
 def of_pairs(rows: Sequence[Tensor]) -> Tensor:
-    """One number a pair for every head, ``[H, pairs]``; NaN where a head has fewer pairs."""
+    """Stack one number a pair for every head, ``[H, pairs]``; NaN where a head has fewer pairs."""
     return pad_sequence(list(rows), batch_first=True, padding_value=math.nan)
 
 
 def stacked(layers: Sequence[Tensor]) -> Array:
-    """``[layers, H, n]`` of ``[H, n]`` each; NaN where a layer has fewer than another."""
+    """Stack ``[H, n]`` of every layer to ``[layers, H, n]``; NaN if a layer has fewer columns."""
     return of_pairs([layer.T for layer in layers]).mT.cpu().numpy()
 
 
 def known(values: Array) -> Array:
-    """The finite values, flattened."""
+    """Return the finite values, flattened."""
     return values[np.isfinite(values)]
 
 
 def mean_over_heads(values: Array) -> Array:
-    """``[layers, n]`` of ``[layers, H, n]``; NaN where no head has a number."""
+    """Return means ``[layers, n]`` of ``[layers, H, n]`` over heads; NaN where no head has a
+    number."""
     return np.ma.masked_invalid(values).mean(axis=1).filled(np.nan)
 
 
 def plain(values: Array) -> list[Any]:
-    """Nested lists, of floats with six decimals and None for NaN."""
-    found = (values.round(6) if values.dtype.kind == "f" else values).astype(object)
-    found[~np.isfinite(values)] = None
-    return found.tolist()
+    """Convert to nested lists for JSON: floats with six decimals, None for NaN."""
+    rounded = (values.round(6) if values.dtype.kind == "f" else values).astype(object)
+    rounded[~np.isfinite(values)] = None
+    return rounded.tolist()

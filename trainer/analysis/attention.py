@@ -1,6 +1,7 @@
-"""Statistics of every query's attention distribution, in one pass over the scores.
+"""Statistics of attention: of every query, of every head, of some queries without one rotary pair,
+and the five that a training run logs.
 
-Sinks, distances, entropies and positional biases are all computed from these.
+Nothing here holds a whole attention matrix: scores are computed and reduced in blocks.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ HIDDEN = -1e30
 
 @dataclass(frozen=True)
 class Rows:
-    """One number a query, ``[B, Hq, T]`` float32.
+    """Statistics of every query's attention, ``[B, Hq, T]`` float32 each.
 
-    ``peak``: the largest dot product with a key it sees, before it is scaled and capped.
-    ``sink``, ``own``, ``previous``: attention weight on the first key of the text, on its own and
-    on the one before it (0 where it does not see that key). ``learned``: on the learned sink of
-    the head (0 without one). ``distance``: mean of i - j, tokens, and ``entropy``, nats, of the
-    attention that the keys share. ``visible`` ``[T]``: keys it sees.
+    ``peak``: the largest dot product with a visible key, before scaling and soft-capping. ``sink``,
+    ``diagonal``, ``previous``: attention on the first key of the text, on the query's own key and
+    on the key before it (0 if that key is not visible). ``learned``: attention on the head's
+    learned sink (0 without one). ``distance``: mean of i - j in tokens, and ``entropy`` in nats,
+    both of the attention on keys alone. ``visible`` ``[T]``: number of keys that the query sees.
     """
 
     visible: Tensor
     peak: Tensor
     sink: Tensor
-    own: Tensor
+    diagonal: Tensor
     previous: Tensor
     distance: Tensor
     entropy: Tensor
@@ -53,7 +54,8 @@ class Rows:
 
 
 def head_slopes(heads: Heads) -> Tensor | None:
-    """ALiBi's slope of every query head ``[Hq]``, 0 for one without; None where none has it."""
+    """Return ALiBi's slope of every query head ``[Hq]``: 0 for heads without ALiBi; None if no head
+    uses it."""
     biased = [spectrum.alibi for spectrum in heads.encoding.spectra]
     if not any(biased):
         return None
@@ -64,24 +66,24 @@ def head_slopes(heads: Heads) -> Tensor | None:
 
 
 def visible_keys(length: int, window: int | None, device: torch.device) -> Tensor:
-    """How many keys every query sees ``[T]``, itself included."""
+    """Count the keys that every query sees ``[T]``, its own included."""
     return torch.arange(1, length + 1, device=device).clamp(max=window or length)
 
 
 def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
-    """The statistics of a layer, block by block: the whole matrix is never in memory.
+    """Compute the statistics of a layer block by block.
 
     Args:
         heads: queries and keys of a layer.
-        rotated: as the layer attends; else from the queries and keys before their encoding, and
-            without ALiBi's bias, within the same window.
+        rotated: use the encoded queries and keys, as the layer attends. False: use them before
+            their encoding, without ALiBi's bias, within the same window.
     """
     q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
     B, Hq, T = q.shape[:3]
     group, window = heads.queries_per_key, heads.encoding.window
     slopes = head_slopes(heads) if rotated else None
-    names = ("peak", "sink", "own", "previous", "distance", "entropy", "learned")
-    found = {name: q.new_empty(B, Hq, T) for name in names}
+    names = ("peak", "sink", "diagonal", "previous", "distance", "entropy", "learned")
+    statistics = {name: q.new_empty(B, Hq, T) for name in names}
     size = max(16, min(512, BLOCK_ELEMENTS // (group * T)))
     for b in range(B):
         for kv in range(k.shape[1]):
@@ -99,8 +101,8 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
                     None if heads.sinks is None else heads.sinks[shared],
                 )
                 for name, values in zip(names, block, strict=True):
-                    found[name][b, shared, start:stop] = values
-    return Rows(visible_keys(T, window, q.device), **found)
+                    statistics[name][b, shared, start:stop] = values
+    return Rows(visible_keys(T, window, q.device), **statistics)
 
 
 def _block(
@@ -112,7 +114,8 @@ def _block(
     score: tuple[float, float | None],
     sinks: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The numbers of :class:`Rows` for queries ``[G, b, D]`` and keys ``[n, D]`` of one head.
+    """Compute the numbers of :class:`Rows` for queries ``[G, b, D]`` and keys ``[n, D]`` of one
+    head.
 
     ``at``: positions of the first query and of the first key; the last query sees the last key.
     ``score``: scaling and soft-cap of the scores. ``sinks``: ``[G]``.
@@ -121,9 +124,10 @@ def _block(
     scores = (q * scale) @ k.T
     i = torch.arange(start, start + q.shape[1], device=q.device)[:, None]
     j = torch.arange(first, first + k.shape[0], device=q.device)
-    # Before the block's first query all is in the past: only its own square needs the mask.
-    own = start - first
-    scores[..., own:].masked_fill_(j[own:] > i, HIDDEN)
+    # Keys before the block's first query are visible to all its queries: only the rest needs the
+    # mask.
+    past = start - first
+    scores[..., past:].masked_fill_(j[past:] > i, HIDDEN)
     if window is not None:
         scores.masked_fill_(j <= i - window, HIDDEN)
     peak = scores.amax(dim=-1) / scale
@@ -134,47 +138,48 @@ def _block(
     top = scores.amax(dim=-1, keepdim=True)
     scores -= top
     weights = scores.exp()
-    # Totals and first moments of all rows in one product.
+    # One product gives the totals and first moments of all rows.
     moments = weights @ torch.stack([torch.ones_like(j), j - first], dim=1).to(weights.dtype)
     total, mean = moments[..., 0], moments[..., 1] / moments[..., 0]
     entropy = total.log() - (weights * scores).sum(dim=-1) / total
     if sinks is not None:
         total = total + (sinks[:, None] - top[..., 0]).exp()
     sink = weights[..., 0] / total if first == 0 else torch.zeros_like(total)
-    diagonal = weights.diagonal(own, -2, -1) / total
-    before = weights.diagonal(own - 1, -2, -1)
-    if own == 0:  # the first query of the block does not see the key before it
+    diagonal = weights.diagonal(past, -2, -1) / total
+    before = weights.diagonal(past - 1, -2, -1)
+    if past == 0:  # the first query of the block does not see the key before it
         before = torch.nn.functional.pad(before, (1, 0))
     learned = 1 - moments[..., 0] / total
     return peak, sink, diagonal, before / total, i[:, 0] - first - mean, entropy, learned
 
 
 def head_attention(heads: Heads, head: int, queries: slice) -> Tensor:
-    """Attention ``[B, queries, queries.stop]`` of some queries of one head, float32."""
+    """Return the attention ``[B, queries, queries.stop]`` of some queries of one head, float32."""
     q, k, slopes = heads.rotated_q, heads.rotated_k, head_slopes(heads)
     kv = head // heads.queries_per_key
     mask = Mask(heads.encoding.window, slopes=None if slopes is None else slopes[head : head + 1])
     softmax = heads.softmax
     if heads.sinks is not None:
         softmax = softmax._replace(sinks=heads.sinks[head : head + 1])
-    found = probabilities(
+    attention = probabilities(
         q[:, head : head + 1, queries],
         k[:, kv : kv + 1, : queries.stop],
         mask,
         softmax,
         scaling=heads.scaling,
     )
-    return found[:, 0]
+    return attention[:, 0]
 
 
 @dataclass(frozen=True)
 class SampledAttention:
-    """Attention of some queries of one head, as it is and with a pair's part taken out of scores.
+    """Attention of some queries of one head, with all pairs or without one pair's part of the
+    scores.
 
     ``q`` ``[B, n, D]``: encoded queries at the positions ``at`` ``[n]``, evenly spread over the
-    last three quarters of the training length, or of the text or the window where these are
-    shorter, so that each sees all keys before it. ``k`` ``[B, T, D]``: encoded keys from the first
-    on. ``pairs``: of the head's spectrum.
+    last three quarters of the training length, the text or the window, whichever is shortest, so
+    that each query sees all keys before it. ``k`` ``[B, T, D]``: encoded keys from the first on.
+    ``pairs``: number of pairs of the head's spectrum.
     """
 
     heads: Heads
@@ -186,7 +191,8 @@ class SampledAttention:
     k: Tensor
 
     def weights(self, without: int | None = None) -> Tensor:
-        """Attention ``[B, n, T]`` on every key, without that pair's part of the scores."""
+        """Return the attention ``[B, n, T]`` on every key; ``without``: the pair to leave out of
+        the scores."""
         heads, at = self.heads, self.at[:, None]
         products = self.q @ self.k.mT
         if without is not None:
@@ -203,7 +209,7 @@ class SampledAttention:
 
 
 def sampled_attention(heads: Heads, head: int) -> SampledAttention | None:
-    """Choose the queries of one query head; None if none of them sees another key than its own."""
+    """Choose the queries of one query head; return None if they would see only their own key."""
     length = min(heads.q.shape[2], heads.training_length, heads.encoding.window or heads.q.shape[2])
     if length < 2:
         return None
@@ -218,11 +224,12 @@ def sampled_attention(heads: Heads, head: int) -> SampledAttention | None:
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """Means over queries, ``[layers, query heads]``, without the first, which has no choice.
+    """Means over queries, ``[layers, query heads]``; the first query, which sees only itself, is
+    left out.
 
-    ``distance``: tokens between query and key, weighted by attention. ``entropy``: over its largest
-    possible value, the logarithm of the keys in sight: 1 is uniform. ``sink_mass``: attention on
-    the first key of the text.
+    ``distance``: tokens between query and key, weighted by attention. ``entropy``: divided by its
+    largest possible value, the logarithm of the number of visible keys; 1 is uniform.
+    ``sink_mass``: attention on the first key of the text.
     """
 
     layers: list[int]
@@ -232,14 +239,14 @@ class AttentionStatistics:
 
 
 class StatisticsOfHeads:
-    """Collects the statistics of every layer."""
+    """Collect the attention statistics of every layer."""
 
     def __init__(self) -> None:
         self._averages = Averages()
 
     def update(self, layer: int, rows: Rows) -> None:
-        """Take in one layer's rows of attention, of texts of at least two tokens."""
-        # A window of one key leaves no choice either: entropy 0 over the logarithm of 2.
+        """Add one layer's rows of attention; its texts have at least two tokens."""
+        # A query with one visible key has entropy 0; log 2 avoids 0 / 0.
         largest = rows.visible[1:].clamp(min=2).log()
         self._averages.add(
             layer,
@@ -249,7 +256,7 @@ class StatisticsOfHeads:
         )
 
     def result(self) -> AttentionStatistics:
-        """Means over the texts taken in."""
+        """Return means over the texts added so far."""
         stacked = self._averages.stacked
         return AttentionStatistics(
             self._averages.layers, stacked("distance"), stacked("entropy"), stacked("sink_mass")
@@ -258,11 +265,12 @@ class StatisticsOfHeads:
 
 @torch.no_grad()
 def divergence_by_position(model: LanguageModel, other: LanguageModel, ids: Tensor) -> Array:
-    """KL(model || other) of the next token at every position, ``[T]`` nats, averaged over texts.
+    """Compute KL(model || other) of the next token at every position, ``[T]`` nats, averaged over
+    texts.
 
     Args:
-        model: p.
-        other: q, of the same vocabulary.
+        model: the model of p.
+        other: the model of q, with the same vocabulary.
         ids: ``[B, T]``.
 
     Raises:
@@ -283,7 +291,7 @@ def divergence_by_position(model: LanguageModel, other: LanguageModel, ids: Tens
 
 
 def _divergence(logits: Tensor, others: Tensor) -> Tensor:
-    """``[n]`` float64 of logits ``[n, vocab]``."""
+    """Return the divergence ``[n]`` float64 of logits ``[n, vocab]``."""
     log_p, log_q = logits.float().log_softmax(dim=-1), others.float().log_softmax(dim=-1)
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1, dtype=torch.float64).clamp(min=0)
 
@@ -295,15 +303,19 @@ SCORES = 2**22
 
 @torch.no_grad()
 def probe(model: LanguageModel, ids: Tensor) -> dict[str, list[float]]:
-    """Read ``ids`` ``[B, T]``, T at least 2; each of :data:`MEASURES` for every layer.
+    """Read ``ids`` ``[B, T]``, T >= 2, and return each of :data:`MEASURES` for every layer.
 
-    ``sink_mass``: attention on the first token. ``entropy``: of attention, 1 where it is uniform
-    over what a query sees. ``distance``: mean distance attended over, in tokens. All three are
-    means over heads and queries but the first, which sees itself alone. Entropy and distance are of
-    the attention that the keys share, without what a learned sink takes. ``largest_logit``: max of
-    the scores, q k / sqrt(D) in most models, over what these queries see. ``stable_rank``: squared
-    Frobenius over squared spectral norm of a head's keys ``[T, D]``, mean over heads and sequences.
-    Queries and keys are those after the encoding.
+    The five are cheap enough to be computed during training: attention on the first token
+    (attention sinks, Xiao et al. 2024), entropy, whose collapse comes with instability (Zhai et al.
+    2023), the largest logit, whose growth does too (Dehghani et al. 2023), the distance attended
+    over, and the stable rank of the keys (Rudelson and Vershynin 2007). All use encoded queries and
+    keys.
+
+    ``sink_mass``, ``entropy`` (1: uniform over the visible keys) and ``distance`` (tokens) are
+    means over heads and over all queries except the first, which sees only itself. Entropy and
+    distance leave out the weight of a learned sink. ``largest_logit``: the largest score of these
+    queries, q k / sqrt(D) in most models. ``stable_rank``: squared Frobenius norm of a head's keys
+    ``[T, D]`` over their squared spectral norm, mean over heads and sequences.
     """
     measured, grams = [], []
 
@@ -313,16 +325,17 @@ def probe(model: LanguageModel, ids: Tensor) -> dict[str, list[float]]:
 
     with observing(model, look):
         model(ids.to(model.device), last=1)
-    # All layers in one transfer from the device.
+    # One host sync for all layers.
     ranks = stable_rank(torch.stack(grams)).mean(dim=(1, 2))
     rows = torch.column_stack([torch.stack(measured), ranks]).T.tolist()
     return dict(zip(MEASURES, rows, strict=True))
 
 
 def attention_measures(heads: Heads) -> Tensor:
-    """Sink mass, entropy, distance and largest logit of one layer, ``[4]``; see :func:`probe`.
+    """Compute sink mass, entropy, distance and largest logit of one layer, ``[4]``; see
+    :func:`probe`.
 
-    Goes through blocks of queries, and with a window through those keys that they can see.
+    Queries are read in blocks; with a window, each block reads only the keys that it can see.
     """
     k = heads.rotated_k[:, :, None]
     q = heads.rotated_q.unflatten(1, (k.shape[1], -1)) * heads.scale
@@ -347,7 +360,7 @@ def attention_measures(heads: Heads) -> Tensor:
         first_key = attention[..., 0] if first == 0 else attention.new_zeros(())
         if heads.sinks is not None:
             first_key = first_key * (scores.logsumexp(dim=-1) - heads.sinks.view(H, G, 1)).sigmoid()
-        # A query that sees itself alone has the entropy 0, whatever that is divided by.
+        # A query that sees only itself has entropy 0; the clamp avoids 0 / 0.
         most = (i + 1).clamp(max=window).log().clamp(min=1e-6)
         sums += torch.stack(
             [
@@ -360,9 +373,9 @@ def attention_measures(heads: Heads) -> Tensor:
 
 
 def stable_rank(gram: Tensor) -> Tensor:
-    """Of matrices K ``[..., T, D]`` from K^T K ``[..., D, D]``; not a number where K is not finite
-    or zero."""
-    # The decomposition refuses what is not finite.
+    """Compute the stable ranks of matrices K ``[..., T, D]`` from K^T K ``[..., D, D]``; NaN for a
+    K that is zero or not finite."""
+    # eigvalsh raises an error for values that are not finite.
     finite = gram.isfinite().all(dim=-1).all(dim=-1)[..., None, None]
     gram = torch.where(finite, gram, 0.0)
     return gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / torch.linalg.eigvalsh(gram)[..., -1]

@@ -1,7 +1,8 @@
-"""One section about two models: RoPE before the drop and DroPE behind it, or any two others.
+"""The comparison of two models on one text: RoPE before the drop and DroPE after it, or any two
+others (DroPE).
 
-Each reads the same text, layer by layer; what is kept of a layer are means. Heads are compared
-within the training length, where either model is at home; predictions and indicators also beyond.
+Each model is read once, layer by layer, and only means are kept. Heads are compared within the
+shorter training length; predictions and indicators also beyond it.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ POINTS = 256
 class Reading:
     """Statistics of one model on the text.
 
-    ``heads``: of every query head ``[layers, query heads]`` its ``distance``, ``entropy``,
-    ``sink_mass`` and its bias, ``diagonal`` and ``previous``, on the first tokens. ``indicators``:
-    by prefix length, means over heads, ``sink_mass`` of the queries since the length before,
-    ``key_stable_rank`` and ``silhouette``, both after the encoding. ``loss``: ``[T - 1]`` nats.
+    ``heads``: by name, ``[layers, query heads]`` over the first tokens: ``distance``, ``entropy``,
+    ``sink_mass``, and the positional bias ``diagonal`` and ``previous``. ``indicators``: by name,
+    means over heads at each of ``lengths``: ``sink_mass`` of the queries since the length before,
+    ``key_stable_rank`` and ``silhouette`` of encoded queries and keys. ``loss``: ``[T - 1]`` nats.
     """
 
     heads: dict[str, Array]
@@ -60,13 +61,13 @@ class Reading:
 
 @torch.no_grad()
 def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Reading:
-    """One pass over ``ids`` ``[B, T]``, layer by layer.
+    """Read ``ids`` ``[B, T]`` in one pass, layer by layer.
 
     Args:
         model: a decoder.
-        ids: texts of at least two tokens, each behind a beginning-of-text token.
-        within: heads are measured on so many tokens, the first ones.
-        seed: of the subsample that the silhouette score is computed from.
+        ids: texts of at least two tokens, each after a beginning-of-text token.
+        within: number of first tokens on which heads are measured.
+        seed: seed of the subsample for the silhouette score.
     """
     lengths = prefix_lengths(ids.shape[1])
     statistics, bias = StatisticsOfHeads(), PositionalBias()
@@ -98,8 +99,8 @@ def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Re
 
 
 def _first_queries(rows: Rows, count: int) -> Rows:
-    """The statistics of the first queries, which later tokens do not affect."""
-    names = ("peak", "sink", "own", "previous", "distance", "entropy", "learned")
+    """Return the statistics of the first ``count`` queries; later tokens do not affect them."""
+    names = ("peak", "sink", "diagonal", "previous", "distance", "entropy", "learned")
     return Rows(rows.visible[:count], *(getattr(rows, name)[..., :count] for name in names))
 
 
@@ -109,9 +110,12 @@ SMOOTH = 5
 
 @dataclass(frozen=True)
 class Recovery:
-    """Losses in nats a token, means of up to five logged ones: right ``before`` the drop and at the
-    ``end``. ``peak``: the largest single one after it. ``back``: the first step at which the mean
-    of the last five since the drop is no larger than before it, if there is one."""
+    """Recovery of the training loss after a drop (DroPE, Sec. 5), in nats a token.
+
+    ``before`` and ``end``: means of the last five logged losses before the drop and at the end.
+    ``peak``: the largest logged loss after the drop. ``back``: the first step at which the mean of
+    the last five losses since the drop is at most ``before``; None if there is none.
+    """
 
     before: float
     peak: float
@@ -120,14 +124,14 @@ class Recovery:
 
 
 def recovery(curve: Sequence[tuple[int, float]], drop_step: int) -> Recovery | None:
-    """Read it off a loss curve.
+    """Measure the recovery of a loss curve.
 
     Args:
         curve: (step, loss) by step.
         drop_step: the last step before the drop.
 
     Returns:
-        None where the curve has nothing before or nothing after it.
+        None if the curve has no loss before the drop or none after it.
     """
     before = [loss for step, loss in curve if step <= drop_step]
     after = [(step, loss) for step, loss in curve if step > drop_step]
@@ -150,10 +154,10 @@ INDICATORS = {
 
 
 class DropStudy:
-    """The comparison of two models, read one after the other.
+    """Compare two models, read one after the other.
 
-    ``before`` and ``after``: two targets with one text. ``curve``: (step, training loss) of the
-    run, ``drop_step``: the last step that it trained with its encoding; both or none.
+    ``before`` and ``after``: two targets with the same text. ``curve``: (step, training loss) of
+    the run, and ``drop_step``: the last step with the encoding; give both or neither.
 
     Raises:
         UserError: vocabularies or texts differ, or the text has fewer than 2 tokens.
@@ -186,11 +190,11 @@ class DropStudy:
 
     @property
     def trained(self) -> int:
-        """The shorter of both training lengths."""
+        """The shorter of the two training lengths."""
         return min(self.before.training_length, self.after.training_length)
 
     def run(self) -> Section:
-        """Read the text with both models, and compare."""
+        """Read the text with both models and write the section."""
         within = min(self.trained, self.before.length)
         before, after = (
             read(target.model, target.ids, within=within, seed=target.seed)
@@ -304,19 +308,21 @@ class DropStudy:
         )
 
     def _recovery(self, drop_step: int) -> Part | None:
-        found = recovery(self.curve, drop_step)
-        if found is None:
+        recovered = recovery(self.curve, drop_step)
+        if recovered is None:
             return None
-        rises = "rises to" if found.peak > found.before else "is at most"
+        rises = "rises to" if recovered.peak > recovered.before else "is at most"
         sentence = (
-            f"Before the drop the training loss is {found.before:.3f}; after it, it {rises} "
-            f"{found.peak:.3f} and "
+            f"Before the drop the training loss is {recovered.before:.3f}; after it, it {rises} "
+            f"{recovered.peak:.3f} and "
         )
-        if found.back is None or found.peak <= found.before:
-            apart = found.end - found.before
+        if recovered.back is None or recovered.peak <= recovered.before:
+            apart = recovered.end - recovered.before
             sentence += f"ends {abs(apart):.3f} nats {'above' if apart > 0 else 'below'}."
         else:
-            sentence += f"is back {found.back - drop_step} steps later; it ends at {found.end:.3f}."
+            sentence += (
+                f"is back {recovered.back - drop_step} steps later; it ends at {recovered.end:.3f}."
+            )
         span = self.curve[-1][0] - drop_step
         shown = [(step, loss) for step, loss in self.curve if step >= drop_step - span]
         steps, losses = map(list, zip(*shown, strict=True))
@@ -328,7 +334,7 @@ class DropStudy:
             ("step", "loss"),
             shown,
         )
-        return Part((sentence,), (picture,), numbers={"recovery": asdict(found)})
+        return Part((sentence,), (picture,), numbers={"recovery": asdict(recovered)})
 
 
 SHOWN = 10
@@ -344,14 +350,14 @@ ByMeasure = Mapping[str, Array]
 
 
 def head_change(was: ByMeasure, now: ByMeasure) -> Array:
-    """Changes of a head in all measures together, each over its root mean square among heads."""
+    """Combine a head's changes in all measures, each over its root mean square among heads."""
     changes = np.stack([now[name] - was[name] for name in MEASURES])
     usual = np.sqrt(np.square(changes).mean(axis=(1, 2), keepdims=True))
     return np.sqrt(np.square(changes / np.where(usual > 0, usual, 1.0)).sum(axis=0))
 
 
 def heads_part(was: ByMeasure, now: ByMeasure, names: Names) -> Part:
-    """:data:`MEASURES` of every head ``[layers, heads]`` of two models with these names."""
+    """Compare :data:`MEASURES` of every head ``[layers, heads]`` of two models with these names."""
     if was["distance"].shape != now["distance"].shape:
         shapes = [f"{x['distance'].shape[0]} x {x['distance'].shape[1]}" for x in (was, now)]
         return Part(

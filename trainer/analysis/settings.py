@@ -1,5 +1,5 @@
-"""Settings of single analyses; imports no torch, so that a mistake in a configuration is reported
-at once."""
+"""Names and settings of analyses. Imports no torch, so that ``--help`` and configuration errors
+come fast."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ANALYSES = [
 
 
 def kinds() -> tuple[str, ...]:
-    """All that can be asked for: one analysis, all that a model has the structure for, or a drop,
-    which compares two models."""
+    """Return all values of ``analysis.kind``: one analysis, ``all``, or ``drop``, which compares
+    two models."""
     return (ALL, *ANALYSES, DROP)
 
 
@@ -35,8 +35,12 @@ WINDOWS = ("hann", "hamming", "blackman", "rectangular")
 
 @dataclass(frozen=True)
 class ShortTime:
-    """Frames of ``frame`` tokens, ``hop`` tokens from one to the next (None: half a frame), each
-    under a ``window`` (the paper on frequency entropy has 1,024 and 512, and names no window)."""
+    """Frames of the short-time transform.
+
+    ``frame``: tokens of a frame. ``hop``: tokens from one frame to the next (None: half a frame).
+    ``window``: the taper of a frame. The paper on frequency entropy uses 1,024 and 512 tokens and
+    does not name the window.
+    """
 
     window: str = "hann"
     frame: int = 1024
@@ -48,18 +52,18 @@ class ShortTime:
         return self.hop or self.frame // 2
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each, with keys below that of the frames."""
-        found = []
+        """Return a sentence for each invalid value, with keys relative to the frames' own key."""
+        problems = []
         if self.window not in WINDOWS:
             near = did_you_mean(self.window, WINDOWS)
-            found.append(
+            problems.append(
                 f"window: expected one of {', '.join(WINDOWS)}, got {self.window!r}.{near}"
             )
         if self.frame < 2:
-            found.append(f"frame: expected 2 tokens or more, got {self.frame}.")
+            problems.append(f"frame: expected 2 tokens or more, got {self.frame}.")
         elif self.hop is not None and not 1 <= self.hop <= self.frame:
-            found.append(f"hop: expected 1 to {self.frame} tokens, a frame, got {self.hop}.")
-        return found
+            problems.append(f"hop: expected 1 to {self.frame} tokens, a frame, got {self.hop}.")
+        return problems
 
 
 USUAL = ShortTime()
@@ -71,30 +75,29 @@ GATE = re.compile(r"(spectrum|sequence)\s*([<>])\s*(0?\.\d+|[01](?:\.\d*)?)")
 
 
 def rules(gate: str) -> tuple[Rule, ...]:
-    """Those of a gate such as ``spectrum>0.4+sequence<0.6``, whose pairs are all that any of them
-    names.
+    """Parse a gate such as ``spectrum>0.4+sequence<0.6``, which selects the pairs of all its rules.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the gate is malformed.
     """
-    found: list[Rule] = []
+    parsed: list[Rule] = []
     for part in gate.split("+"):
-        if not (known := GATE.fullmatch(part.strip())):
+        if not (match := GATE.fullmatch(part.strip())):
             raise ValueError(gate)
-        measure, sign, tau = known.groups()
-        found.append((measure, "below" if sign == "<" else "above", float(tau)))
-    return tuple(found)
+        measure, sign, tau = match.groups()
+        parsed.append((measure, "below" if sign == "<" else "above", float(tau)))
+    return tuple(parsed)
 
 
 @dataclass(frozen=True)
 class AttenuationSettings:
     """Perplexity by the factor on pairs of extreme frequency entropy (Frequency Entropy, Fig. 4).
 
-    ``alphas``: the factors; empty: it is left out. ``gates``: which pairs, see :func:`rules`.
-    ``choice``: the text whose entropies decide, the ``page``'s own, on which perplexity is measured
-    too, or ``validation`` text apart from it. ``choice_length``: tokens of it (null: as many as the
-    page has). ``tokens``: the first ones of a text whose perplexity is measured, at several lengths
-    one after the other (null: all). ``texts``: how many, the first of the page's.
+    ``alphas``: the factors; empty: skip the measurement. ``gates``: which pairs, see :func:`rules`.
+    ``choice``: the text whose entropies select the pairs: the ``page``'s text, on which perplexity
+    is measured too, or separate ``validation`` text. ``choice_length``: tokens of that text (null:
+    as many as the page has). ``tokens``: lengths of the prefixes whose perplexity is measured, one
+    after the other (null: the whole text). ``texts``: number of the page's texts to measure.
     """
 
     alphas: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.9])
@@ -107,10 +110,10 @@ class AttenuationSettings:
     texts: int = 1
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        found = []
+        """Return a sentence for each invalid value."""
+        problems = []
         if not all(0 <= alpha <= 1 for alpha in self.alphas):
-            found.append(
+            problems.append(
                 "analysis.attenuation.alphas: expected numbers from 0 to 1, got "
                 f"{list(self.alphas)}."
             )
@@ -118,34 +121,35 @@ class AttenuationSettings:
             try:
                 rules(gate)
             except ValueError:
-                found.append(
+                problems.append(
                     "analysis.attenuation.gates: expected an entropy and its threshold, as in "
                     f"'spectrum<0.2' or 'spectrum>0.4+sequence<0.6', got {gate!r}."
                 )
         if self.choice_length is not None and self.choice_length < 6:
-            found.append(
+            problems.append(
                 "analysis.attenuation.choice_length: expected 6 tokens or more, got "
                 f"{self.choice_length}."
             )
         if self.tokens is not None and (not self.tokens or min(self.tokens) < 1):
-            found.append(
+            problems.append(
                 "analysis.attenuation.tokens: expected numbers of tokens, or null for all, got "
                 f"{self.tokens}."
             )
         if self.texts < 1:
-            found.append(f"analysis.attenuation.texts: expected 1 or more, got {self.texts}.")
-        return found
+            problems.append(f"analysis.attenuation.texts: expected 1 or more, got {self.texts}.")
+        return problems
 
 
 @dataclass(frozen=True)
 class NeedleSettings:
-    """The needle that heads of extreme matrix entropy are shown with (DoPE, Fig. 2 to 6).
+    """The needle with which the attention of heads of extreme matrix entropy is shown (DoPE, Fig. 2
+    to 6).
 
-    ``kind``: a ``copy`` of the end of the text at a tenth of it, for which no words are needed; or
-    a statement and, at the end of the text, the ``question`` for it. ``depth``: of the statement,
-    0 for the beginning and 1 for the end. ``by``: whose entropies rank the heads, those of queries
-    or of the keys that they read; ``ranked_on``: in the page's ``text``, or in the ``prompt`` that
-    has the needle.
+    ``kind``: ``copy``: repeat the end of the text at a tenth of it, which needs no words;
+    ``question``: write a statement and end the text with the question for it. ``depth``: where the
+    statement is, from 0 (beginning) to 1 (end). ``by``: rank heads by the entropies of their
+    queries or of the keys that they read. ``ranked_on``: measure these entropies in the page's
+    ``text`` or in the ``prompt`` with the needle.
     """
 
     kind: Literal["copy", "question"] = "copy"
@@ -154,7 +158,7 @@ class NeedleSettings:
     ranked_on: Literal["text", "prompt"] = "text"
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Return a sentence for each invalid value."""
         if 0 <= self.depth <= 1:
             return []
         return [

@@ -172,8 +172,8 @@ class DopeSettings:
     as the captions of Tables 1 and 2 say of it and as for every other r: the default. ``share``:
     that eigenvalue, and ``norm``: the largest of the Gram matrix itself, sigma_max, as Sec. 5.2 and
     App. A.2 can be read; ``ascending`` then begins with the heads whose largest is least.
-    ``stage``: of the encoding, see :mod:`trainer.analysis.matrix_entropy.measure`. ``order``: heads of the
-    lowest scores (``ascending``) or of the highest. ``heads``: how many.
+    ``stage``: of the encoding, see :mod:`trainer.analysis.matrix_entropy.measure`. ``order``:
+    heads of the lowest scores (``ascending``) or of the highest. ``heads``: how many.
     ``unit``: what a head is. ``head``: a query head with a copy of its keys for itself, of which
     Llama 3 8B has 1,024, as the paper counts (Sec. 5.1). ``group``: a key-value head with all
     queries that read it, whose score is the mean of theirs.

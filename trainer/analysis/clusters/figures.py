@@ -31,42 +31,43 @@ Table = tuple[tuple[str, ...], list[tuple[Any, ...]]]
 
 @dataclass(frozen=True)
 class ClusterPictures:
-    """``found`` in the versions that differ; ``trained``: the model's training length."""
+    """Draws ``result`` in the versions that differ; ``trained``: the model's training length."""
 
-    found: ClusterResult
+    result: ClusterResult
     versions: Versions
     trained: int
 
     def values(self, version: str, measure: str) -> Array:
-        """``[layers, heads, lengths]`` of a measure of :class:`Geometry`."""
-        values: Array = getattr(getattr(self.found, version), measure)
+        """Return a measure of :class:`Geometry` for one version, ``[layers, heads, lengths]``."""
+        values: Array = getattr(getattr(self.result, version), measure)
         return values
 
     def lines(self, measure: str, *, median: bool = False) -> list[Series]:
-        """A curve by length for each version."""
+        """Return a curve by length for each version."""
         return [
             over_heads(
-                label, style, self.found.lengths, self.values(version, measure), median=median
+                label, style, self.result.lengths, self.values(version, measure), median=median
             )
             for version, (label, style) in self.versions.items()
         ]
 
     def rows(self, names: Sequence[str], *, ratios: bool = False) -> Table:
-        """Header and rows of a CSV file: every head at every length."""
+        """Return header and rows of a CSV file: every head at every length."""
         rows: list[tuple[Any, ...]] = []
         sets = [(v, name, self.values(v, name)) for v in self.versions for name in names]
         if ratios and "plain" in self.versions:
-            sets += [("ratio", "key_fsv", self.found.key_fsv_ratio)]
-            sets += [("ratio", "query_fsv", self.found.query_fsv_ratio)]
+            sets += [("ratio", "key_fsv", self.result.key_fsv_ratio)]
+            sets += [("ratio", "query_fsv", self.result.query_fsv_ratio)]
         for version, name, of in sets:
             rows += [
-                (version, name, layer, head, self.found.lengths[i], float(value))
+                (version, name, layer, head, self.result.lengths[i], float(value))
                 for (layer, head, i), value in np.ndenumerate(of)
             ]
         return ("version", "measure", "layer", "head", "length", "value"), rows
 
     def pairs(self, kind: str) -> Picture:
-        """``kind`` ``cosine`` (Fig. 2, 13) or ``dot`` (Fig. 10)."""
+        """Draw means over pairs of vectors: ``kind`` is ``cosine`` (Fig. 2, 13) or ``dot`` (Fig.
+        10)."""
         names = [f"{side}_{kind}" for side in COSINES]
         label = {"cosine": "mean cosine", "dot": "mean dot product"}[kind]
         figure = by_length(
@@ -92,7 +93,7 @@ class ClusterPictures:
         )
 
     def singular_values(self) -> Picture:
-        """Stable ranks and what the rotation leaves of first singular values (Fig. 4)."""
+        """Draw stable ranks and the ratios of first singular values after the rotation (Fig. 4)."""
         panels = [
             Panel("keys", "stable rank", self.lines("key_stable_rank")),
             Panel("queries", "", self.lines("query_stable_rank")),
@@ -104,12 +105,12 @@ class ClusterPictures:
         )
         if "plain" in self.versions:
             for side, of in (
-                ("keys", self.found.key_fsv_ratio),
-                ("queries", self.found.query_fsv_ratio),
+                ("keys", self.result.key_fsv_ratio),
+                ("queries", self.result.query_fsv_ratio),
             ):
                 title, y = f"{side}: FSV ratio", "after / before" if side == "keys" else ""
                 label, style = self.versions["rotated"]
-                mean = over_heads(label, style, self.found.lengths, of)
+                mean = over_heads(label, style, self.result.lengths, of)
                 panels.append(Panel(title, y, [mean], of.reshape(-1, of.shape[-1])))
             caption += (
                 " Below: first singular value after the rotation over that before it, a thin line "
@@ -120,10 +121,10 @@ class ClusterPictures:
         return Picture("clusters_singular_values", figure, caption, *self.rows(names, ratios=True))
 
     def first_component(self) -> Picture:
-        """How much of the variance one direction holds (Fig. 4, left)."""
+        """Draw the share of the variance that lies along one direction (Fig. 4, left)."""
         shares = {
-            "keys": 100 * self.found.key_first_share,
-            "queries": 100 * self.found.query_first_share,
+            "keys": 100 * self.result.key_first_share,
+            "queries": 100 * self.result.query_first_share,
         }
         return Picture(
             "clusters_first_component",
@@ -140,8 +141,9 @@ class ClusterPictures:
         )
 
     def separation(self, points: int) -> Picture:
-        """Silhouette and Davies–Bouldin of samples of ``points`` a cloud (Fig. 11)."""
-        # A head whose clouds share a centre has an index without bounds, and no mean.
+        """Draw silhouette score and Davies–Bouldin index of samples of ``points`` a cloud (Fig.
+        11)."""
+        # Medians: a head whose two clouds share a centre has an unbounded index.
         medians = self.lines("davies_bouldin", median=True)
         panels = [
             Panel("silhouette score", "", self.lines("silhouette")),
@@ -157,7 +159,7 @@ class ClusterPictures:
         )
 
     def snapshots(self, shown: Sequence[Snapshot], which: str) -> Picture:
-        """Clouds in the plane of their first two components (Fig. 3, 14)."""
+        """Draw clouds in the plane of their first two principal components (Fig. 3, 14)."""
         rows: dict[str, list[Cloud]] = {}
         points: list[tuple[Any, ...]] = []
         for one in shown:

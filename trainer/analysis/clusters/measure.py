@@ -1,7 +1,7 @@
-"""Clusters of queries and keys, and what the rotation does to them (RoPE-ID Sec. 3.1, App. A.3).
+"""Clusters of queries and keys, and how the rotation changes them (RoPE-ID Sec. 3.1, App. A.3).
 
-Every mean over pairs comes from sums of vectors and every singular value from Gram matrices, summed
-once over the text with a stop at every prefix length.
+Means over pairs come from sums of vectors, and singular values from Gram matrices. Both are summed
+over the text once and read at every prefix length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Geometry:
     ``query_*``: among queries, per query head; ``key_*``: among keys, per key-value head;
     ``cross_*``: between queries and the keys that they read, per query head. ``*_cosine``,
     ``*_dot``: means over all pairs of two different vectors. ``*_stable_rank``: |X|_F^2 / |X|_2^2,
-    about the origin. ``silhouette``, ``davies_bouldin``: of the two clusters, per query head.
+    about the origin. ``silhouette``, ``davies_bouldin``: separation of the two clusters, per query
+    head.
     """
 
     query_cosine: Array
@@ -46,12 +47,13 @@ class Geometry:
 
 @dataclass(frozen=True)
 class ClusterResult:
-    """``plain``: before the encoding, ``rotated``: as they meet in the scores.
+    """Geometry ``plain``, before the encoding, and ``rotated``, as the scores use queries and keys.
 
-    ``*_fsv_ratio``: first singular value after over before, ``[layers, heads, lengths]``, with the
-    queries' temperature taken out: by Lemma 2 a rotation leaves |X|_F, so the ratio is the root of
-    that of the stable ranks. ``*_first_share``: share of the first principal component in the
-    variance about the origin before the encoding, ``[layers, heads]``, of the whole text.
+    ``*_fsv_ratio``: first singular value after the encoding over that before it, ``[layers, heads,
+    lengths]``, without the queries' temperature. A rotation leaves |X|_F unchanged (Lemma 2), so
+    this is the root of the ratio of stable ranks. ``*_first_share``: share of the first principal
+    component in the variance about the origin, before the encoding, over the whole text, ``[layers,
+    heads]``.
     """
 
     layers: list[int]
@@ -66,7 +68,8 @@ class ClusterResult:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of the first n vectors of every head, for every n: ``[lengths, B, H, ...]`` float64."""
+    """Sums over the first n vectors of every head, for every prefix length n: ``[lengths, B, H,
+    ...]`` float64."""
 
     vectors: Tensor  # [.., D]
     units: Tensor  # [.., D], of the vectors scaled to length 1
@@ -86,42 +89,43 @@ def _sums(x: Tensor, lengths: list[int]) -> _Sums:
 
 
 def _within(total: Tensor, squares: Tensor, n: Tensor) -> Tensor:
-    """Mean dot product of two different vectors out of n, from their sum and squared norms."""
+    """Compute the mean dot product of two different vectors out of n from their sum and squared
+    norms."""
     return (total.square().sum(dim=-1) - squares) / (n * (n - 1))
 
 
 def _measures(q: Tensor, k: Tensor, lengths: list[int]) -> dict[str, Tensor]:
-    """``[B, H, lengths]`` each."""
+    """Compute cosines, dot products and stable ranks, ``[B, H, lengths]`` each."""
     queries, keys = _sums(q, lengths), _sums(k, lengths)
     group = q.shape[1] // k.shape[1]
     n = torch.tensor(lengths, dtype=torch.float64, device=q.device)[:, None, None]
-    found = {}
+    measures = {}
     for side, sums in (("query", queries), ("key", keys)):
-        # A vector of zeros has no direction, and a unit vector's square is 1.
+        # The squares of n unit vectors sum to n.
         squares = sums.gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
-        found[f"{side}_cosine"] = _within(sums.units, n, n)
-        found[f"{side}_dot"] = _within(sums.vectors, squares, n)
-        found[f"{side}_stable_rank"] = stable_rank(sums.gram)
+        measures[f"{side}_cosine"] = _within(sums.units, n, n)
+        measures[f"{side}_dot"] = _within(sums.vectors, squares, n)
+        measures[f"{side}_stable_rank"] = stable_rank(sums.gram)
     for name in ("units", "vectors"):
         shared = getattr(keys, name).repeat_interleave(group, dim=2)
         product = (getattr(queries, name) * shared).sum(dim=-1) / n**2
-        found["cross_cosine" if name == "units" else "cross_dot"] = product
-    return {name: value.movedim(0, -1) for name, value in found.items()}
+        measures["cross_cosine" if name == "units" else "cross_dot"] = product
+    return {name: value.movedim(0, -1) for name, value in measures.items()}
 
 
 def _separation(
     q: Tensor, k: Tensor, lengths: list[int], points: int, seed: int
 ) -> dict[str, Tensor]:
-    """Silhouette score and Davies-Bouldin index ``[B, Hq, lengths]`` of samples."""
+    """Compute silhouette score and Davies-Bouldin index ``[B, Hq, lengths]`` of samples."""
     group = q.shape[1] // k.shape[1]
     scores = []
     for n in lengths:
         chosen = torch.as_tensor(sample_positions(n, points, seed), device=q.device)
         queries, keys = q[:, :, chosen], k[:, :, chosen]
-        own_k = _mean_distances(keys, keys, len(chosen) - 1).repeat_interleave(group, dim=1)
-        own_q = _mean_distances(queries, queries, len(chosen) - 1)
+        within_keys = _mean_distances(keys, keys, len(chosen) - 1).repeat_interleave(group, dim=1)
+        within_queries = _mean_distances(queries, queries, len(chosen) - 1)
         keys = keys.repeat_interleave(group, dim=1)
-        own = torch.cat([own_q, own_k], dim=-1)
+        within = torch.cat([within_queries, within_keys], dim=-1)
         other = torch.cat(
             [
                 _mean_distances(queries, keys, len(chosen)),
@@ -129,7 +133,7 @@ def _separation(
             ],
             dim=-1,
         )
-        silhouette = ((other - own) / torch.maximum(own, other)).mean(dim=-1)
+        silhouette = ((other - within) / torch.maximum(within, other)).mean(dim=-1)
         centre_q, centre_k = queries.mean(dim=2, keepdim=True), keys.mean(dim=2, keepdim=True)
         scatter = (queries - centre_q).norm(dim=-1) + (keys - centre_k).norm(dim=-1)
         apart = (centre_q - centre_k).norm(dim=-1)[..., 0]
@@ -139,23 +143,23 @@ def _separation(
 
 
 def _mean_distances(x: Tensor, y: Tensor, count: int) -> Tensor:
-    """Of every ``x`` ``[B, H, n, D]`` the sum of distances to all ``y`` over ``count``."""
+    """Sum the distances of every ``x`` ``[B, H, n, D]`` to all ``y`` and divide by ``count``."""
     return torch.cdist(x, y).sum(dim=-1) / count
 
 
 def sample_positions(length: int, points: int, seed: int) -> Array:
-    """At most ``points`` of the positions 0 .. length - 1, ascending."""
+    """Choose at most ``points`` of the positions 0 .. length - 1, ascending."""
     if length <= points:
         return np.arange(length)
     return np.sort(np.random.default_rng(seed).choice(length, points, replace=False))
 
 
 class Clusters:
-    """Collects the geometry of every layer; give :meth:`update` to ``capture``.
+    """Collect the geometry of every layer; pass :meth:`update` to ``capture``.
 
     Args:
-        points: queries and keys each that silhouette and Davies-Bouldin are computed from.
-        seed: which ones.
+        points: number of queries and of keys in the samples for silhouette and Davies-Bouldin.
+        seed: seed of these samples.
     """
 
     def __init__(self, points: int = 512, seed: int = 0) -> None:
@@ -164,24 +168,24 @@ class Clusters:
         self._averages = Averages()
 
     def update(self, heads: Heads) -> None:
-        """Take in one layer of one or more texts, all of one length of at least two tokens."""
+        """Add one layer of one or more texts, all of the same length of at least two tokens."""
         self.lengths = prefix_lengths(heads.q.shape[2])
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for name, q, k in (
             ("plain", heads.q, heads.k),
             ("rotated", heads.rotated_q, heads.rotated_k),
         ):
             measures = _measures(q, k, self.lengths)
             measures |= _separation(q, k, self.lengths, self.points, self.seed)
-            found |= {f"{name}.{key}": value for key, value in measures.items()}
+            values |= {f"{name}.{key}": value for key, value in measures.items()}
         for side in ("query", "key"):
-            before = found[f"plain.{side}_stable_rank"]
-            found[f"{side}_fsv_ratio"] = (before / found[f"rotated.{side}_stable_rank"]).sqrt()
-            found[f"{side}_first_share"] = 1 / before[..., -1]
-        self._averages.add(heads.layer, **found)
+            before = values[f"plain.{side}_stable_rank"]
+            values[f"{side}_fsv_ratio"] = (before / values[f"rotated.{side}_stable_rank"]).sqrt()
+            values[f"{side}_first_share"] = 1 / before[..., -1]
+        self._averages.add(heads.layer, **values)
 
     def result(self) -> ClusterResult:
-        """Means over the texts taken in."""
+        """Return means over the texts added so far."""
         stacked = self._averages.stacked
 
         def geometry(name: str) -> Geometry:
@@ -204,7 +208,8 @@ class Clusters:
 class Panel:
     """Points of a prefix: ``keys`` ``[points, 2]``, ``queries`` ``[query heads, points, 2]``.
 
-    ``positions``: theirs in the text. ``stable_rank``: of all the keys of the prefix.
+    ``positions``: positions of the points in the text. ``stable_rank``: stable rank of all keys of
+    the prefix.
     """
 
     length: int
@@ -217,7 +222,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One key-value head and its queries; ``origin`` ``[2]``: where the zero vector lies."""
+    """One key-value head and its queries in two dimensions; ``origin`` ``[2]``: where the zero
+    vector is."""
 
     layer: int
     kv_head: int
@@ -228,17 +234,17 @@ class Snapshot:
 def snapshot(
     heads: Heads, kv_head: int, lengths: list[int], *, points: int = 512, seed: int = 0
 ) -> Snapshot:
-    """Project the prefixes of a text, before and after the encoding, on one and the same plane.
+    """Project prefixes of a text, before and after the encoding, on one plane.
 
-    The plane is that of the first two principal components of keys and queries together, before the
-    encoding, of the first of the ``lengths``.
+    The plane is spanned by the first two principal components of keys and queries together, before
+    the encoding, over the first of the ``lengths``.
 
     Args:
         heads: a layer; only its first text is shown.
         kv_head: the key-value head.
-        lengths: of the prefixes, in tokens; two panels each.
-        points: shown of a cluster.
-        seed: which ones.
+        lengths: lengths of the prefixes in tokens; each gets two panels.
+        points: number of points of a cluster.
+        seed: seed of the choice of points.
     """
     group = heads.queries_per_key
     shared = slice(kv_head * group, (kv_head + 1) * group)
@@ -254,7 +260,7 @@ def snapshot(
     centre = cloud.mean(axis=0)
     _, vectors = np.linalg.eigh(np.cov(cloud.T))
     plane = vectors[:, :-3:-1]
-    # Eigenvectors have no sign of their own; this one is the same on every machine.
+    # The sign of an eigenvector is arbitrary; this choice is the same on every machine.
     plane = plane * np.sign(plane[np.abs(plane).argmax(axis=0), [0, 1]])
 
     def panel(length: int, rotated: bool) -> Panel:

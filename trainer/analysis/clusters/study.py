@@ -1,5 +1,5 @@
-"""Clusters of queries and keys by length, with and without the rotation (RoPE-ID Sec. 3.1, App. A.3
-and A.10; Fig. 2, 3, 4, 10, 11, 13 and 14)."""
+"""The section on clusters of queries and keys by length, with and without the rotation (RoPE-ID
+Sec. 3.1, App. A.3 and A.10; Fig. 2, 3, 4, 10, 11, 13 and 14)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ SHOWN, POINTS = 3, 256
 
 
 class ClustersStudy(Study):
-    """How tight the clouds of queries and keys are, how far apart, and what the rotation does."""
+    """How tight the clouds of queries and keys are, how far apart, and how the rotation changes
+    them."""
 
     key: ClassVar[str] = "clusters"
     title: ClassVar[str] = "Clusters of queries and keys"
@@ -43,7 +44,7 @@ class ClustersStudy(Study):
         self._panels = list(dict.fromkeys([inside, target.length]))
 
     def on_layer(self, heads: Heads) -> None:
-        """Measures of all heads, pictures of those that may be shown."""
+        """Measure all heads, and project the heads that may be shown."""
         self.clusters.update(heads)
         for kv_head in self._pictured(heads):
             self._snapshots.append(
@@ -52,15 +53,15 @@ class ClustersStudy(Study):
 
     def _pictured(self, heads: Heads) -> list[int]:
         if self.target.chosen:
-            own = [head for layer, head in self.target.chosen if layer == heads.layer]
-            return list(dict.fromkeys(head // heads.queries_per_key for head in own))
+            chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
+            return list(dict.fromkeys(head // heads.queries_per_key for head in chosen))
         return list(range(heads.k.shape[1])) if heads.layer in self.target.sampled_layers else []
 
     def section(self) -> Section:
-        """Curves by length, distributions over heads, pictures of some."""
-        found = self.clusters.result()
-        pictures = ClusterPictures(found, self.versions, self.target.training_length)
-        shown = self._shown(found)
+        """Write the section: curves by length, distributions over heads, pictures of some heads."""
+        result = self.clusters.result()
+        pictures = ClusterPictures(result, self.versions, self.target.training_length)
+        shown = self._shown(result)
         which = (
             "as chosen"
             if self.target.chosen
@@ -90,7 +91,7 @@ class ClustersStudy(Study):
             ),
             "RoPE-ID (Frayed RoPE and Long Inputs), Sec. 3.1, App. A.3, A.10; Fig. 2, 3, 4, 10, "
             "11, 13, 14.",
-            self._findings(found),
+            self._findings(result),
             (
                 pictures.pairs("cosine"),
                 *([pictures.snapshots(shown, which)] if shown else []),
@@ -100,7 +101,7 @@ class ClustersStudy(Study):
                 pictures.pairs("dot"),
             ),
             (self._table(pictures),),
-            self._numbers(found),
+            self._numbers(result),
         )
 
     @property
@@ -112,20 +113,20 @@ class ClustersStudy(Study):
     def _is_within(self, length: int) -> bool:
         return length <= self.target.training_length
 
-    def _findings(self, found: ClusterResult) -> tuple[str, ...]:
-        here, C = self._within, self.target.training_length
-        shares = found.key_first_share, found.query_first_share
-        said = [
+    def _findings(self, result: ClusterResult) -> tuple[str, ...]:
+        within, C = self._within, self.target.training_length
+        shares = result.key_first_share, result.query_first_share
+        findings = [
             f"{before(self.versions).capitalize()} one direction holds "
             f"{100 * shares[0].mean():.0f}% of the "
             f"variance of keys and {100 * shares[1].mean():.0f}% of that of queries about the "
             f"origin, mean over heads (RoPE-ID: over 75% in Llama 3)."
         ]
-        places = {found.lengths[i]: i for i in (here, -1)}
+        places = {result.lengths[i]: i for i in (within, -1)}
         for n, at in places.items():
-            geometry = found.rotated
+            geometry = result.rotated
             cross = geometry.cross_cosine[..., at]
-            said.append(
+            findings.append(
                 f"At {n:,} tokens{'' if self._is_within(n) else f' ({n / C:g} C)'} the cosine "
                 f"between queries and keys as they meet is {cross.mean():+.3f}, and below 0 in "
                 f"{100 * (cross < 0).mean():.0f}% of {cross.size} heads; the silhouette score is "
@@ -133,44 +134,44 @@ class ClustersStudy(Study):
                 f"{geometry.key_stable_rank[..., at].mean():.2f}."
             )
         if "plain" in self.versions:
-            ratio = found.key_fsv_ratio.mean(axis=(0, 1))
+            ratio = result.key_fsv_ratio.mean(axis=(0, 1))
             plain_rank, rank = (
-                g.key_stable_rank.mean(axis=(0, 1)) for g in (found.plain, found.rotated)
+                g.key_stable_rank.mean(axis=(0, 1)) for g in (result.plain, result.rotated)
             )
-            said += [
+            findings += [
                 f"The rotation leaves {ratio[at]:.2f} of the first singular value of keys at "
                 f"{n:,} tokens, mean over heads, and their stable rank is "
                 f"{rank[at] / plain_rank[at]:.2f} times that before it."
                 for n, at in places.items()
             ]
-            said.append(
+            findings.append(
                 "Theorem 1 expects at least 2 times in the limit, for keys along one direction "
                 "all of whose channels rotate."
             )
         else:
-            said.append(
+            findings.append(
                 "No head rotates, so queries and keys meet as they were projected: whatever "
                 "changes with length is in the states themselves."
             )
-        return tuple(said)
+        return tuple(findings)
 
-    def _shown(self, found: ClusterResult) -> list[Snapshot]:
-        """Those asked for, or the most, median and least harmed of all that were taken."""
+    def _shown(self, result: ClusterResult) -> list[Snapshot]:
+        """Return the chosen heads, or those whose separation suffers most, medium and least."""
         if self.target.chosen or len(self._snapshots) <= SHOWN:
             return self._snapshots
-        group = found.rotated.silhouette.shape[1] // found.key_fsv_ratio.shape[1]
+        group = result.rotated.silhouette.shape[1] // result.key_fsv_ratio.shape[1]
 
         def loss(one: Snapshot) -> float:
-            own = slice(one.kv_head * group, (one.kv_head + 1) * group)
-            layer = found.layers.index(one.layer)
-            scores = found.rotated.silhouette[layer, own].mean(axis=0)
+            query_heads = slice(one.kv_head * group, (one.kv_head + 1) * group)
+            layer = result.layers.index(one.layer)
+            scores = result.rotated.silhouette[layer, query_heads].mean(axis=0)
             return float(scores[-1] - scores[self._within])
 
         ordered = sorted(self._snapshots, key=loss)
         return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
     def _table(self, pictures: ClusterPictures) -> Grid:
-        lengths = pictures.found.lengths
+        lengths = pictures.result.lengths
         places = list(dict.fromkeys([self._within, len(lengths) - 1]))
         header = [
             f"{lengths[at]:,} tokens, {label}"
@@ -191,32 +192,32 @@ class ClustersStudy(Study):
             ],
         )
 
-    def _numbers(self, found: ClusterResult) -> dict[str, Any]:
-        measures = list(type(found.plain).__annotations__)
+    def _numbers(self, result: ClusterResult) -> dict[str, Any]:
+        measures = list(type(result.plain).__annotations__)
         numbers: dict[str, Any] = {
-            "lengths": found.lengths,
-            "layers": found.layers,
+            "lengths": result.lengths,
+            "layers": result.layers,
             "training_length": self.target.training_length,
             **{
-                version: {name: plain(getattr(getattr(found, version), name)) for name in measures}
+                version: {name: plain(getattr(getattr(result, version), name)) for name in measures}
                 for version in ("plain", "rotated")
             },
-            "key_fsv_ratio": plain(found.key_fsv_ratio),
-            "query_fsv_ratio": plain(found.query_fsv_ratio),
-            "key_first_share": plain(found.key_first_share),
-            "query_first_share": plain(found.query_first_share),
+            "key_fsv_ratio": plain(result.key_fsv_ratio),
+            "query_fsv_ratio": plain(result.query_fsv_ratio),
+            "key_first_share": plain(result.key_first_share),
+            "query_first_share": plain(result.query_first_share),
         }
-        return numbers | {"glance": [one.to_dict() for one in self._glance(found)]}
+        return numbers | {"glance": [one.to_dict() for one in self._glance(result)]}
 
-    def _glance(self, found: ClusterResult) -> list[Indicator]:
-        lengths, C = found.lengths, self.target.training_length
-        rank = found.rotated.key_stable_rank.mean(axis=(0, 1))
+    def _glance(self, result: ClusterResult) -> list[Indicator]:
+        lengths, C = result.lengths, self.target.training_length
+        rank = result.rotated.key_stable_rank.mean(axis=(0, 1))
         name, meaning = "Stable rank of keys", "low: one tight cloud"
         if "plain" in self.versions:
-            rank = rank / found.plain.key_stable_rank.mean(axis=(0, 1))
+            rank = rank / result.plain.key_stable_rank.mean(axis=(0, 1))
             name += ", after / before rotation"
             meaning = "1: the rotation leaves the cloud tight"
-        separation = found.rotated.silhouette.mean(axis=(0, 1))
+        separation = result.rotated.silhouette.mean(axis=(0, 1))
         return [
             Indicator(
                 "Separation of keys and queries",

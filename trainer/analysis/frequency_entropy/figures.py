@@ -1,6 +1,5 @@
-"""Pictures of frequency entropies: of all heads of some layers and of all layers, and of single
-heads with their norms (Probing Rotary Position Embeddings through Frequency Entropy, Fig. 1 to 3
-and 5 to 10)."""
+"""Pictures of frequency entropies: of some layers, of all layers, and of single heads with their
+norms (Probing Rotary Position Embeddings through Frequency Entropy, Fig. 1 to 3 and 5 to 10)."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ Values = Mapping[tuple[str, Side], Array]
 @dataclass(frozen=True)
 class HeadNorms:
     """Norms ``[pairs, cells]`` of the pairs of one query head and of the keys that it reads, means
-    over ``cell`` tokens; ``key_head``: which these are."""
+    over ``cell`` tokens; ``key_head``: index of the key-value head."""
 
     layer: int
     head: int
@@ -44,9 +43,12 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class EntropyPictures:
-    """``values``: entropies ``[layers, heads, pairs]`` by measure and side, NaN for no pair.
-    ``still``: layers without rotation. ``x_label``: of an axis of pairs. ``thresholds``: of the
-    pairs that are attenuated, by measure."""
+    """Draws ``values``: entropies ``[layers, heads, pairs]`` by measure and side, NaN where a head
+    has no such pair.
+
+    ``still``: layers without rotation. ``x_label``: label of an axis of pairs. ``thresholds``:
+    thresholds of the attenuated pairs, by measure.
+    """
 
     values: Values
     still: frozenset[int]
@@ -55,7 +57,7 @@ class EntropyPictures:
 
     @property
     def measures(self) -> list[str]:
-        """Those that there are."""
+        """Measures that were computed."""
         return list(dict.fromkeys(measure for measure, _ in self.values))
 
     @property
@@ -64,23 +66,23 @@ class EntropyPictures:
 
     @property
     def _dashed(self) -> str:
-        said = [
+        thresholds = [
             f"{' and '.join(f'{tau:g}' for tau in taus)} of {name}"
             for name, taus in self._lines.items()
             if taus
         ]
-        return f" Dashed: the thresholds {' and '.join(said)}." if said else ""
+        return f" Dashed: the thresholds {' and '.join(thresholds)}." if thresholds else ""
 
     def scatter(self, layers: Sequence[int], side: Side) -> Picture:
-        """All heads of some layers (Fig. 3)."""
+        """Draw all heads of some layers (Fig. 3)."""
         panels = {
             NAMES[m]: {self._title(layer): self.values[m, side][layer] for layer in layers}
             for m in self.measures
         }
-        known = self.values[self.measures[0], side]
+        first = self.values[self.measures[0], side]
         rows = [
             (*at, *(float(self.values[m, side][tuple(at)]) for m in self.measures))
-            for at in np.argwhere(np.isfinite(known)).tolist()
+            for at in np.argwhere(np.isfinite(first)).tolist()
             if at[0] in layers
         ]
         return Picture(
@@ -94,7 +96,7 @@ class EntropyPictures:
         )
 
     def layers(self, measure: str) -> Picture:
-        """All heads of all layers, queries (Fig. 6 and 7); keys are in the file."""
+        """Draw queries of all heads of all layers (Fig. 6 and 7); the CSV file has the keys too."""
         queries = self.values[measure, "query"]
         panels = {self._title(layer): of_layer for layer, of_layer in enumerate(queries)}
         return Picture(
@@ -112,7 +114,7 @@ class EntropyPictures:
         )
 
     def heads(self, shown: Sequence[HeadNorms], side: Side, number: int = 1) -> Picture:
-        """Entropies and norms of single heads, each a column (Fig. 1, 2, 5 and 8 to 10)."""
+        """Draw entropies and norms of single heads, a column each (Fig. 1, 2, 5 and 8 to 10)."""
         columns = []
         for one in shown:
             norms = one.norms[side]
@@ -136,7 +138,7 @@ class EntropyPictures:
         )
 
     def means(self) -> Picture:
-        """Means over heads, by layer and pair."""
+        """Draw means over heads, by layer and pair."""
         panels, scales, rows = {}, [], []
         for (measure, side), entropy in self.values.items():
             means = mean_over_heads(entropy)

@@ -1,5 +1,6 @@
-"""Frequency entropy: how concentrated the spectrum of a rotary pair's norm along a text is
-(Probing Rotary Position Embeddings through Frequency Entropy, Sec. 3).
+"""Frequency entropy: how concentrated the spectrum of a rotary pair's norm along a text is (Probing
+Rotary Position Embeddings through Frequency Entropy, Sec. 3), and perplexity with pairs of extreme
+entropy attenuated (Sec. 5.2).
 
 The signal of a pair is its l2 norm at every position (Eq. 4). Both entropies lie between 0, a pure
 tone, and 1, white noise. SpectrumFE is low where a pair's norm stays high or low throughout (a
@@ -34,17 +35,17 @@ TAPERS: dict[str, Callable[..., Tensor]] = {
 
 
 def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
-    """SpectrumFE (Eq. 5 to 7): entropy of the power of overlapping frames, averaged over them.
+    """Compute SpectrumFE (Eq. 5 to 7): entropy of the mean power of overlapping frames.
 
     Args:
-        signal: ``[..., T]``; tokens after the last whole frame are left out.
-        frames: how long, how far apart and under which window.
+        signal: ``[..., T]``; tokens after the last whole frame are ignored.
+        frames: length, distance and window of the frames.
 
     Returns:
         ``[...]`` float64, between 0 and 1.
 
     Raises:
-        UserError: the signal is shorter than a frame, or the frames are impossible.
+        UserError: the signal is shorter than a frame, or the frames are invalid.
     """
     if problems := frames.problems():
         raise UserError(*problems)
@@ -59,7 +60,8 @@ def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
 
 
 def sequence_fe(signal: Tensor) -> Tensor:
-    """SequenceFE (Eq. 8 to 10): entropy of the power of the whole signal at 1 <= k < floor(T / 2).
+    """Compute SequenceFE (Eq. 8 to 10): entropy of the power of the whole signal at 1 <= k <
+    floor(T / 2).
 
     Args:
         signal: ``[..., T]``.
@@ -78,7 +80,7 @@ def sequence_fe(signal: Tensor) -> Tensor:
 
 
 def _normalised_entropy(power: Tensor) -> Tensor:
-    """Of ``[..., K]``, over log K; 0 where there is no power at all."""
+    """Compute the entropy of ``[..., K]`` over log K; 0 if there is no power."""
     share = power / power.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(power.dtype).tiny)
     return (torch.special.entr(share).sum(dim=-1) / math.log(power.shape[-1])).clamp(max=1)
 
@@ -93,8 +95,11 @@ MEASURES: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class FrequencyEntropy:
-    """Of the pairs of one layer: by measure, ``[Hq, pairs]`` of queries and ``[Hkv, pairs]`` of
-    keys, float64 on the CPU; NaN where a head has fewer pairs than another of its layer."""
+    """Entropies of the pairs of one layer by measure: ``[Hq, pairs]`` of queries and ``[Hkv,
+    pairs]`` of keys.
+
+    Float64 on the CPU; NaN where a head has fewer pairs than another of its layer.
+    """
 
     query: dict[str, Tensor]
     key: dict[str, Tensor]
@@ -106,39 +111,42 @@ def frequency_entropies(
     measures: Sequence[str] = tuple(MEASURES),
     frames: ShortTime = USUAL,
 ) -> list[FrequencyEntropy]:
-    """The frequency entropies of every layer, from one forward pass.
+    """Compute the frequency entropies of every layer in one forward pass.
 
-    Norms are taken before the encoding: the rotation keeps them, and the temperature is not theirs.
+    Norms are taken before the encoding: a rotation does not change them, and a temperature would.
 
     Args:
         model: a decoder, with the layout to measure.
         ids: ``[B, T]`` texts; entropies are averaged over them.
         measures: names in :data:`MEASURES`.
-        frames: of SpectrumFE.
+        frames: frames of SpectrumFE.
 
     Raises:
         UserError: the texts are too short for a measure.
     """
-    found: list[FrequencyEntropy] = []
+    entropies: list[FrequencyEntropy] = []
 
-    # Told before any reading.
+    # Check the length before the forward pass.
     for name in measures:
         MEASURES[name](torch.ones(ids.shape[1]), frames)
-    capture(model, ids, lambda heads: found.append(frequency_entropy_of(heads, measures, frames)))
-    return found
+    capture(
+        model, ids, lambda heads: entropies.append(frequency_entropy_of(heads, measures, frames))
+    )
+    return entropies
 
 
 def frequency_entropy_of(
     heads: Heads, measures: Sequence[str] = tuple(MEASURES), frames: ShortTime = USUAL
 ) -> FrequencyEntropy:
-    """Of one captured layer; raises what :func:`frequency_entropies` does."""
+    """Compute the entropies of one captured layer; raises what :func:`frequency_entropies` does."""
     return FrequencyEntropy(*(_of_side(heads, x, measures, frames) for x in (heads.q, heads.k)))
 
 
 def _of_side(
     heads: Heads, x: Tensor, measures: Sequence[str], frames: ShortTime
 ) -> dict[str, Tensor]:
-    """A head at a time, since the frames of all heads take several times their memory."""
+    """Compute entropies head by head: the frames of all heads would take several times their
+    memory."""
     counts = pair_counts(heads.encoding, x.shape[1], x.shape[-1])
     rows: dict[str, list[Tensor]] = {name: [] for name in measures}
     for head, pairs in zip(x.unbind(1), counts, strict=True):
@@ -153,19 +161,19 @@ SIDES: tuple[Side, Side] = ("query", "key")
 
 @dataclass(frozen=True)
 class Gate:
-    """Pairs whose ``measure`` is ``side`` the threshold ``tau``."""
+    """Selects the pairs whose ``measure`` is ``side`` the threshold ``tau``."""
 
     measure: str
     side: Literal["below", "above"]
     tau: float
 
     def chosen(self, entropy: FrequencyEntropy, side: Side) -> Tensor:
-        """Which pairs of queries or keys, ``[H, pairs]``."""
+        """Return which pairs of queries or keys are selected, ``[H, pairs]``."""
         values = (entropy.query if side == "query" else entropy.key)[self.measure]
         return values < self.tau if self.side == "below" else values > self.tau
 
     def weights(self, entropy: FrequencyEntropy, side: Side, alpha: float) -> Tensor:
-        """``alpha`` for the chosen pairs and 1 for the others, ``[H, pairs]`` float64."""
+        """Return ``alpha`` for the selected pairs and 1 for the others, ``[H, pairs]`` float64."""
         chosen = self.chosen(entropy, side)
         return torch.ones_like(chosen, dtype=torch.float64).masked_fill(chosen, alpha)
 
@@ -176,8 +184,8 @@ Gates = tuple[Gate, ...]
 
 @dataclass(frozen=True)
 class Sweep:
-    """Perplexity by alpha on texts of ``tokens`` tokens, with so many ``pairs`` of queries and keys
-    attenuated."""
+    """Perplexity by alpha on texts of ``tokens`` tokens; ``pairs``: number of attenuated pairs of
+    queries and keys."""
 
     gates: Gates
     tokens: int
@@ -193,9 +201,11 @@ def sweep(
     gates: Sequence[Gates],
     alphas: Sequence[float],
 ) -> list[Sweep]:
-    """Read ``ids`` ``[B, T + 1]`` once as they are, and for all gates and alphas below 1 once more.
+    """Read ``ids`` ``[B, T + 1]`` once unchanged, and once for each combination of gates and alpha
+    below 1.
 
-    ``entropies``: of the layers, on these texts or others. Gates that choose no pair cost nothing.
+    ``entropies``: entropies of the layers, on these texts or others. Gates that select no pair need
+    no reading.
     """
     layout = model.layout
     ids = ids.to(model.device)
@@ -204,15 +214,15 @@ def sweep(
         with model.using(changed):
             return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())
 
-    found = []
+    sweeps = []
     plain = perplexity(layout)
     for together in gates:
         curve, pairs = {1.0: plain}, 0
         for alpha in sorted({*alphas} - {1.0}, reverse=True):
             changed, pairs = attenuated(layout, entropies, together, alpha, model.config.head_size)
             curve[alpha] = perplexity(changed) if pairs else plain
-        found.append(Sweep(together, ids.shape[1] - 1, pairs, curve))
-    return found
+        sweeps.append(Sweep(together, ids.shape[1] - 1, pairs, curve))
+    return sweeps
 
 
 def attenuated(
@@ -222,8 +232,12 @@ def attenuated(
     alpha: float,
     head_dim: int,
 ) -> tuple[Layout, int]:
-    """``layout`` with a factor ``alpha`` on the pairs of queries and keys that a gate chooses and
-    that rotate, each by its own entropy (Eq. 11 and 12), and how many pairs these are."""
+    """Attenuate the rotated pairs that a gate selects by ``alpha``, queries and keys by their own
+    entropies (Eq. 11 and 12).
+
+    Returns:
+        the changed layout, and the number of attenuated pairs.
+    """
     layers, total = [], 0
     for encoding, entropy in zip(layout.layers, entropies, strict=True):
         (query, of_query), (key, of_key) = (
@@ -238,18 +252,23 @@ def attenuated(
 def weights(
     gates: Sequence[Gate], entropy: FrequencyEntropy, side: Side, alphas: Sequence[float]
 ) -> Tensor:
-    """Factors of the pairs of queries or keys, ``[H, pairs]``: of a pair that several gates choose
-    the smallest. ``alphas``: one for each gate."""
-    found = [gate.weights(entropy, side, alpha) for gate, alpha in zip(gates, alphas, strict=True)]
-    return torch.stack(found).amin(dim=0)
+    """Return factors of the pairs of queries or keys, ``[H, pairs]``; the smallest factor counts if
+    several gates select a pair.
+
+    ``alphas``: one for each gate.
+    """
+    factors = [
+        gate.weights(entropy, side, alpha) for gate, alpha in zip(gates, alphas, strict=True)
+    ]
+    return torch.stack(factors).amin(dim=0)
 
 
 def channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> tuple[Factors, int]:
     """Turn the weights of rotated pairs, ``[H, pairs]``, into one factor per channel.
 
     Returns:
-        the factors ``[H][D]``, 1 where a pair does not rotate, and the number of pairs whose
-        factor differs from 1.
+        the factors ``[H][D]``, 1 where a pair does not rotate, and the number of pairs whose factor
+            differs from 1.
     """
     rows, changed = torch.ones(len(weights), head_dim, dtype=torch.float64), 0
     per_key = len(weights) // len(encoding.spectra)

@@ -1,5 +1,5 @@
-"""Frequency entropy of a model's rotary pairs: bands, periods, and what a model loses without them
-(Probing Rotary Position Embeddings through Frequency Entropy, Fig. 1 to 10)."""
+"""The section on frequency entropy: bands, periods, and the model's loss without them (Probing
+Rotary Position Embeddings through Frequency Entropy, Fig. 1 to 10 and 15 to 17)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ PERIODIC = 0.6
 
 
 class FrequencyEntropyStudy(Study):
-    """SpectrumFE and SequenceFE of every layer, head and pair, also of the target's prefixes, and
-    its attenuation."""
+    """SpectrumFE and SequenceFE of every layer, head and pair, also on the target's prefixes, and
+    perplexity with extreme pairs attenuated."""
 
     key: ClassVar[str] = "frequency_entropy"
     title: ClassVar[str] = "Frequency entropy"
@@ -69,13 +69,13 @@ class FrequencyEntropyStudy(Study):
         self._shown = _layers_to_show(target)
 
     def on_layer(self, heads: Heads) -> None:
-        """Entropies of all its pairs; the norms of heads that are shown."""
-        found = frequency_entropy_of(heads, self.measures, self.frames)
-        self._layers.append(found)
+        """Compute the entropies of all pairs, and norms of the heads that are shown."""
+        entropies = frequency_entropy_of(heads, self.measures, self.frames)
+        self._layers.append(entropies)
         chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
         if not self.target.chosen and heads.layer in self._shown:
-            # The one with the most concentrated pair.
-            entropy = found.query[self.measures[0]].nan_to_num(nan=1.0)
+            # Without a chosen head, show the one with the most concentrated pair.
+            entropy = entropies.query[self.measures[0]].nan_to_num(nan=1.0)
             chosen = [int(entropy.amin(dim=-1).argmin())]
         cell = -(-self.target.length // CELLS)
         for head in chosen:
@@ -87,7 +87,7 @@ class FrequencyEntropyStudy(Study):
             self._norms[heads.layer, head] = HeadNorms(heads.layer, head, key, cell, norms)
 
     def section(self) -> Section:
-        """Scatter plots, maps, and the sweep."""
+        """Write the section: scatter plots, maps, and the attenuation."""
         values: Values = {
             (m, side): stacked(
                 [(layer.query if side == "query" else layer.key)[m] for layer in self._layers]
@@ -141,49 +141,49 @@ class FrequencyEntropyStudy(Study):
         some = self._shown[:COLUMNS]
         heads = [self._norms[at] for at in dict.fromkeys(self.target.chosen or self._norms)]
         rows = [heads[start : start + COLUMNS] for start in range(0, len(heads), COLUMNS)]
-        found = [pictures.scatter(some, side) for side in SIDES]
-        found += [
+        drawn = [pictures.scatter(some, side) for side in SIDES]
+        drawn += [
             pictures.heads(row, side, number)
             for side in SIDES
             for number, row in enumerate(rows, start=1)
         ]
-        found.append(pictures.means())
+        drawn.append(pictures.means())
         if len(some) < len(layers):
-            found += [pictures.layers(measure) for measure in self.measures]
-        return found
+            drawn += [pictures.layers(measure) for measure in self.measures]
+        return drawn
 
     def _findings(self, values: Values) -> list[str]:
-        found = []
+        findings = []
         if "spectrum" not in self.measures:
-            found.append(
+            findings.append(
                 f"SpectrumFE is left out: its frames take {self.frames.frame:,} tokens, the text "
                 f"has {self.target.length:,}."
             )
         for m in self.measures:
             low, middle, high = np.quantile(known(values[m, "query"]), [0.05, 0.5, 0.95])
-            found.append(
+            findings.append(
                 f"{NAMES[m]} of query pairs: median {middle:.2f}, nine in ten between {low:.2f} "
                 f"and {high:.2f}."
             )
         if "spectrum" in self.measures:
-            found.append(_band(values["spectrum", "query"]))
-        found += [_periods(values["sequence", side], kind) for side, kind in SIDES.items()]
+            findings.append(_band(values["spectrum", "query"]))
+        findings += [_periods(values["sequence", side], kind) for side, kind in SIDES.items()]
         turning = np.array([_rotates(e) for e in self.target.model.layout.layers])
         if turning.any() and not turning.all():
             for m in self.measures:
                 with_it, without = (
                     known(values[m, "query"][chosen]).mean() for chosen in (turning, ~turning)
                 )
-                found.append(
+                findings.append(
                     f"Mean {NAMES[m]} of queries is {with_it:.2f} in layers that rotate and "
                     f"{without:.2f} in the others."
                 )
-        return found
+        return findings
 
 
 def _layers_to_show(target: Target) -> list[int]:
-    """Layers whose norms are shown of a head: those that were asked for, else the first, the middle
-    and the last, and one without rotation."""
+    """Return layers that have a head whose norms are shown: the chosen ones, or the first, the
+    middle, the last and one without rotation."""
     if target.chosen:
         return list(dict.fromkeys(layer for layer, _ in target.chosen))
     encodings = target.model.layout.layers
@@ -197,13 +197,13 @@ def _rotates(encoding: LayerEncoding) -> bool:
 
 
 def _norm_map(heads: Heads, x: Tensor, head: int, cell: int) -> Array:
-    """``[pairs, cells]``, means over neighbouring tokens of the first text."""
+    """Average norms of the first text over neighbouring tokens, ``[pairs, cells]``."""
     norms = pair_norms(x[0, head], pair_counts(heads.encoding, x.shape[1], x.shape[-1])[head])
     return cell_means(norms, cell).cpu().numpy()
 
 
 def _band(entropy: Array) -> str:
-    """Where the heads have their strongest band."""
+    """Describe where the heads have their strongest band."""
     lowest = np.nanargmin(entropy.reshape(-1, entropy.shape[-1]), axis=-1)
     band = int(np.bincount(lowest).argmax())
     share = float((np.abs(lowest - band) <= NEAR).mean())
@@ -214,7 +214,7 @@ def _band(entropy: Array) -> str:
 
 
 def _periods(entropy: Array, kind: str) -> str:
-    """How many pairs have a period."""
+    """Describe how many pairs have a period."""
     periodic = (entropy < PERIODIC).sum(axis=(1, 2))
     text = (
         f"{periodic.sum():,} of {len(known(entropy)):,} pairs of {kind} have SequenceFE below "
@@ -232,25 +232,26 @@ NEAR = 2
 def shorter_texts_part(
     target: Target, whole: Mapping[str, Array], shown: Collection[tuple[int, int]]
 ) -> Part:
-    """Entropies of queries at each of the target's prefixes.
+    """Compare entropies of queries on the target's prefixes with the whole text's (App. F, Fig. 15
+    to 17).
 
     Args:
         target: a model and its text.
-        whole: of the whole text, ``[layers, heads, pairs]`` by measure.
+        whole: entropies on the whole text, ``[layers, heads, pairs]`` by measure.
         shown: (layer, query head) of the pictures.
     """
     prefixes = sorted({n for n in target.prefixes if n < target.length})
     if not prefixes:
         return Part()
-    found: dict[int, Mapping[str, Array]] = {}
+    by_length: dict[int, Mapping[str, Array]] = {}
     for n in prefixes:
         measures = [m for m in whole if m != "spectrum" or n >= target.frames.frame]
         layers = frequency_entropies(target.model, target.ids[:, :n], measures, target.frames)
-        found[n] = {m: stacked([layer.query[m] for layer in layers]) for m in measures}
-    found[target.length] = whole
-    lengths = list(found)
+        by_length[n] = {m: stacked([layer.query[m] for layer in layers]) for m in measures}
+    by_length[target.length] = whole
+    lengths = list(by_length)
     missing: Array = np.full(next(iter(whole.values())).shape, np.nan)
-    by_measure = {m: np.stack([found[n].get(m, missing) for n in lengths]) for m in whole}
+    by_measure = {m: np.stack([by_length[n].get(m, missing) for n in lengths]) for m in whole}
     panels = {
         NAMES[m]: {f"L{i}H{j}": values[:, i, j] for i, j in shown}
         for m, values in by_measure.items()
@@ -276,8 +277,8 @@ def shorter_texts_part(
 
 
 def _findings(by_measure: Mapping[str, tuple[list[int], Array]]) -> list[str]:
-    """How far the shortest text that has the measure is from the whole."""
-    found = []
+    """Compare entropies on the shortest text that has a measure with the whole text's."""
+    findings = []
     for m, (lengths, values) in by_measure.items():
         with_it = [k for k, of in enumerate(values) if np.isfinite(of).any()]
         if len(with_it) < 2:
@@ -285,21 +286,22 @@ def _findings(by_measure: Mapping[str, tuple[list[int], Array]]) -> list[str]:
         first, whole = values[with_it[0]], values[-1]
         lowest = [np.nanargmin(of.reshape(-1, of.shape[-1]), axis=-1) for of in (first, whole)]
         same = (np.abs(lowest[0] - lowest[1]) <= NEAR).mean()
-        found.append(
+        findings.append(
             f"From {lengths[with_it[0]]:,} to {lengths[-1]:,} tokens {NAMES[m]} of a query pair "
             f"changes by {np.nanmean(np.abs(whole - first)):.3f} on average; in {same:.0%} of "
             f"heads the pair where it is lowest stays within {NEAR} of its place."
         )
-    return found
+    return findings
 
 
 def attenuation_part(
     target: Target, measures: Sequence[str], entropies: Sequence[FrequencyEntropy]
 ) -> Part:
-    """Perplexity of the page's texts by gates and alphas of the target.
+    """Measure perplexity of the page's texts by gate and alpha (Sec. 5.2, Fig. 4).
 
-    ``measures``: that the text is long enough for; gates of others are left out. ``entropies``: of
-    the page's texts. A model without rotation, or with an intervention, has none.
+    ``measures``: measures for which the text is long enough; gates of others are skipped.
+    ``entropies``: entropies on the page's texts. A model without rotation, or with an intervention,
+    is not measured.
     """
     settings, layout = target.attenuation, target.model.layout
     gates = [
@@ -322,13 +324,13 @@ def attenuation_part(
         asked = sorted({gate.measure for together in gates for gate in together})
         entropies = frequency_entropies(target.model, chosen, asked, target.frames)
     lengths = dict.fromkeys(min(n, most) for n in settings.tokens or [most])
-    found = [
+    by_length = [
         sweep(target.model, ids[:, : n + 1], entropies, gates, settings.alphas) for n in lengths
     ]
-    sweeps = [one for of_length in found for one in of_length]
+    sweeps = [one for of_length in by_length for one in of_length]
     return Part(
         tuple(_finding(one) for one in sweeps if one.pairs),
-        tuple(_picture(one, where, alone=len(found) == 1) for one in found),
+        tuple(_picture(one, where, alone=len(by_length) == 1) for one in by_length),
         numbers={
             "sweep": [
                 {"gate": label(one.gates), "tokens": one.tokens, "pairs": one.pairs}
@@ -340,7 +342,7 @@ def attenuation_part(
 
 
 def label(gates: Gates) -> str:
-    """A gate in words."""
+    """Describe gates in words."""
     return " or ".join(
         f"{NAMES[gate.measure]} {'<' if gate.side == 'below' else '>'} {gate.tau:g}"
         for gate in gates

@@ -1,15 +1,15 @@
 """Matrix entropy of heads: how evenly queries or keys spread over directions (DoPE, Sec. 4.3).
 
-From the Gram matrix over all tokens of a head's queries or keys: the entropy of every rotary pair's
-2 x 2 block (Eq. 25), its mean over the pairs (Eq. 26), and the whole's truncated effective rank
-(Eq. 30). A head of low entropy has a few directions in which everything adds up, the bright bands
-of its attention map.
+The Gram matrix over all tokens of a head's queries or keys gives the entropy of every rotary pair's
+2 x 2 block (Eq. 25), its mean over the pairs (Eq. 26), and the truncated effective rank of the
+whole matrix (Eq. 30). In a head of low entropy all tokens share a few directions, which show as
+bright bands in its attention map.
 
 Stages. The paper takes entropies before any encoding (``pre_ntk``), "after applying Dynamic-NTK
-scaling" (``post_ntk``) and "after the full RoPE rotation" (``post_rope``), and does not say what
-sets the last two apart. Here all are of one forward pass, and differ in the rotation alone: none;
-with the rescaled frequencies that the pass itself has; with the frequencies as trained. Without a
-rescaling the last two are the same.
+scaling" (``post_ntk``) and "after the full RoPE rotation" (``post_rope``), and does not say how the
+last two differ. Here all come from one forward pass and differ only in the rotation: none; with the
+rescaled frequencies that the pass uses; with the frequencies as trained. Without a rescaling the
+last two are equal.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ CHUNK = 8192
 
 @dataclass(frozen=True)
 class MatrixEntropy:
-    """Of the heads of one layer, float64; entropies in nats.
+    """Entropies of the heads of one layer in nats, float64.
 
     ``bands``: ``[H, pairs]``, between 0 and log 2; NaN where a head has fewer pairs than another.
-    ``eigenvalues``: ``[H, D]`` of the Gram matrices over their traces, from the largest on;
+    ``eigenvalues``: ``[H, D]`` of the Gram matrices divided by their traces, in descending order;
     ``trace``: ``[H]``.
     """
 
@@ -51,20 +51,21 @@ class MatrixEntropy:
 
     @property
     def spectral_norm(self) -> Tensor:
-        """``[H]``, the largest eigenvalues of the Gram matrices themselves."""
+        """Largest eigenvalues of the Gram matrices themselves, ``[H]``."""
         return self.eigenvalues[:, 0] * self.trace
 
     @property
     def band_mean(self) -> Tensor:
-        """``[H]``, the mean over the pairs, between 0 and log 2 (Eq. 26)."""
+        """Means over the pairs ``[H]``, between 0 and log 2 (Eq. 26)."""
         return self.bands.nanmean(dim=-1)
 
     def effective_rank(self, r: int | None) -> Tensor:
-        """``[H]``, exp of the entropy of the ``r`` largest eigenvalues (Eq. 30; None: of all).
+        """Compute the effective ranks ``[H]``: exp of the entropy of the ``r`` largest eigenvalues
+        (Eq. 30).
 
-        With r = 1 that is 1 for every head, while the paper takes it for the largest eigenvalue:
-        then it is 1 over that, an effective rank too (of the min-entropy), so that little of it is
-        low entropy for every r.
+        ``r`` = None uses all eigenvalues. For r = 1, Eq. 30 gives 1 for every head, while the paper
+        takes it for the largest eigenvalue. This returns 1 over that eigenvalue, the effective rank
+        of the min-entropy, so that a small value means low entropy for every r.
         """
         if r == 1:
             return 1 / self.eigenvalues[:, 0]
@@ -74,7 +75,7 @@ class MatrixEntropy:
 
 
 def gram(x: Tensor) -> Tensor:
-    """Gram matrices of ``x`` ``[B, H, T, D]`` over all tokens: ``[H, D, D]`` float64."""
+    """Compute Gram matrices ``[H, D, D]`` float64 of ``x`` ``[B, H, T, D]`` over all tokens."""
     total = x.new_zeros(x.shape[1], x.shape[-1], x.shape[-1], dtype=torch.float64)
     for part in x.split(CHUNK, dim=2):
         wide = part.double()
@@ -83,9 +84,10 @@ def gram(x: Tensor) -> Tensor:
 
 
 def band_entropies(grams: Tensor, pairs: int) -> Tensor:
-    """Entropies ``[..., pairs]`` of the pairs' 2 x 2 blocks in ``[..., D, D]``, over their traces.
+    """Compute entropies ``[..., pairs]`` of the pairs' 2 x 2 blocks in ``[..., D, D]``, each
+    divided by its trace.
 
-    0 where a block is zero.
+    A block of zeros has entropy 0.
     """
     diagonal = grams.diagonal(dim1=-2, dim2=-1)
     first, second = diagonal[..., :pairs], diagonal[..., pairs : 2 * pairs]
@@ -98,17 +100,19 @@ def band_entropies(grams: Tensor, pairs: int) -> Tensor:
 
 
 def matrix_entropy(grams: Tensor, counts: tuple[int, ...]) -> MatrixEntropy:
-    """Of ``[H, D, D]``, with so many pairs in each head."""
+    """Compute the entropies of ``grams`` ``[H, D, D]``; ``counts``: pairs of each head."""
     bands = [band_entropies(head, pairs) for head, pairs in zip(grams, counts, strict=True)]
     trace = grams.diagonal(dim1=-2, dim2=-1).sum(dim=-1).clamp(min=torch.finfo(grams.dtype).tiny)
-    # Rounding can leave eigenvalues of 0 just below it.
+    # Rounding can turn an eigenvalue of 0 negative.
     eigenvalues = torch.linalg.eigvalsh(grams / trace[:, None, None]).clamp(min=0).flip(-1)
     return MatrixEntropy(of_pairs(bands), eigenvalues, trace)
 
 
 def at_stage(heads: Heads, side: Side, stage: Stage, trained: Layout) -> Tensor:
-    """Queries or keys ``[B, H, T, D]`` of a layer at a stage; ``trained``: the model's layout
-    before a rescaling."""
+    """Return queries or keys ``[B, H, T, D]`` of a layer at a stage.
+
+    ``trained``: the model's layout before a rescaling.
+    """
     if stage == "pre_ntk":
         return heads.q if side == "query" else heads.k
     turned = heads.rotated_q, heads.rotated_k
@@ -122,7 +126,7 @@ def at_stage(heads: Heads, side: Side, stage: Stage, trained: Layout) -> Tensor:
 
 
 def matrix_entropy_of(heads: Heads, side: Side, stage: Stage, trained: Layout) -> MatrixEntropy:
-    """Of the queries or keys of one captured layer."""
+    """Compute the matrix entropy of the queries or keys of one captured layer."""
     x = at_stage(heads, side, stage, trained)
     return matrix_entropy(gram(x), pair_counts(heads.encoding, x.shape[1], x.shape[-1]))
 
@@ -133,14 +137,16 @@ CELLS, BLOCK = 128, 256
 
 @dataclass(frozen=True)
 class NeedleView:
-    """``prompt``: what was read, of which the last ``queries`` tokens look for the needle.
+    """Attention of heads to a needle, and the directions of their queries (DoPE, Sec. 5.4 and 5.5,
+    Fig. 2 to 6).
 
-    ``attention``: their mean attention ``[layers, query heads, T]``, and ``last`` that of the last
-    token alone. Of chosen (layer, head): ``average`` ``[T]``, the mean attention of all queries, of
-    which one gives nothing to what is behind it; ``maps``, see
-    :func:`~trainer.analysis.sinks.measure.attention_map`; ``similarity`` ``[queries, D]``, cosines of these
-    queries with the eigenvectors of all of the head's, from the largest eigenvalue on, each vector
-    with the sign that the mean query has along it.
+    ``prompt``: the prompt; its last ``queries`` tokens look for the needle. ``attention``: their
+    mean attention ``[layers, query heads, T]``; ``last``: attention of the last token alone. For
+    each chosen (layer, head): ``average`` ``[T]``, mean attention over all queries, where a query
+    counts as 0 for keys after it; ``maps``, see
+    :func:`~trainer.analysis.sinks.measure.attention_map`; ``similarity`` ``[queries, D]``, cosines
+    of the last queries with the eigenvectors of all the head's queries, in descending order of
+    eigenvalues. Each eigenvector has the sign of the mean query along it.
     """
 
     prompt: NeedlePrompt
@@ -152,22 +158,22 @@ class NeedleView:
 
     @property
     def needle(self) -> slice:
-        """Where it is."""
+        """Position of the needle."""
         return self.prompt.needle
 
     @property
     def queries(self) -> int:
-        """How many tokens look for it."""
+        """Number of tokens that look for the needle."""
         return self.prompt.question
 
     def on_needle(self) -> Array:
-        """The attention that the needle gets from them, ``[layers, query heads]``."""
+        """Sum the attention of the last queries over the needle, ``[layers, query heads]``."""
         return self.attention[..., self.needle].sum(axis=-1)
 
 
 def with_copy(ids: Tensor) -> tuple[Tensor, slice]:
-    """``ids`` ``[1, T]`` with the last tokens written at a tenth of the text as well, and where the
-    copy is."""
+    """Write the last tokens of ``ids`` ``[1, T]`` at a tenth of the text as well; return the text
+    and the copy's position."""
     T = ids.shape[1]
     tokens, start = max(1, min(COPIED, T // 8)), int(DEPTH * T)
     changed = ids.clone()
@@ -176,8 +182,11 @@ def with_copy(ids: Tensor) -> tuple[Tensor, slice]:
 
 
 def copied(ids: Tensor) -> NeedlePrompt:
-    """The first of the texts ``[B, T]`` with a copy of its end; the needle is the copy and the
-    token behind it."""
+    """Make a prompt of the first text ``[B, T]`` and a copy of its end.
+
+    The last tokens of the prompt have then occurred before, and a head that retrieves attends to
+    the copy or to the token after it. Both are the needle.
+    """
     text, copy = with_copy(ids[:1])
     return NeedlePrompt(text, slice(copy.start, copy.stop + 1), copy.stop - copy.start)
 
@@ -210,7 +219,7 @@ def needle_view(
 
 
 def _average(heads: Heads, head: int) -> Array:
-    """Mean attention of all queries ``[T]``."""
+    """Average the attention of all queries, ``[T]``."""
     T = heads.q.shape[2]
     total = torch.zeros(T, dtype=torch.float64, device=heads.q.device)
     for start in range(0, T, BLOCK):
@@ -221,7 +230,7 @@ def _average(heads: Heads, head: int) -> Array:
 
 
 def _similarity(q: Tensor, queries: int) -> Array:
-    """Of the last ``queries`` of ``q`` ``[1, T, D]``."""
+    """Compute cosines of the last ``queries`` of ``q`` ``[1, T, D]`` with all eigenvectors."""
     vectors = torch.linalg.eigh(gram(q[:, None])[0]).eigenvectors.flip(-1)
     along = q[0].double() @ vectors
     signed = along[-queries:] * along.mean(dim=0).sign()

@@ -1,5 +1,5 @@
-"""Matrix entropy of a model's heads: which are of low rank, by which measure, and what those look
-at (DoPE, Sec. 4.3 and 5.4, Fig. 2 to 6, Table 1)."""
+"""The section on matrix entropy: which heads have low rank, by which measure, and where they attend
+(DoPE, Sec. 4.3 and 5.4, Fig. 2 to 6, Table 1)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ At = tuple[Side, Stage]
 class MatrixEntropyStudy(Study):
     """Band entropies and truncated effective ranks of every head, and its attention on a needle.
 
-    The model is read with one layout, so that the two stages after the rotation are one.
+    The model is read with one layout, so the two stages after the rotation are equal.
     """
 
     key: ClassVar[str] = "matrix_entropy"
@@ -49,19 +49,19 @@ class MatrixEntropyStudy(Study):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        # Without a rotation both stages are one.
+        # Without a rotation both stages are equal.
         self.stages = STAGES if target.rotates else {ATTENDING: STAGES[ATTENDING]}
         self._found: dict[At, list[MatrixEntropy]] = {
             (side, stage): [] for side in SIDES for stage in self.stages
         }
 
     def on_layer(self, heads: Heads) -> None:
-        """Gram matrices of both sides at every stage."""
-        for (side, stage), found in self._found.items():
-            found.append(matrix_entropy_of(heads, side, stage, self.target.model.layout))
+        """Compute matrix entropies of both sides at every stage."""
+        for (side, stage), entropies in self._found.items():
+            entropies.append(matrix_entropy_of(heads, side, stage, self.target.model.layout))
 
     def section(self) -> Section:
-        """Maps, a ranking, and what the extreme heads do with a needle."""
+        """Write the section: maps, a ranking, and attention of the extreme heads on a needle."""
         scores = {at: _scores(layers) for at, layers in self._found.items()}
         bands = {at: stacked([one.bands for one in layers]) for at, layers in self._found.items()}
         shown = [BANDS, SHOWN if SHOWN in scores["query", ATTENDING] else ALL]
@@ -101,8 +101,8 @@ class MatrixEntropyStudy(Study):
             {
                 "tokens": self.target.length,
                 "heads": {
-                    f"{side} {stage}": {name: plain(of) for name, of in found.items()}
-                    for (side, stage), found in scores.items()
+                    f"{side} {stage}": {name: plain(of) for name, of in by_name.items()}
+                    for (side, stage), by_name in scores.items()
                 },
                 "bands": {f"{side} {stage}": plain(of) for (side, stage), of in bands.items()},
                 **extreme.numbers(),
@@ -114,15 +114,15 @@ class MatrixEntropyStudy(Study):
         return self.target.needle.ranked_on == "prompt"
 
     def _in_the_prompt(self, side: Side) -> dict[str, Array]:
-        """Scores of all heads in the text that has the needle."""
-        found: list[MatrixEntropy] = []
+        """Compute scores of all heads in the text with the needle."""
+        entropies: list[MatrixEntropy] = []
         layout = self.target.model.layout
         capture(
             self.target.model,
             prompt_of(self.target).ids[:1],
-            lambda heads: found.append(matrix_entropy_of(heads, side, ATTENDING, layout)),
+            lambda heads: entropies.append(matrix_entropy_of(heads, side, ATTENDING, layout)),
         )
-        return _scores(found)
+        return _scores(entropies)
 
     def _band_maps(self, bands: Mapping[At, Array]) -> Picture:
         means = {at: mean_over_heads(values) for at, values in bands.items()}
@@ -148,28 +148,30 @@ class MatrixEntropyStudy(Study):
     def _findings(
         self, scores: Mapping[At, Mapping[str, Array]], bands: Mapping[At, Array]
     ) -> list[str]:
-        size, found = self.target.model.config.head_size, []
+        size, findings = self.target.model.config.head_size, []
         for side, kind in SIDES.items():
             ranks = (
                 f"{scores[side, stage][ALL].mean():.1f} {name}"
                 for stage, name in self.stages.items()
             )
-            found.append(f"Mean effective rank of {kind}: {', '.join(ranks)}, of {size} channels.")
+            findings.append(
+                f"Mean effective rank of {kind}: {', '.join(ranks)}, of {size} channels."
+            )
         for side, kind in SIDES.items():
             of = bands[side, ATTENDING]
             turns = self._turns(of.shape)
             slow, fast = (turns > 0) & (turns < 1), turns >= 1
             if slow.any() and fast.any():
-                found.append(
+                findings.append(
                     f"Bands of {kind} that turn less than once in the training length have a mean "
                     f"entropy of {of[slow].mean():.2f} nats as they attend, faster ones "
                     f"{of[fast].mean():.2f}."
                 )
-        return found
+        return findings
 
     def _turns(self, shape: tuple[int, ...]) -> Array:
-        """How often every pair turns in the training length, ``[layers, heads, pairs]``; NaN where
-        there is no rotation."""
+        """Compute how often every pair rotates in the training length, ``[layers, heads, pairs]``;
+        NaN without rotation."""
         turns = np.full(shape, np.nan)
         layout = self.target.model.layout.at(self.target.length)
         for layer, encoding in enumerate(layout.layers):
@@ -181,12 +183,12 @@ class MatrixEntropyStudy(Study):
 
 
 def _scores(layers: list[MatrixEntropy]) -> dict[str, Array]:
-    """``[layers, heads]`` by name: the mean over bands, and the effective ranks."""
-    found = {BANDS: torch.stack([one.band_mean for one in layers])}
+    """Return ``[layers, heads]`` by name: the mean over bands, and the effective ranks."""
+    scores = {BANDS: torch.stack([one.band_mean for one in layers])}
     for r in (*(r for r in RANKS if r < layers[0].eigenvalues.shape[-1]), None):
         name = ALL if r is None else f"{ALL}, r = {r}"
-        found[name] = torch.stack([one.effective_rank(r) for one in layers])
-    return {name: values.cpu().numpy() for name, values in found.items()}
+        scores[name] = torch.stack([one.effective_rank(r) for one in layers])
+    return {name: values.cpu().numpy() for name, values in scores.items()}
 
 
 def _head_maps(scores: Mapping[At, Mapping[str, Array]], shown: list[str]) -> Picture:
@@ -206,9 +208,9 @@ def _head_maps(scores: Mapping[At, Mapping[str, Array]], shown: list[str]) -> Pi
         "has every rank and every stage.",
         ("side", "stage", "layer", "head", *(re.sub(r"\W+", "_", name) for name in names)),
         [
-            (*at, *place, *(float(found[name][place]) for name in names))
-            for at, found in scores.items()
-            for place in np.ndindex(found[BANDS].shape)
+            (*at, *place, *(float(by_name[name][place]) for name in names))
+            for at, by_name in scores.items()
+            for place in np.ndindex(by_name[BANDS].shape)
         ],
     )
 
@@ -257,21 +259,22 @@ Place = tuple[int, int]
 
 
 def ranked(scores: Array) -> list[Place]:
-    """(layer, head) of ``[layers, heads]``, from the lowest on."""
+    """Return (layer, head) of ``[layers, heads]`` in ascending order of scores."""
     order = np.argsort(scores, axis=None, kind="stable")
     return [(int(i), int(j)) for i, j in zip(*np.unravel_index(order, scores.shape), strict=True)]
 
 
 def prompt_of(target: Target) -> NeedlePrompt:
-    """What heads are shown with: the question, or a copy of the text's end."""
+    """Return the prompt that heads are shown with: the question, or a copy of the text's end."""
     return target.question or copied(target.ids)
 
 
 class ExtremeHeads:
     """The lowest and the highest query heads by each of ``scores`` (``[layers, heads]`` by name),
-    at most a quarter of all, on the target's question for a needle, or on a text that ends with
-    what it had near its beginning. Maps show the target's chosen heads, or the first of every
-    group."""
+    at most a quarter of all heads, on the target's needle prompt.
+
+    Maps show the target's chosen heads, or the first of every group.
+    """
 
     def __init__(self, target: Target, scores: Mapping[str, Array]) -> None:
         self.groups: dict[str, list[Place]] = {}
@@ -295,7 +298,7 @@ class ExtremeHeads:
         self.view: NeedleView = needle_view(target.model, prompt, self.shown)
 
     def findings(self) -> list[str]:
-        """Overlap of the groups, and where their attention is."""
+        """Report how the groups overlap and where their attention is."""
         names, view = list(self.groups), self.view
         low, other = (self.groups[names[i]] for i in (0, 2))
         needle, first = view.on_needle(), view.attention[..., 0]
@@ -322,7 +325,7 @@ class ExtremeHeads:
         ]
 
     def numbers(self) -> dict[str, Any]:
-        """For JSON: of every head."""
+        """Return numbers of every head for JSON."""
         return {
             "attention_on_needle": plain(self.view.on_needle()),
             "attention_on_first_token": plain(self.view.attention[..., 0]),
@@ -330,7 +333,7 @@ class ExtremeHeads:
         }
 
     def pictures(self) -> list[Picture]:
-        """Attention by position, attention maps, and directions."""
+        """Draw attention by position, attention maps, and directions."""
         return [self._attention(), self._heads(), self._maps(), self._directions()]
 
     def _attention(self) -> Picture:

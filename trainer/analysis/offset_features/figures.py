@@ -1,5 +1,6 @@
-"""Pictures of rotary offset features: of all pairs, and of the heads with the strongest (Rotary
-Offset Features, Fig. 1, 4, 6 to 8 and 11 to 14)."""
+"""Pictures of rotary offset features: of all pairs, of the heads with the strongest ones, of the
+stability of angles, and of the bounds after a context extension (Rotary Offset Features, Fig. 1, 2,
+4, 6 to 8, 11 to 14 and App. C)."""
 
 from __future__ import annotations
 
@@ -50,9 +51,12 @@ LOUDEST = 0.999
 
 @dataclass(frozen=True)
 class Feature:
-    """The pair of longest means of a head, one under the upper bound where there is any
-    (``possible``). ``strength`` is the product of their lengths, ``turns`` radians a token of all
-    pairs of the head."""
+    """The pair of a head with the longest means, among pairs under the upper bound if there are any
+    (``possible``).
+
+    ``strength``: product of the lengths of both means. ``turns``: radians a token of all pairs of
+    the head.
+    """
 
     possible: bool
     strength: float
@@ -62,51 +66,51 @@ class Feature:
 
     @property
     def head(self) -> str:
-        """Layer and head."""
+        """Name of the head."""
         return f"L{self.view.layer}H{self.view.head}"
 
     @property
     def name(self) -> str:
-        """Layer, head and pair."""
+        """Name of the head and the pair."""
         return f"{self.head}, pair {self.pair}"
 
 
-def first_possible(found: OffsetFeatures) -> list[int]:
-    """The first pair under the upper bound, of every spectrum that has one."""
+def first_possible(features: OffsetFeatures) -> list[int]:
+    """Return the first pair under the upper bound of every spectrum that has one."""
     firsts: dict[tuple[int, int], int] = {}
-    at = zip(found.layer[found.possible], found.head[found.possible], strict=True)
-    for key, pair in zip(at, found.pair[found.possible].tolist(), strict=True):
+    at = zip(features.layer[features.possible], features.head[features.possible], strict=True)
+    for key, pair in zip(at, features.pair[features.possible].tolist(), strict=True):
         firsts[key] = min(pair, firsts.get(key, pair))
     return sorted(set(firsts.values()))
 
 
-def scatter(found: OffsetFeatures) -> Picture:
-    """Radius and angle of every pair with the bounds (Fig. 8)."""
-    moving = found.inv_freq > 0
-    turns = found.inv_freq * found.context_length / TURN
-    bounds = np.column_stack([found.pair, found.lower_bound])[found.possible]
-    of_pairs = (found.pair, turns, found.key_radius, found.angle)
+def scatter(features: OffsetFeatures) -> Picture:
+    """Draw radius and angle of every pair with the bounds (Fig. 8)."""
+    moving = features.inv_freq > 0
+    turns = features.inv_freq * features.context_length / TURN
+    bounds = np.column_stack([features.pair, features.lower_bound])[features.possible]
+    of_pairs = (features.pair, turns, features.key_radius, features.angle)
     lower = np.unique(bounds, axis=0).reshape(-1, 2).T
     return Picture(
         "offset_features",
         radius_and_angle(
             Radii(*(values[moving] for values in of_pairs)),
             RADII,
-            first_possible(found),
+            first_possible(features),
             (lower[0], lower[1]),
         ),
         "Every rotary pair of every query head, on the left by its index, on the right by its "
-        f"turns within C = {found.context_length:,} tokens, slow pairs to the right: the radius of "
-        "its mean key, and the angle from its mean query to its mean key (rad), larger and darker "
-        "with the radius. Dashed: the upper bound; orange: the lower bound; dotted: the radii of "
-        "the table. Large pairs should lie right of the one and above the other.",
+        f"turns within C = {features.context_length:,} tokens, slow pairs to the right: the radius "
+        "of its mean key, and the angle from its mean query to its mean key (rad), larger and "
+        "darker with the radius. Dashed: the upper bound; orange: the lower bound; dotted: the "
+        "radii of the table. Large pairs should lie right of the one and above the other.",
         COLUMNS,
-        list(zip(*(getattr(found, name).tolist() for name in COLUMNS), strict=True)),
+        list(zip(*(getattr(features, name).tolist() for name in COLUMNS), strict=True)),
     )
 
 
 def channels(shown: Sequence[Feature]) -> Picture:
-    """Queries and keys of the heads along the text, every channel (Fig. 1)."""
+    """Draw queries and keys of the heads along the text, every channel (Fig. 1)."""
     columns = min(COLUMNS_OF_MAPS, len(shown))
     maps = {
         f"{one.head}, {name}": getattr(one.view, of)
@@ -142,7 +146,7 @@ def channels(shown: Sequence[Feature]) -> Picture:
 
 
 def feature_points(shown: Sequence[Feature], trained: int) -> Picture:
-    """Points of the features (Fig. 7)."""
+    """Draw the points of the features (Fig. 7)."""
     panels = [_cloud(one, one.pair, trained, one.name) for one in shown]
     kind = "under the upper bound" if shown[0].possible else "of these heads"
     return Picture(
@@ -158,11 +162,11 @@ def feature_points(shown: Sequence[Feature], trained: int) -> Picture:
 
 
 def head_points(one: Feature, trained: int, pairs: Sequence[int]) -> Picture:
-    """Points of all pairs of a head, or of some (Fig. 12 and 13)."""
-    own = [pair for pair in pairs if pair < one.view.pairs] or range(one.view.pairs)
+    """Draw the points of all pairs of a head, or of some (Fig. 12 and 13)."""
+    drawn = [pair for pair in pairs if pair < one.view.pairs] or range(one.view.pairs)
     panels = [
         _cloud(one, pair, trained, f"{pair}: {_rounded(one.turns[pair] * trained / TURN)} turns")
-        for pair in own
+        for pair in drawn
     ]
     return Picture(
         f"offset_points_{one.head}",
@@ -172,7 +176,7 @@ def head_points(one: Feature, trained: int, pairs: Sequence[int]) -> Picture:
         "index and its turns within the training length. Each panel has its own scale; lines: the "
         "means. Slow pairs whose queries and keys point away from each other are offset features.",
         POINTS_HEADER,
-        [row for pair in own for row in _point_rows(one.view, pair)],
+        [row for pair in drawn for row in _point_rows(one.view, pair)],
     )
 
 
@@ -196,14 +200,14 @@ def _each(step: int) -> str:
     return "point for each token" if step == 1 else f"point for one in {step} tokens"
 
 
-def curves(found: OffsetFeatures, shown: Sequence[Feature]) -> Picture:
-    """What every pair adds to the logit, and the sum without the feature (Fig. 4 and 6)."""
-    C = found.context_length
+def curves(features: OffsetFeatures, shown: Sequence[Feature]) -> Picture:
+    """Draw the terms of pairs in the logit, and the sum without the feature (Fig. 4 and 6)."""
+    C = features.context_length
     distances = np.unique(np.geomspace(1, C + 1, DISTANCES).astype(int)) - 1
     panels, rows = [], []
     for one in shown:
         at = one.view
-        parts = contributions(found, at.layer, at.head, distances.tolist())
+        parts = contributions(features, at.layer, at.head, distances.tolist())
         panels.append(Contributions(one.name, distances, parts, one.pair))
         total = parts.sum(axis=0)
         lines = {"all pairs": total, f"all but pair {one.pair}": total - parts[one.pair]}
@@ -228,24 +232,24 @@ LONG = 0.9
 """Quantile of the radii from which on a mean is called long."""
 
 
-def stable_angles(found: Stability) -> Picture:
-    """Circular variance by radius, of queries and of keys (Rotary Offset Features, Fig. 2)."""
+def stable_angles(stability: Stability) -> Picture:
+    """Draw circular variance by radius, of queries and of keys (Fig. 2)."""
     return Picture(
         "offset_angle_stability",
-        radius_and_variance(found.radius, found.variance, found.of_keys),
+        radius_and_variance(stability.radius, stability.variance, stability.of_keys),
         "How much the angle of a rotary pair varies over all positions, before the rotation, by "
         "the radius of its mean: 0 where it never does, 1 where angles cancel. Pairs with long "
         "means should lie below.",
         STABILITY_COLUMNS,
-        list(zip(*(getattr(found, name).tolist() for name in STABILITY_COLUMNS), strict=True)),
+        list(zip(*(getattr(stability, name).tolist() for name in STABILITY_COLUMNS), strict=True)),
     )
 
 
-def steadier(found: Stability) -> list[str]:
-    """The angles of the tenth of the pairs with the longest means beside the others'."""
+def steadier(stability: Stability) -> list[str]:
+    """Compare angles of the tenth of the pairs with the longest means with those of other pairs."""
     text = []
-    for name, of in (("queries", ~found.of_keys), ("keys", found.of_keys)):
-        radius, variance = found.radius[of], found.variance[of]
+    for name, of in (("queries", ~stability.of_keys), ("keys", stability.of_keys)):
+        radius, variance = stability.radius[of], stability.variance[of]
         long = radius > np.quantile(radius, LONG)
         if long.any():
             a, b = np.median(variance[long]), np.median(variance[~long])
@@ -263,8 +267,12 @@ FACTOR = 4
 
 
 class ExtendedBounds:
-    """The features at the training length C and, by method, at the length of the text where that
-    is longer, else at four times C."""
+    """Collect features under context extensions: the model's means, judged by the bounds of
+    rescaled frequencies (App. C).
+
+    Bounds are for the training length C as trained, and for the text's length, or 4 C if the text
+    is not longer than C, without rescaling and by each of :data:`METHODS`.
+    """
 
     def __init__(self, target: Target) -> None:
         self.C = target.training_length
@@ -285,31 +293,31 @@ class ExtendedBounds:
         return self.C if name == AS_TRAINED else self.length
 
     def update(self, heads: Heads) -> None:
-        """Take in one layer."""
+        """Add one layer."""
         for name, search in self._searches.items():
             search.update(replace(heads, encoding=heads.encoding.map(self.rescalings[name])))
 
     def results(self) -> dict[str, OffsetFeatures]:
-        """By method, the model as trained first."""
+        """Return features by method, the model as trained first."""
         return {name: search.result() for name, search in self._searches.items()}
 
     def findings(self, results: dict[str, OffsetFeatures]) -> list[str]:
-        """How many large features are still within both bounds."""
+        """Report how many large features are still within both bounds."""
         before = results[AS_TRAINED].recall[0]
         if not before.positives:
             return []
-        kept = ", ".join(
+        within = ", ".join(
             f"{name} {percent(one.recall[0].lower)}"
             for name, one in results.items()
             if name != AS_TRAINED
         )
         return [
             f"At {self.length:,} tokens both bounds hold for these shares of the pairs of radius "
-            f"{RADII[0]:g} or more: {kept}; as trained, at {self.C:,}, {percent(before.lower)}."
+            f"{RADII[0]:g} or more: {within}; as trained, at {self.C:,}, {percent(before.lower)}."
         ]
 
     def grid(self, results: dict[str, OffsetFeatures]) -> Grid:
-        """Both bounds and their recall by method."""
+        """Make a table of both bounds and their recall by method."""
         return Grid(
             f"The bounds at {self.C:,} tokens as trained, and at {self.length:,} tokens by "
             "rescaling, for the means of the model as it is: pairs under the upper bound, their "
@@ -327,17 +335,18 @@ class ExtendedBounds:
             ],
         )
 
-    def picture(self, found: OffsetFeatures) -> Picture:
-        """Turns and lower bounds of the first spectrum that rotates; large features as trained."""
+    def picture(self, features: OffsetFeatures) -> Picture:
+        """Draw the first spectrum that rotates with lower bounds, and the large features as
+        trained."""
         assert self.spectrum is not None
         methods = []
         for name, rescale in self.rescalings.items():
-            known = bounds(rescale(self.spectrum).at(self._at(name), self.C), self._at(name))
-            methods.append(Method(name, known.inv_freq * self._at(name) / TURN, known.angle))
-        large = found.key_radius >= RADII[0]
+            limits = bounds(rescale(self.spectrum).at(self._at(name), self.C), self._at(name))
+            methods.append(Method(name, limits.inv_freq * self._at(name) / TURN, limits.angle))
+        large = features.key_radius >= RADII[0]
         return Picture(
             "extended_bounds",
-            extended_bounds(methods, found.pair[large], found.angle[large]),
+            extended_bounds(methods, features.pair[large], features.angle[large]),
             f"The bounds at {self.C:,} tokens as trained and at {self.length:,} tokens by "
             "rescaling. Left: turns of every pair within the length (logarithmic); below the "
             "dashed line it can be an offset feature. Right: the lower bounds of these pairs, and "
@@ -352,10 +361,10 @@ class ExtendedBounds:
 
 
 def percent(share: float | None) -> str:
-    """Of 1; a dash for none."""
+    """Format a share as a percentage; a dash for None."""
     return "–" if share is None else f"{share:.0%}"
 
 
 def number(value: float | None) -> str:
-    """With two decimals; a dash for none."""
+    """Format with two decimals; a dash for None."""
     return "–" if value is None else f"{value:.2f}"

@@ -1,11 +1,14 @@
-"""How much of the attention on the first token one rotary pair explains (Rotary Offset Features,
-Sec. 4.2): the key of a sink lies towards the mean query of the pair or near the origin, all other
-keys away from the queries.
+"""Effects of single rotary pairs on attention (Rotary Offset Features, Sec. 4.2 and 4.3.1),
+measured on the queries of a :class:`~trainer.analysis.attention.SampledAttention`.
 
-Two measures, of the queries of a :class:`~trainer.analysis.attention.SampledAttention`. The
-*margin* is what the score of the first key is above the mean score of the other keys a query sees;
-it is a sum over pairs and the channels that stand still. The *weight* is the attention on the first
-key, as it is and with one pair's part taken out of all scores.
+Sinks: the key of a sink lies towards the mean query of the pair or near the origin, and all other
+keys lie away from the queries. The *margin* is the score of the first key minus the mean score of
+the other visible keys; it is a sum over pairs and the channels that do not rotate. The *weight* is
+the attention on the first key, with all pairs and without one pair's part of the scores.
+
+The token before: a pair of means adds |q| |k| cos(phi - theta delta) to the logit at distance
+delta, most at phi / theta tokens. Of feature 0 of Phi-1 the largest heads have an angle phi of
+about theta, the rotation by one token: "these are features that select for the previous token".
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ from trainer.report.words import counted
 
 @dataclass(frozen=True)
 class SinkPart:
-    """What ``pair`` does to the attention of a query head on the first token, means over queries.
+    """Effect of ``pair`` on a query head's attention on the first token, means over queries.
 
-    ``weight``, ``without``: that attention, and what it is without the pair's part of the scores;
-    ``control``: without another pair's, NaN where there is none to compare with. ``first_key``:
-    length of the first key in the pair, before the encoding, over that of the mean key.
-    ``margin``: of the scores, scaled; ``parts`` ``[pairs]``: of it, by pair.
+    ``weight``: that attention; ``without``: without the pair's part of the scores; ``control``:
+    without another pair's part, NaN if there is no other. ``first_key``: length of the first key in
+    the pair, before the encoding, divided by that of the mean key. ``margin``: the scaled margin of
+    the scores; ``parts`` ``[pairs]``: the part of each pair.
     """
 
     layer: int
@@ -48,12 +51,13 @@ class SinkPart:
 
     @property
     def explained(self) -> float:
-        """The share of the attention that goes without the pair; negative where it grows."""
+        """Share of the attention that disappears without the pair; negative if attention grows."""
         return 1 - self.without / max(self.weight, np.finfo(float).tiny)
 
 
 def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) -> SinkPart | None:
-    """Of one query head over all texts; None where no query sees another key than the first."""
+    """Measure one query head over all texts; return None if no query sees another key than the
+    first."""
     sampled = sampled_attention(heads, head)
     if sampled is None:
         return None
@@ -63,7 +67,7 @@ def sink_part(heads: Heads, head: int, pair: int, control: int | None = None) ->
     def weight(without: int | None = None) -> float:
         return float(sampled.weights(without)[..., 0].double().mean())
 
-    # The mean of the keys 1 to i, for every query i; less the first key, and times the query.
+    # Mean of the keys 1 to i for every query i; then minus the first key, times the query.
     others = k[:, 1:].double().cumsum(dim=1)[:, at - 1] / at[:, None]
     by_channel = (q * (k[:, :1] - others) * heads.scale).mean(dim=(0, 1))
     turning = by_channel[: 2 * pairs].unflatten(0, (2, pairs)).sum(dim=0)
@@ -88,27 +92,27 @@ SINK_HEADER = (
 
 
 class OffsetSinks:
-    """Collects, of heads with a pair under the upper bound, what the strongest such pair does."""
+    """Collect the effect of each head's strongest pair under the upper bound on its sink."""
 
     def __init__(self) -> None:
         self._found: list[SinkPart] = []
 
     def update(self, heads: Heads, head: int, pair: int, fast: int | None) -> None:
-        """Take in one head of a layer, the pair to take out, and a faster one to compare with."""
-        if (found := sink_part(heads, head, pair, fast)) is not None:
-            self._found.append(found)
+        """Add one head of a layer, the pair to leave out, and a faster one to compare with."""
+        if (sink := sink_part(heads, head, pair, fast)) is not None:
+            self._found.append(sink)
 
     def part(self, target: Target) -> Part:
-        """A figure, a table and sentences; empty where no head has such a pair."""
-        found = self._found
-        if not found:
+        """Return a figure, a table and findings; empty if no head has such a pair."""
+        parts = self._found
+        if not parts:
             return Part()
-        sinks = sorted((one for one in found if one.weight >= SINK), key=lambda one: -one.weight)
-        rows = [_sink_row(one) for one in found]
+        sinks = sorted((one for one in parts if one.weight >= SINK), key=lambda one: -one.weight)
+        rows = [_sink_row(one) for one in parts]
         columns = dict(zip(SINK_HEADER, zip(*rows, strict=True), strict=True))
         return Part(
-            tuple(_sink_findings(sinks, len(found))),
-            (_sink_picture(found, rows, len(target.model.layout.layers)),),
+            tuple(_sink_findings(sinks, len(parts))),
+            (_sink_picture(parts, rows, len(target.model.layout.layers)),),
             (_sink_table(sinks[:SHOWN], len(sinks)),) if sinks else (),
             {"sinks": {name: plain(np.array(values)) for name, values in columns.items()}},
         )
@@ -147,7 +151,7 @@ def _sink_findings(sinks: list[SinkPart], heads: int) -> list[str]:
     ]
 
 
-def _sink_picture(found: list[SinkPart], rows: list[tuple[float, ...]], layers: int) -> Picture:
+def _sink_picture(parts: list[SinkPart], rows: list[tuple[float, ...]], layers: int) -> Picture:
     layer, weight, without, margin, of_pair = (
         np.array([row[SINK_HEADER.index(name)] for row in rows])
         for name in ("layer", "attention", "attention_without", "margin", "margin_of_pair")
@@ -204,7 +208,8 @@ STEP_HEADER = (
 
 @dataclass(frozen=True)
 class Fastest:
-    """The fastest pair of a query head: attention on the token before, as it is and without it."""
+    """Attention of a query head on the token before, as it is and ``without`` the head's fastest
+    pair."""
 
     layer: int
     head: int
@@ -214,13 +219,13 @@ class Fastest:
 
 
 class OffsetSteps:
-    """Collects what the fastest pair of every head does for attention on the token before."""
+    """Collect the effect of every head's fastest pair on attention on the token before."""
 
     def __init__(self) -> None:
         self._found: list[Fastest] = []
 
     def update(self, heads: Heads) -> None:
-        """Take in one layer."""
+        """Add one layer."""
         C = heads.training_length
         for head in range(heads.q.shape[1]):
             spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
@@ -235,17 +240,19 @@ class OffsetSteps:
             ]
             self._found.append(Fastest(heads.layer, head, pair, *weights))
 
-    def part(self, found: OffsetFeatures, layers: int) -> Part:
-        """A figure, a table and sentences about the means ``found`` of a model of ``layers``."""
+    def part(self, features: OffsetFeatures, layers: int) -> Part:
+        """Return a figure, a table and findings; ``layers``: number of the model's layers."""
         if not self._found:
             return Part()
         places = {
             place: row
-            for row, place in enumerate(zip(found.layer, found.head, found.pair, strict=True))
+            for row, place in enumerate(
+                zip(features.layer, features.head, features.pair, strict=True)
+            )
         }
         at = np.array([places[one.layer, one.head, one.pair] for one in self._found])
-        columns = {name: getattr(found, name)[at] for name in STEP_HEADER[:7]}
-        # An angle just under a full turn is -0.1 steps rather than 6.2.
+        columns = {name: getattr(features, name)[at] for name in STEP_HEADER[:7]}
+        # Treat an angle just under a full turn as -0.1 steps, not as 6.2.
         turned = np.mod(columns["angle"] + columns["inv_freq"] / 2, TURN)
         columns["steps"] = turned / columns["inv_freq"] - 0.5
         columns["attention"] = np.array([one.previous for one in self._found])
@@ -259,7 +266,7 @@ class OffsetSteps:
 
 
 def _at_a_step(columns: dict[str, Array]) -> Array:
-    """Which pairs add most at distance 1, of all whole distances."""
+    """Select pairs whose term is largest at distance 1, among whole distances."""
     return (columns["steps"] >= 0.5) & (columns["steps"] < 1.5)
 
 

@@ -1,9 +1,10 @@
 """Rotary offset features: slow pairs whose queries and keys have large means at a fixed angle, and
-the bounds on frequency and angle that predict them (Rotary Offset Features, Sec. 3 and Table 2).
+the bounds on frequency and angle that predict them (Rotary Offset Features, Sec. 3, Fig. 2 and
+Table 2).
 
-With the key still and the query turning, a pair of means at the initial angle phi contributes
-|q| |k| cos(phi - theta delta) to the dot product. It stays below its value at distance 0 up to the
-context length C when theta < 2 pi / C and phi >= pi + theta C / 2.
+For a fixed key and a rotating query, a pair of means at the initial angle phi contributes |q| |k|
+cos(phi - theta delta) to the dot product. This stays below its value at distance 0 up to the
+context length C if theta < 2 pi / C and phi >= pi + theta C / 2.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ RADII = (6.0, 9.0, 12.0)
 
 @dataclass(frozen=True)
 class Bounds:
-    """``[pairs]`` each. ``inv_freq``: theta, radians a token. ``possible``: whether theta is under
-    its upper bound. ``angle``: the lower bound on phi, radians; above 2 pi where theta is not."""
+    """Bounds of every pair, ``[pairs]`` each.
+
+    ``inv_freq``: theta, radians a token. ``possible``: whether theta is under its upper bound.
+    ``angle``: the lower bound on phi in radians; above 2 pi where theta is not under its bound.
+    """
 
     inv_freq: Array
     possible: Array
@@ -46,11 +50,11 @@ def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
 
 @dataclass(frozen=True)
 class Recall:
-    """How many pairs with a large radius the bounds predict (Table 2).
+    """Number of pairs with a large radius that the bounds predict (Table 2).
 
-    ``positives``: pairs whose mean key is at least ``radius`` long. Shares of them (None of none):
-    ``upper``: under the upper bound; ``lower``: also above the lower bound; ``relaxed``: above the
-    lower bound less 0.1 rad.
+    ``positives``: number of pairs whose mean key is at least ``radius`` long. Shares of them, None
+    without positives: ``upper``: under the upper bound; ``lower``: also above the lower bound;
+    ``relaxed``: above the lower bound minus 0.1 rad.
     """
 
     radius: float
@@ -66,8 +70,8 @@ class OffsetFeatures:
 
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
     ``query_radius``, ``key_radius``: lengths of the means. ``possible``, ``lower_bound``: see
-    :class:`Bounds`. ``share``, ``mean_lower_bound``: over all entries. ``scale``: what the dot
-    product of a query and a key is multiplied by.
+    :class:`Bounds`. ``share``, ``mean_lower_bound``: of possible pairs, over all entries.
+    ``scale``: factor on the dot product of a query and a key.
     """
 
     context_length: int
@@ -87,9 +91,9 @@ class OffsetFeatures:
 
 
 class OffsetFeatureSearch:
-    """Collects mean queries and keys of every layer before their encoding.
+    """Collect mean queries and keys of every layer before their encoding.
 
-    ``context_length``: C, in tokens; None takes the training length.
+    ``context_length``: C in tokens; None uses the training length.
     """
 
     def __init__(self, context_length: int | None = None) -> None:
@@ -99,7 +103,7 @@ class OffsetFeatureSearch:
         self._training_length, self._scale = 0, 1.0
 
     def update(self, heads: Heads) -> None:
-        """Take in one layer of one or more texts."""
+        """Add one layer of one or more texts."""
         self._spectra[heads.layer] = heads.encoding.spectra
         self._training_length, self._scale = heads.training_length, heads.scale
         self._averages.add(
@@ -118,19 +122,19 @@ class OffsetFeatureSearch:
         columns: dict[str, list[Array]] = {name: [] for name in COLUMNS}
         for at, layer in enumerate(layers):
             for head in range(q.shape[1]):
-                known = bounds(self._spectra[layer][head // group].at(C, trained), C)
-                pairs = len(known.inv_freq)
+                limits = bounds(self._spectra[layer][head // group].at(C, trained), C)
+                pairs = len(limits.inv_freq)
                 of_q, of_k = (_complex(x, pairs) for x in (q[at, head], k[at, head // group]))
                 values = (
                     np.full(pairs, layer),
                     np.full(pairs, head),
                     np.arange(pairs),
-                    known.inv_freq,
+                    limits.inv_freq,
                     np.abs(of_q),
                     np.abs(of_k),
                     np.mod(np.angle(of_k) - np.angle(of_q), TURN),
-                    known.possible,
-                    known.angle,
+                    limits.possible,
+                    limits.angle,
                 )
                 for name, value in zip(COLUMNS, values, strict=True):
                     columns[name].append(value)
@@ -153,7 +157,7 @@ COLUMNS = (
 
 
 def _complex(vector: Array, pairs: int) -> Array:
-    """Rotated channels m and m + pairs as one complex number."""
+    """Combine rotated channels m and m + pairs into complex numbers."""
     return vector[:pairs] + 1j * vector[pairs : 2 * pairs]
 
 
@@ -197,26 +201,27 @@ def shared(one: OffsetFeatures, other: OffsetFeatures) -> tuple[OffsetFeatures, 
     return first, second
 
 
-def judged(found: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatures:
-    """Combine the means of ``found`` with the bounds of ``by``; both have the same entries."""
-    columns = {name: getattr(found, name) for name in COLUMNS}
+def judged(features: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatures:
+    """Combine the means of ``features`` with the bounds of ``by``; both have the same entries."""
+    columns = {name: getattr(features, name) for name in COLUMNS}
     columns |= {name: getattr(by, name) for name in ("inv_freq", "possible", "lower_bound")}
-    return _counted(by.context_length, found.scale, columns)
+    return _counted(by.context_length, features.scale, columns)
 
 
-def _only(found: OffsetFeatures, at: Array) -> OffsetFeatures:
-    columns = {name: getattr(found, name)[at] for name in COLUMNS}
-    return _counted(found.context_length, found.scale, columns)
+def _only(features: OffsetFeatures, at: Array) -> OffsetFeatures:
+    columns = {name: getattr(features, name)[at] for name in COLUMNS}
+    return _counted(features.context_length, features.scale, columns)
 
 
 def contributions(
     features: OffsetFeatures, layer: int, head: int, distances: Sequence[int]
 ) -> Array:
-    """What the means of every pair add to the logit of a key so many tokens back (Eq. 14, Fig. 4).
+    """Compute the terms that the means of every pair add to the logit of a key so many tokens back
+    (Eq. 14, Fig. 4).
 
     Returns:
-        ``[pairs, distances]``, scaled as scores are; their sum over pairs is the logit, and
-        without one row what it would be without that pair (Fig. 6).
+        ``[pairs, distances]``, scaled like scores. Their sum over pairs is the logit; without one
+            row it is the logit without that pair (Fig. 6).
     """
     chosen = (features.layer == layer) & (features.head == head)
     size = features.query_radius[chosen] * features.key_radius[chosen]
@@ -229,10 +234,12 @@ STABILITY_COLUMNS = "of_keys", "layer", "head", "pair", "radius", "variance"
 
 @dataclass(frozen=True)
 class Stability:
-    """Every rotated pair of every query head and of every key-value head, one entry each.
+    """Stability of the angles of every rotated pair of every query head and of every key-value
+    head, one entry each (Fig. 2).
 
-    ``of_keys``: whether of keys, whose ``head`` is a key-value head. ``radius``: length of the mean
-    over all positions, before the encoding; ``variance``: the circular variance of its angles.
+    ``of_keys``: whether the entry is of keys, whose ``head`` is a key-value head. ``radius``:
+    length of the mean over all positions, before the encoding. ``variance``: circular variance of
+    the angles a_1 .. a_n, 1 - |mean of exp(i a)|: 0 if all are equal, 1 if they cancel.
     """
 
     of_keys: Array
@@ -244,7 +251,7 @@ class Stability:
 
 
 class AngleStability:
-    """Collects means, and means of directions, of every layer before its encoding."""
+    """Collect means, and means of directions, of every layer before its encoding."""
 
     def __init__(self) -> None:
         self._averages = Averages()
@@ -252,7 +259,7 @@ class AngleStability:
         self._group = 1
 
     def update(self, heads: Heads) -> None:
-        """Take in one layer of one or more texts."""
+        """Add one layer of one or more texts."""
         spectra = heads.encoding.spectra
         self._spectra[heads.layer], self._group = spectra, heads.queries_per_key
         q = [_means(x, spectra[i // self._group]) for i, x in enumerate(heads.q.unbind(1))]
@@ -260,7 +267,7 @@ class AngleStability:
         self._averages.add(heads.layer, q=torch.stack(q, dim=1), k=torch.stack(k, dim=1))
 
     def result(self) -> Stability:
-        """Of all positions and texts taken in."""
+        """Compute the stability over all positions and texts seen so far."""
         columns: dict[str, list[Array]] = {name: [] for name in STABILITY_COLUMNS}
         for name in ("q", "k"):
             for layer, of_layer in zip(
@@ -283,13 +290,16 @@ class AngleStability:
 
 
 def _means(x: Tensor, spectrum: Spectrum) -> Tensor:
-    """Of one head ``[B, T, D]``: the mean and the mean direction of every pair, ``[B, 2, 2, D/2]``,
-    with zeros behind those that the spectrum has."""
+    """Compute the mean and the mean direction of every pair of one head ``[B, T, D]``: ``[B, 2, 2,
+    D/2]``.
+
+    Entries beyond the spectrum's pairs are 0.
+    """
     pairs = len(spectrum.inv_freq)
     channels = torch.stack([x[..., :pairs], x[..., pairs : 2 * pairs]], dim=1)
     length = channels.norm(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    found = [of.mean(dim=2, dtype=torch.float64) for of in (channels, channels / length)]
-    return torch.nn.functional.pad(torch.stack(found, dim=1), (0, x.shape[-1] // 2 - pairs))
+    means = [of.mean(dim=2, dtype=torch.float64) for of in (channels, channels / length)]
+    return torch.nn.functional.pad(torch.stack(means, dim=1), (0, x.shape[-1] // 2 - pairs))
 
 
 POINTS, CELLS = 1000, 256
@@ -298,10 +308,11 @@ POINTS, CELLS = 1000, 256
 
 @dataclass(frozen=True)
 class HeadView:
-    """Of the first text. Pair m of ``pairs`` is channels m and m + pairs.
+    """One query head and the keys that it reads in the first text, before their encoding (Fig. 1,
+    7, 12 and 13).
 
-    ``query``, ``key``: ``[n, D]``, one in ``step`` tokens. ``query_map``, ``key_map``:
-    ``[D, cells]``, means over ``cell`` neighbouring tokens.
+    Pair m of ``pairs`` is channels m and m + pairs. ``query``, ``key``: ``[n, D]``, one token in
+    ``step``. ``query_map``, ``key_map``: ``[D, cells]``, means over ``cell`` neighbouring tokens.
     """
 
     layer: int
@@ -315,13 +326,13 @@ class HeadView:
     key_map: Array
 
     def points(self, pair: int) -> tuple[Array, Array]:
-        """Queries and keys of one pair, ``[n, 2]`` each."""
+        """Return queries and keys of one pair, ``[n, 2]`` each."""
         channels = [pair, pair + self.pairs]
         return self.query[:, channels], self.key[:, channels]
 
 
 def head_view(heads: Heads, head: int) -> HeadView:
-    """Of query head ``head``; what it keeps does not grow with the text."""
+    """Sample query head ``head``; the size of the result does not grow with the text."""
     kv, length = head // heads.queries_per_key, heads.q.shape[2]
     of_q, of_k = heads.q[0, head], heads.k[0, kv]
     step, cell = -(-length // POINTS), -(-length // CELLS)

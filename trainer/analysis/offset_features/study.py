@@ -1,5 +1,5 @@
-"""Rotary offset features of a model: where its mean queries and keys are large, whether the bounds
-predict it, and what they do for attention sinks (Rotary Offset Features, Sec. 4, Table 2)."""
+"""The sections on rotary offset features: of one model (Rotary Offset Features, Sec. 4, Table 2),
+and of two models on one text, such as a model and its extension (App. C, Fig. 15 and 16)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SHOWN = 3
 
 
 class OffsetFeaturesStudy(Study):
-    """Radii and angles of every pair, their bounds, these bounds at a longer length, and sinks."""
+    """Radii and angles of every pair, their bounds, the bounds at a longer length, and sinks."""
 
     key: ClassVar[str] = "offset_features"
     title: ClassVar[str] = "Rotary offset features"
@@ -67,14 +67,15 @@ class OffsetFeaturesStudy(Study):
 
     @classmethod
     def problems(cls, target: Target) -> list[str]:
-        """Without a rotation there are no pairs."""
+        """Also refuse models without rotation, which have no pairs."""
         if target.rotates:
             return []
         return ["expected a model with a rotary encoding, got one without rotation in any head."]
 
     def on_layer(self, heads: Heads) -> None:
-        """Means of all pairs; the strongest one of every head, and of some heads its points."""
-        # Once for all: the temporary float64 copies of a layer leave holes in memory.
+        """Add the means of all pairs, the strongest pair of every head, and the points of some
+        heads."""
+        # Convert once for all: temporary float64 copies of a layer fragment memory.
         means = replace(
             heads,
             q=heads.q.mean(dim=2, keepdim=True, dtype=torch.float64),
@@ -109,28 +110,33 @@ class OffsetFeaturesStudy(Study):
     def _strongest(
         self, means: Heads, head: int
     ) -> tuple[bool, float, int, int, int | None] | None:
-        """The pair of longest means, of those under the upper bound where there are any: whether
-        it is, the product of the lengths, head and index; and the strongest of the faster pairs.
-        None where nothing rotates."""
+        """Find the pair of a head with the longest means, under the upper bound if any pair is.
+
+        Returns:
+            whether the pair is under the upper bound, the product of the lengths, the head, the
+                pair, and the strongest of the faster pairs if there are any. None if the head does
+                not rotate.
+        """
         C, kv = self.target.training_length, head // means.queries_per_key
-        known = bounds(means.encoding.spectra[kv].at(C, C), C)
-        moving = known.inv_freq > 0
+        limits = bounds(means.encoding.spectra[kv].at(C, C), C)
+        moving = limits.inv_freq > 0
         if not moving.any():
             return None
-        among = known.possible if known.possible.any() else moving
+        among = limits.possible if limits.possible.any() else moving
         pairs = len(among)
         size = _radii(means.q[:, head], pairs) * _radii(means.k[:, kv], pairs)
         pair = int(np.where(among, size, -1).argmax())
-        faster = moving & ~known.possible
+        faster = moving & ~limits.possible
         fast = int(np.where(faster, size, -1).argmax()) if faster.any() else None
-        return bool(known.possible[pair]), float(size[pair]), head, pair, fast
+        return bool(limits.possible[pair]), float(size[pair]), head, pair, fast
 
     def section(self) -> Section:
-        """Scatter plots, heads with their pairs, curves by distance, sinks, and the tables."""
+        """Write the section: scatter plots, heads with their pairs, curves by distance, sinks,
+        tables."""
         results = self._extended.results()
-        found = results[AS_TRAINED]
+        features = results[AS_TRAINED]
         stability, sinks = self._stability.result(), self._sinks.part(self.target)
-        steps = self._steps.part(found, len(self.target.model.layout.layers))
+        steps = self._steps.part(features, len(self.target.model.layout.layers))
         return Section(
             self.key,
             self.title,
@@ -151,23 +157,23 @@ class OffsetFeaturesStudy(Study):
             "Rotary Offset Features in Large Language Models, Eq. 13–16, Sec. 4.2 and 4.3.1, "
             "Table 2, Fig. 1, 2, 4, 6–8 and 11–14, App. C.",
             (
-                *_findings(found, self._features),
+                *_findings(features, self._features),
                 *steadier(stability),
                 *sinks.findings,
                 *steps.findings,
                 *self._extended.findings(results),
             ),
             (
-                scatter(found),
+                scatter(features),
                 stable_angles(stability),
-                *self._of_heads(found),
+                *self._of_heads(features),
                 *sinks.pictures,
                 *steps.pictures,
-                self._extended.picture(found),
+                self._extended.picture(features),
             ),
-            (table(found), self._extended.grid(results), *sinks.grids, *steps.grids),
+            (table(features), self._extended.grid(results), *sinks.grids, *steps.grids),
             {
-                "context_length": found.context_length,
+                "context_length": features.context_length,
                 "extended_length": self._extended.length,
                 "methods": {
                     name: {
@@ -177,14 +183,14 @@ class OffsetFeaturesStudy(Study):
                     }
                     for name, one in results.items()
                 },
-                "features": {name: plain(getattr(found, name)) for name in COLUMNS},
+                "features": {name: plain(getattr(features, name)) for name in COLUMNS},
             }
             | sinks.numbers
             | steps.numbers,
         )
 
-    def _of_heads(self, found: OffsetFeatures) -> list[Picture]:
-        """Pictures of the strongest heads, or of the chosen ones that rotate."""
+    def _of_heads(self, features: OffsetFeatures) -> list[Picture]:
+        """Draw the strongest heads, or the chosen ones that rotate."""
         shown, C = self._features, self.target.training_length
         if not shown:
             return []
@@ -193,61 +199,62 @@ class OffsetFeaturesStudy(Study):
             channels(shown),
             feature_points(shown, C),
             *(head_points(one, C, self.target.pairs) for one in whole),
-            curves(found, shown),
+            curves(features, shown),
         ]
 
 
 def _radii(x: Tensor, pairs: int) -> Array:
-    """Lengths of the means of all pairs, ``[pairs]``, of the texts' means ``[B, 1, D]``."""
+    """Return the lengths of the means of all pairs, ``[pairs]``, from the texts' means ``[B, 1,
+    D]``."""
     mean = x.mean(dim=(0, 1)).cpu().numpy()
     return np.hypot(mean[:pairs], mean[pairs : 2 * pairs])
 
 
-def table(found: OffsetFeatures) -> Grid:
-    """How many large pairs the bounds predict (Table 2)."""
+def table(features: OffsetFeatures) -> Grid:
+    """Make a table of how many large pairs the bounds predict (Table 2)."""
     return Grid(
-        f"Of {len(found.angle):,} pairs, {percent(found.share)} are under the upper bound (UB), "
-        f"with a mean lower bound (LB) of {number(found.mean_lower_bound)} rad. Recall: the share "
-        "of the pairs with so long a mean key that is under the one, and above the other, or the "
-        "other less 0.1 rad.",
+        f"Of {len(features.angle):,} pairs, {percent(features.share)} are under the upper bound "
+        f"(UB), with a mean lower bound (LB) of {number(features.mean_lower_bound)} rad. Recall: "
+        "the share of the pairs with so long a mean key that is under the one, and above the "
+        "other, or the other less 0.1 rad.",
         ("min. radius", "pairs", "UB recall", "LB recall", "LB − 0.1 recall"),
         [
             (f"{one.radius:g}", one.positives, *map(percent, (one.upper, one.lower, one.relaxed)))
-            for one in found.recall
+            for one in features.recall
         ],
     )
 
 
-def _findings(found: OffsetFeatures, shown: Sequence[Feature]) -> list[str]:
-    C = found.context_length
+def _findings(features: OffsetFeatures, shown: Sequence[Feature]) -> list[str]:
+    C = features.context_length
     text = [
-        f"{percent(found.share)} of {len(found.angle):,} pairs turn less than once in {C:,} "
-        f"tokens; the mean of their lower bounds is {number(found.mean_lower_bound)} rad."
+        f"{percent(features.share)} of {len(features.angle):,} pairs turn less than once in {C:,} "
+        f"tokens; the mean of their lower bounds is {number(features.mean_lower_bound)} rad."
     ]
-    for one in found.recall:
+    for one in features.recall:
         if one.positives:
             text.append(
                 f"Of the {one.positives:,} pairs of radius {one.radius:g} or more, "
                 f"{percent(one.upper)} are under the upper bound, {percent(one.lower)} also above "
                 f"the lower bound, {percent(one.relaxed)} above it less 0.1 rad."
             )
-    if not found.recall[0].positives:
+    if not features.recall[0].positives:
         text.append(
-            f"No pair has a radius of {found.recall[0].radius:g}; the largest is "
-            f"{found.key_radius.max():.2f}."
+            f"No pair has a radius of {features.recall[0].radius:g}; the largest is "
+            f"{features.key_radius.max():.2f}."
         )
     if shown and shown[0].possible:
-        text.append(_strongest(found, shown[0]))
+        text.append(_strongest(features, shown[0]))
     return text
 
 
-def _strongest(found: OffsetFeatures, one: Feature) -> str:
-    at, C = one.view, found.context_length
-    parts = contributions(found, at.layer, at.head, range(C + 1))[one.pair]
+def _strongest(features: OffsetFeatures, one: Feature) -> str:
+    at, C = one.view, features.context_length
+    parts = contributions(features, at.layer, at.head, range(C + 1))[one.pair]
     (row,) = np.flatnonzero(
-        (found.layer == at.layer) & (found.head == at.head) & (found.pair == one.pair)
+        (features.layer == at.layer) & (features.head == at.head) & (features.pair == one.pair)
     )
-    angle, lower = found.angle[row], found.lower_bound[row]
+    angle, lower = features.angle[row], features.lower_bound[row]
     text = (
         f"The strongest pair under the upper bound is {one.name}: angle {angle:.2f} rad, lower "
         f"bound {lower:.2f}. Its part of the logit is {parts[0]:.1f} at distance 0 and "
@@ -265,7 +272,7 @@ LONG = 0.9
 
 
 class OffsetChanges:
-    """``before`` and ``after`` read the same text, no further than both were trained for."""
+    """Compare two models that read the same text, up to the shorter training length."""
 
     key: ClassVar[str] = "offset_changes"
     title: ClassVar[str] = "Rotary offset features of two models"
@@ -276,7 +283,7 @@ class OffsetChanges:
         self.length = min(before.length, before.training_length, after.training_length)
 
     def run(self) -> Section:
-        """Read the text with both models, and compare."""
+        """Read the text with both models and write the section."""
         before, after = self._features(self.before), self._features(self.after)
         part = self._heads(before, after)
         tables = {
@@ -325,10 +332,10 @@ class OffsetChanges:
             for t in (self.before, self.after)
         ]
         if shapes[0] != shapes[1]:
-            said = (
+            refusal = (
                 f"Heads were not compared: the models have {' and '.join(shapes)} layers and heads."
             )
-            return Part((said,))
+            return Part((refusal,))
         was, now = shared(before, after)
         if not len(was.pair):
             return Part(("Heads were not compared: no layer rotates in both models.",))
@@ -356,12 +363,15 @@ class OffsetChanges:
         )
 
     def _shown(self, was: OffsetFeatures, change: Array) -> list[int]:
-        """The pairs asked for, or those under the upper bound before, or all where there are none,
-        that on average lost and gained most."""
-        there = np.unique(was.pair)
-        if asked := [pair for pair in self.after.pairs if pair in there]:
+        """Return the chosen pairs, or the two whose mean radius shrank and grew most.
+
+        Without chosen pairs, only pairs that were under the upper bound are considered, if rotating
+        are any.
+        """
+        rotating = np.unique(was.pair)
+        if asked := [pair for pair in self.after.pairs if pair in rotating]:
             return asked
-        index = np.unique(was.pair[was.possible]) if was.possible.any() else there
+        index = np.unique(was.pair[was.possible]) if was.possible.any() else rotating
         means = [change[was.pair == pair].mean() for pair in index]
         return sorted({int(index[np.argmin(means)]), int(index[np.argmax(means)])})
 
@@ -436,7 +446,7 @@ HEADER = ("layer", "head", "pair", "radius_before", "radius_after", "angle_befor
 def _rows(
     was: OffsetFeatures, now: OffsetFeatures, pairs: list[int] | None = None
 ) -> tuple[tuple[str, ...], list[tuple[float, ...]]]:
-    """Header and rows of a file about these pairs, or about all."""
+    """Return header and rows of a CSV file about these pairs, or about all."""
     at = np.isin(was.pair, pairs) if pairs is not None else slice(None)
     columns = (was.layer, was.head, was.pair, was.key_radius, now.key_radius, was.angle, now.angle)
     return HEADER, list(zip(*(column[at].tolist() for column in columns), strict=True))

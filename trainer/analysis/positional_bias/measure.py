@@ -1,10 +1,11 @@
-"""Positional bias of attention heads, and its gradients (DroPE Sec. 3, App. B).
+"""Positional bias of attention heads, its gradients, prefix spreads, and the same for the model's
+shape before training (DroPE Sec. 3, App. B).
 
-For a head on the key s tokens back, s = 0 (diagonal) or 1 (previous token), the centred weights of
-Def. 3.1 are c_ij = 1 at j = i - s and -1 / (n_i - 1) at the other n_i - 1 keys that query i sees.
-With a_i the attention on that key, A^c = mean_i (a_i n_i - 1) / (n_i - 1), or with a learned sink
-mean_i (a_i n_i - S_i) / (n_i - 1), S_i what it leaves to the keys; a query without such a key, or
-with no other, counts as 0.
+A head is measured on the key s tokens back, s = 0 (diagonal) or 1 (previous token). The centred
+weights of Def. 3.1 are c_ij = 1 at j = i - s and -1 / (n_i - 1) at the other n_i - 1 keys that
+query i sees. With a_i the attention on that key, A^c = mean_i (a_i n_i - 1) / (n_i - 1). With a
+learned sink it is mean_i (a_i n_i - S_i) / (n_i - 1), where S_i is the attention left for the keys.
+A query that does not see such a key, or sees no other, counts as 0.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ BLOCK = 256
 
 
 def _has_target(visible: Tensor, shift: int) -> Tensor:
-    """Queries that see the key ``shift`` tokens back, and another one."""
+    """Return which queries see the key ``shift`` tokens back and another one."""
     return (visible > max(shift, 1)).to(torch.float64)
 
 
 def positional_bias(
     weight: Tensor, visible: Tensor, shift: int, learned: Tensor | float = 0.0
 ) -> Tensor:
-    """A^c ``[...]`` of the attention ``weight`` ``[..., T]`` on the key ``shift`` tokens back.
+    """Compute A^c ``[...]`` from the attention ``weight`` ``[..., T]`` on the key ``shift`` tokens
+    back.
 
-    ``visible``: ``[T]``, keys that every query sees. ``learned``: weight on a learned sink.
+    ``visible``: ``[T]``, number of keys that each query sees. ``learned``: attention on a learned
+    sink.
     """
     bias = (weight.double() * visible - 1 + learned) / (visible - 1).clamp(min=1)
     return (bias * _has_target(visible, shift)).mean(dim=-1)
@@ -50,7 +53,7 @@ def positional_bias(
 
 @dataclass(frozen=True)
 class BiasResult:
-    """A^c ``[layers, query heads]`` towards the diagonal and the previous token, of at most 1."""
+    """A^c ``[layers, query heads]`` towards the diagonal and the previous token, at most 1."""
 
     layers: list[int]
     diagonal: Array
@@ -58,29 +61,31 @@ class BiasResult:
 
 
 class PositionalBias:
-    """Collects A^c of every layer."""
+    """Collect A^c of every layer."""
 
     def __init__(self) -> None:
         self._averages = Averages()
 
     def update(self, layer: int, rows: Rows) -> None:
-        """Take in one layer's rows of attention."""
+        """Add one layer's rows of attention."""
         self._averages.add(
             layer,
-            diagonal=positional_bias(rows.own, rows.visible, 0, rows.learned),
+            diagonal=positional_bias(rows.diagonal, rows.visible, 0, rows.learned),
             previous=positional_bias(rows.previous, rows.visible, 1, rows.learned),
         )
 
     def result(self) -> BiasResult:
-        """Means over the texts taken in."""
+        """Return means over the texts added so far."""
         stacked = self._averages.stacked
         return BiasResult(self._averages.layers, stacked("diagonal"), stacked("previous"))
 
 
 @dataclass(frozen=True)
 class BiasGradients:
-    """Frobenius norms ``[layers, query heads]`` of dA^c/dW_Q and dA^c/dW_K (Fig. 4), where A^c is
-    the head's, and the states that enter its layer are held fixed."""
+    """Frobenius norms ``[layers, query heads]`` of dA^c/dW_Q and dA^c/dW_K (Fig. 4).
+
+    A^c is the head's, and the states that enter its layer are constants.
+    """
 
     shift: int
     query: Array
@@ -88,7 +93,7 @@ class BiasGradients:
 
 
 def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
-    """Gradients of A^c for every head, norms averaged over texts.
+    """Compute the gradients of A^c for every head; norms are averaged over texts.
 
     Args:
         model: usually one at its initialisation.
@@ -127,10 +132,10 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> BiasGradients:
 
 @torch.no_grad()
 def _score_gradients(heads: Heads, head: int, shift: int) -> tuple[Tensor, Tensor]:
-    """dA^c/dq and dA^c/dk ``[1, T, D]`` of one head's rotated queries and keys.
+    """Compute dA^c/dq and dA^c/dk ``[1, T, D]`` of one head's rotated queries and keys.
 
-    The gradient of sum_m c_im alpha_im in the score of key j is alpha_ij (c_ij - that sum), times
-    1 - (score / cap)^2 where scores are capped.
+    The gradient of sum_m c_im alpha_im with respect to the score of key j is alpha_ij times (c_ij
+    minus that sum), times 1 - (score / cap)^2 if scores are capped.
     """
     q, k = heads.rotated_q[:, head], heads.rotated_k[:, head // heads.queries_per_key]
     T, root = q.shape[1], math.sqrt(q.shape[-1])
@@ -176,15 +181,15 @@ def _graph_of_one_layer(model: Decoder, observe: Callable[..., None]) -> Iterato
 
 @torch.no_grad()
 def prefix_spreads(model: LanguageModel, ids: Tensor) -> Array:
-    """max over j <= i of |mean(h_1 .. h_i) - h_j| (Theorem 3.4), averaged over texts.
+    """Compute max over j <= i of |mean(h_1 .. h_i) - h_j| (Theorem 3.4), averaged over texts.
 
     Args:
-        model: any.
+        model: any language model.
         ids: ``[B, T]``.
 
     Returns:
-        ``[layers + 1]``: of what is fed into the attention of every block, the output of its norm
-        (App. A and Prop. B.3), and of what the last norm feeds into the head.
+        ``[layers + 1]``: for the input of the attention of every block, which is the output of its
+            norm (App. A and Prop. B.3), and for the last norm's output, the input of the head.
     """
     averages = Averages()
 
@@ -222,9 +227,14 @@ BUDGET = 1e12
 
 @dataclass(frozen=True)
 class FreshResult:
-    """``encoding``: what the version with positions is called. Gradients of A^c by W_Q and W_K
-    together, mean over heads, ``[seeds, 2, layers]`` for diagonal and previous token; prefix
-    spreads ``[seeds, layers + 1]``. Versions: ``encoded`` and ``nope``."""
+    """Results for decoders of a model's shape before training, with positions (``encoded``) and
+    without (``nope``).
+
+    ``encoding``: name of the encoding of ``encoded``. ``tokens``: number of tokens read.
+    ``gradients``: by version, norms of the gradients of A^c by W_Q and W_K together, means over
+    heads, ``[seeds, 2, layers]`` for the diagonal and the previous token. ``spreads``: by version,
+    prefix spreads ``[seeds, layers + 1]``.
+    """
 
     encoding: str
     tokens: int
@@ -233,11 +243,21 @@ class FreshResult:
 
 
 def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
-    """Measure both versions with some seeds, or nothing where the shape is too large.
+    """Measure a model's shape before training, with an encoding and without (DroPE Sec. 3, Fig. 4,
+    Thm. 3.4).
+
+    The decoders have the model's depth, width and heads. All matrices are drawn with a standard
+    deviation of 0.02, the paper's "fixed variance" (Table 5); if the matrices that write to the
+    residual stream were divided by depth, the versions would differ in late layers only. The
+    vocabulary is limited to the tokens of the text: embeddings are independent, so others change
+    nothing.
 
     Args:
-        model: its shape, its encoding (RoPE of base 10,000 where it has none) and its windows.
-        ids: ``[B, T]``; the first text is read, at most 512 tokens or the training length of it.
+        model: gives the shape, the encoding (RoPE of base 10,000 if it has none) and the windows.
+        ids: ``[B, T]``; of the first text, at most 512 tokens or the training length are read.
+
+    Returns:
+        None if the shape is too large to be measured on a useful number of tokens.
     """
     wanted = min(TOKENS, ids.shape[1], model.layout.training_length)
     cost = _cost_of_a_token(model)
@@ -248,16 +268,16 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
     words, text = torch.unique(ids[:1, :tokens], return_inverse=True)
     name, layout = encoded_layout(model)
     versions = {"encoded": layout, "nope": drop(layout)}
-    found = [_measure(model, seed, versions, text, len(words)) for seed in range(seeds)]
+    measured = [_measure(model, seed, versions, text, len(words)) for seed in range(seeds)]
     gradients, spreads = (
-        {version: np.stack([of[version][kind] for of in found]) for version in versions}
+        {version: np.stack([of[version][kind] for of in measured]) for version in versions}
         for kind in (0, 1)
     )
     return FreshResult(name, tokens, gradients, spreads)
 
 
 def encoded_layout(model: LanguageModel) -> tuple[str, Layout]:
-    """An encoding for the model's shape, its own where it has one, and what that is called."""
+    """Return the name and the layout of the model's encoding, or of RoPE if it has none."""
     layout = model.layout
     if not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra):
         rope = make_spectrum("rope", model.config.head_size, layout.training_length, {})
@@ -268,7 +288,7 @@ def encoded_layout(model: LanguageModel) -> tuple[str, Layout]:
 
 
 def _cost_of_a_token(model: LanguageModel) -> float:
-    """Operations for the gradients of both biases of both versions."""
+    """Count the operations of one token's gradients: both biases, both versions."""
     config = model.config
     outputs = (config.num_attention_heads + config.num_key_value_heads) * config.head_size
     gradient = 2 * config.hidden_size * outputs
@@ -278,7 +298,7 @@ def _cost_of_a_token(model: LanguageModel) -> float:
 def _measure(
     model: LanguageModel, seed: int, versions: dict[str, Layout], text: Tensor, vocab: int
 ) -> dict[str, tuple[Array, Array]]:
-    """Gradients ``[2, layers]`` and spreads ``[layers + 1]`` of one decoder with either layout."""
+    """Return gradients ``[2, layers]`` and spreads ``[layers + 1]`` of one seed, by version."""
     config = replace(
         model.config,
         vocab_size=vocab,
@@ -290,7 +310,7 @@ def _measure(
     )
     normed = config.qk_norm.when == "always"
     decoder = Decoder(config, drop(model.layout), seed).to(model.device)
-    found = {}
+    measured = {}
     for version, layout in versions.items():
         layers = (replace(layer, qk_norm=normed, intervention=None) for layer in layout.layers)
         decoder.layout = replace(layout, layers=tuple(layers))
@@ -298,5 +318,5 @@ def _measure(
             np.hypot(one.query, one.key).mean(axis=1)
             for one in (bias_gradients(decoder, text, shift) for shift in (0, 1))
         ]
-        found[version] = np.stack(norms), prefix_spreads(decoder, text)
-    return found
+        measured[version] = np.stack(norms), prefix_spreads(decoder, text)
+    return measured

@@ -1,4 +1,9 @@
-"""The effect of rescaled frequencies on a head's attention (DroPE Sec. 4.1, Fig. 6, 7, 8, 11)."""
+"""The effect of rescaled frequencies on a head's attention (DroPE Sec. 4.1, Fig. 6, 7, 8, 11).
+
+For YaRN, a text is read twice in a row: in the second reading every token has occurred before, a
+known number of tokens back. A head that attends by content finds that occurrence, or the token
+after it. The distance is half the training length, so that no position is beyond it.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +36,10 @@ METHODS: dict[str, Rescaling] = {
 
 
 def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
-    """gamma ``[pairs]`` of Eq. 3 for each of :data:`METHODS`: a factor for every frequency.
+    """Compute gamma ``[pairs]`` of Eq. 3, the factor on every frequency, for each of
+    :data:`METHODS`.
 
-    A pair that stands still stays as it is: 1. Frequencies are those of sequences of C tokens.
+    Frequencies are those of sequences of C tokens. Pairs that do not rotate have the factor 1.
     """
     inv_freq = spectrum.at(training_length, training_length).inv_freq
     before = np.array(inv_freq)
@@ -51,10 +57,8 @@ def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> 
 
 @torch.no_grad()
 def attention_by_distance(heads: Heads, head: int, distances: int) -> Array:
-    """Mean attention ``[distances]`` on the key 0, 1, 2, ... tokens back (Fig. 7).
-
-    The mean is over the queries that have such a key.
-    """
+    """Average attention ``[distances]`` on the key 0, 1, 2, ... tokens back, over queries with such
+    a key (Fig. 7)."""
     T = heads.q.shape[2]
     distances = min(distances, T)
     total = torch.zeros(distances, dtype=torch.float64)
@@ -70,14 +74,15 @@ def attention_by_distance(heads: Heads, head: int, distances: int) -> Array:
 
 @torch.no_grad()
 def attention_around(heads: Heads, head: int, half: int, reach: int) -> Array:
-    """Mean attention ``[2 reach + 1]`` of repeated tokens on keys around their first occurrence.
+    """Average attention ``[2 reach + 1]`` of repeated tokens on keys around their first occurrence.
 
     Args:
-        heads: of texts whose last ``half`` tokens are the ``half`` tokens before, once more.
+        heads: a layer; the last ``half`` tokens of its texts repeat the ``half`` tokens before
+            them.
         head: the query head.
-        half: tokens that are repeated, more than ``reach``.
-        reach: how far before and behind; entry ``reach`` is the occurrence itself, the next one the
-            token that followed it.
+        half: number of repeated tokens, more than ``reach``.
+        reach: number of keys before and after the first occurrence. Entry ``reach`` is the
+            occurrence, the next one the token after it.
     """
     T = heads.q.shape[2]
     attention = head_attention(heads, head, slice(T - half, T))
@@ -91,8 +96,8 @@ def attention_around(heads: Heads, head: int, half: int, reach: int) -> Array:
 
 @torch.no_grad()
 def attention_shift(heads: Heads, others: Heads, queries: slice) -> Array:
-    """How much of a head's attention ``[Hq]`` lies on other keys in another reading of the texts:
-    total variation distance, 0 to 1, mean over some of the queries."""
+    """Compute the total variation distance ``[Hq]``, 0 to 1, between a layer's attention in two
+    readings of the same texts, mean over some queries."""
 
     def of_head(head: int) -> Tensor:
         one, other = (head_attention(x, head, queries) for x in (heads, others))
@@ -110,14 +115,15 @@ KEPT = 1024
 
 @dataclass(frozen=True)
 class YarnShift:
-    """``half``: tokens that are repeated, one more than the distance to what followed them.
+    """Attention as trained and under YaRN on a text read twice (Fig. 7 and 8).
 
-    ``[layers, query heads]``: ``recall``, attention on a token's first occurrence and on the token
-    behind it, ``uniform`` of uniform attention; ``shift``, attention that lies on other keys under
-    YaRN, by queries of the second reading. ``positional`` and ``semantic``: (layer, head) of the
-    highest positional bias and of the highest recall among the others, of those that rotate.
-    ``profile``: mean attention of the former by distance; ``around``: of the latter from 8 tokens
-    before to 8 behind the occurrence; both as ``trained`` and under ``yarn``.
+    ``half``: number of repeated tokens. ``recall`` ``[layers, query heads]``: attention on a
+    token's first occurrence and on the token after it; ``uniform``: the same for uniform attention.
+    ``shift`` ``[layers, query heads]``: attention that moves to other keys under YaRN, by queries
+    of the second reading. ``positional`` and ``semantic``: (layer, head) of the rotating head with
+    the highest positional bias, and of the one with the highest recall among the others.
+    ``profile``: mean attention of the positional head by distance; ``around``: of the semantic head
+    from 8 tokens before the occurrence to 8 after it; each as ``trained`` and under ``yarn``.
     """
 
     half: int
@@ -132,15 +138,16 @@ class YarnShift:
 
 @torch.no_grad()
 def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | None:
-    """Read the beginning of ``ids`` ``[B, T]`` twice in a row, as trained and under YaRN, s = 2.
+    """Read the beginning of ``ids`` ``[B, T]`` twice in a row, as trained and under YaRN with s =
+    2.
 
     Args:
-        model: a decoder; one without rotation, or with a single head that rotates, has no result.
-        ids: each text behind a beginning-of-text token.
+        model: a decoder.
+        ids: texts, each after a beginning-of-text token.
         bias: positional bias ``[layers, query heads]``, the larger of both kinds.
 
     Returns:
-        None also for texts of fewer than 19 tokens.
+        None if fewer than two heads rotate, or the texts have fewer than 19 tokens.
     """
     half = (min(ids.shape[1], model.layout.training_length, KEPT) - 1) // 2
     rotating = rotating_heads(model)
@@ -192,7 +199,7 @@ def yarn_shift(model: LanguageModel, ids: Tensor, bias: Array) -> YarnShift | No
 
 
 def rotating_heads(model: LanguageModel) -> Array:
-    """Which query heads rotate, ``[layers, query heads]``."""
+    """Return which query heads rotate, ``[layers, query heads]``."""
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     of_keys = [[s.rotates for s in layer.spectra] for layer in model.layout.layers]
     return np.repeat(np.array(of_keys), group, axis=1)
@@ -204,17 +211,20 @@ def _highest(values: Array, among: Array) -> tuple[int, int]:
 
 
 def _encoded(heads: Heads) -> Heads:
-    """Without what stands before the encoding, which would be held as well."""
+    """Keep only the encoded tensors, to free the others."""
     q, k = heads.rotated_q, heads.rotated_k
     return replace(heads, q=q, k=k, rotated_q=q, rotated_k=k)
 
 
 @dataclass(frozen=True)
 class NeedleShift:
-    """``head``: (layer, query head) of those that rotate whose last token attends most to the
-    needle. ``on_needle``: how much, as ``trained`` and under ``yarn``; ``around``: on each token
-    from 8 before it to 8 behind it, or as many as there are; ``first``: place of the first of them
-    behind the needle's first token. ``tokens``: of a prompt."""
+    """Attention of a prompt's last token around the needle, as trained and under YaRN (Fig. 8).
+
+    ``head``: (layer, query head) of the rotating head that attends most to the needle.
+    ``on_needle``: its attention on the needle, and ``around``: on each token from 8 before the
+    needle to 8 after it, both as ``trained`` and under ``yarn``. ``first``: position of the first
+    of these tokens relative to the needle's first token. ``tokens``: number of tokens of a prompt.
+    """
 
     head: tuple[int, int]
     on_needle: dict[str, float]
@@ -225,7 +235,7 @@ class NeedleShift:
 
 @torch.no_grad()
 def needle_shift(model: LanguageModel, prompt: NeedlePrompt) -> NeedleShift | None:
-    """Read the prompts as trained and under YaRN with s = 2; None where no head rotates."""
+    """Read the prompts as trained and under YaRN with s = 2; return None if no head rotates."""
     rotating = rotating_heads(model)
     if not rotating.any():
         return None
@@ -235,18 +245,18 @@ def needle_shift(model: LanguageModel, prompt: NeedlePrompt) -> NeedleShift | No
     inside = slice(needle.start - shown.start, needle.stop - shown.start)
 
     def last_token() -> Array:
-        """``[layers, query heads, shown]``, mean over the prompts."""
-        found: list[Array] = []
+        """Return ``[layers, query heads, shown]``, mean over the prompts."""
+        attention: list[Array] = []
 
         def on_layer(heads: Heads) -> None:
             rows = [
                 head_attention(heads, head, slice(T - 1, T))[:, 0, shown].double().mean(dim=0)
                 for head in range(heads.q.shape[1])
             ]
-            found.append(torch.stack(rows).cpu().numpy())
+            attention.append(torch.stack(rows).cpu().numpy())
 
         capture(model, ids, on_layer)
-        return np.stack(found)
+        return np.stack(attention)
 
     trained = last_token()
     with model.using(model.layout.rescaled(yarn_turns, FACTOR, "all")):

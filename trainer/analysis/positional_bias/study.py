@@ -1,5 +1,5 @@
-"""Positional bias of heads, its gradients before training, and what a rescaling does to positional
-and to semantic heads (DroPE Sec. 3 and 4.1, Fig. 4, 6, 7, 8 and 11)."""
+"""The section on positional bias of heads, its gradients before training, and the effect of a
+rescaling on positional and semantic heads (DroPE Sec. 3 and 4.1, Fig. 4, 6, 7, 8 and 11)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ VERSIONS = {"encoded": "fresh, with positions", "nope": "fresh, NoPE", "model": 
 
 
 class PositionalBiasStudy(Study):
-    """Aᶜ of every head in the training length, and where it comes from."""
+    """Aᶜ of every head within the training length, and its causes."""
 
     key: ClassVar[str] = "positional_bias"
     title: ClassVar[str] = "Positional bias"
@@ -59,7 +59,7 @@ class PositionalBiasStudy(Study):
         self._bias = PositionalBias()
 
     def on_layer(self, heads: Heads) -> None:
-        """Aᶜ of its heads, in so much of the text as the model was trained at."""
+        """Add Aᶜ of the layer's heads on the first tokens, at most the training length."""
         self._bias.update(heads.layer, attention_rows(_prefix(heads, self._length)))
 
     @property
@@ -67,7 +67,8 @@ class PositionalBiasStudy(Study):
         return min(self.target.length, self.target.training_length)
 
     def section(self) -> Section:
-        """Heads, gradients before training, spreads, and rescaling where there is rotation."""
+        """Write the section: heads, gradients before training, spreads, and rescaling if the model
+        rotates."""
         bias, model = self._bias.result(), self.target.model
         fresh = fresh_decoders(model, self.target.ids)
         spread = prefix_spreads(model, self.target.ids[:1, : min(TOKENS, self._length)])
@@ -117,7 +118,7 @@ class PositionalBiasStudy(Study):
 
 
 def heads_part(bias: BiasResult) -> Part:
-    """Aᶜ of every head (Def. 3.1)."""
+    """Report Aᶜ of every head (Def. 3.1)."""
     values = {"diagonal": bias.diagonal, "previous": bias.previous}
     findings = []
     for kind, of in values.items():
@@ -150,7 +151,7 @@ def heads_part(bias: BiasResult) -> Part:
 
 
 def fresh_part(fresh: FreshResult | None) -> Part:
-    """Gradients before training (Fig. 4)."""
+    """Report gradients before training (Fig. 4)."""
     if fresh is None:
         return Part(
             (
@@ -199,7 +200,7 @@ def fresh_part(fresh: FreshResult | None) -> Part:
 
 
 def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
-    """Prefix spreads (Thm. 3.4)."""
+    """Report prefix spreads (Thm. 3.4)."""
     spreads = ({} if fresh is None else fresh.spreads) | {"model": spread[None]}
     growth = {version: float((of[:, -1] / of[:, 0]).mean()) for version, of in spreads.items()}
     finding = (
@@ -232,7 +233,7 @@ def spread_part(spread: Array, fresh: FreshResult | None) -> Part:
 
 
 def _prefix(heads: Heads, length: int) -> Heads:
-    """The first tokens of a layer's texts, whose attention the later ones do not touch."""
+    """Return a layer's first tokens; later tokens do not affect their attention."""
     names = ("q", "k", "rotated_q", "rotated_k")
     return replace(heads, **{name: getattr(heads, name)[:, :, :length] for name in names})
 
@@ -242,29 +243,29 @@ LAYOUTS = {"trained": "as trained", "yarn": "YaRN, s = 2"}
 FACTORS = (2.0, 3.0, 4.0)
 
 
-def yarn_part(found: YarnShift | None, bias: Array) -> Part:
-    """Attention under YaRN (Fig. 7 and 8)."""
-    if found is None:
+def yarn_part(measured: YarnShift | None, bias: Array) -> Part:
+    """Report attention under YaRN (Fig. 7 and 8)."""
+    if measured is None:
         return Part(
             (
                 "Attention under YaRN was left out: it takes two heads that rotate, and a text and "
                 "a training length of 19 tokens or more.",
             )
         )
-    moved = {name: found.shift[getattr(found, name)] for name in ("positional", "semantic")}
+    moved = {name: measured.shift[getattr(measured, name)] for name in ("positional", "semantic")}
     ratio = moved["semantic"] / max(moved["positional"], 1e-12)
-    recall = found.recall[found.semantic]
+    recall = measured.recall[measured.semantic]
     findings = [
-        f"The head that finds repeated tokens best is {_head(found.semantic)}: {100 * recall:.1f}% "
-        f"of its attention lies on the earlier occurrence and the token behind it, where uniform "
-        f"attention has {100 * found.uniform:.1f}%"
-        + ("." if recall >= 2 * found.uniform else ", too little to call it a semantic one."),
+        f"The head that finds repeated tokens best is {_head(measured.semantic)}: "
+        f"{100 * recall:.1f}% of its attention lies on the earlier occurrence and the token "
+        f"behind it, where uniform attention has {100 * measured.uniform:.1f}%"
+        + ("." if recall >= 2 * measured.uniform else ", too little to call it a semantic one."),
         f"YaRN with s = 2 puts {100 * moved['positional']:.1f}% of the attention of the strongest "
-        f"positional head ({_head(found.positional)}) on other keys, and "
+        f"positional head ({_head(measured.positional)}) on other keys, and "
         f"{100 * moved['semantic']:.1f}% of that of the head that finds repeated tokens, "
         f"{ratio:.2g} times as much.",
     ]
-    correlation = rank_correlation(bias, found.shift)
+    correlation = rank_correlation(bias, measured.shift)
     if np.isfinite(correlation):
         findings.append(
             f"Over all {bias.size} heads, the rank correlation between positional bias and the "
@@ -272,23 +273,23 @@ def yarn_part(found: YarnShift | None, bias: Array) -> Part:
             + (": the more positional, the less it moves." if correlation < -0.3 else ".")
         )
     titles = (
-        f"positional: {_head(found.positional)}",
-        f"finds repeated tokens: {_head(found.semantic)}",
+        f"positional: {_head(measured.positional)}",
+        f"finds repeated tokens: {_head(measured.semantic)}",
     )
     rows = [
         (head, layout, offset, float(value))
         for head, curves, first in (
-            ("positional", found.profile, 0),
-            ("semantic", found.around, -(len(found.around["yarn"]) // 2)),
+            ("positional", measured.profile, 0),
+            ("semantic", measured.around, -(len(measured.around["yarn"]) // 2)),
         )
         for layout, curve in curves.items()
         for offset, value in enumerate(curve, first)
     ]
-    reading = f"on a text whose first {found.half} tokens are read twice in a row"
+    reading = f"on a text whose first {measured.half} tokens are read twice in a row"
     pictures = (
         Picture(
             "attention_under_yarn",
-            rescaled_figure(found.profile, found.around, LAYOUTS, titles),
+            rescaled_figure(measured.profile, measured.around, LAYOUTS, titles),
             f"Mean attention as trained and under YaRN, {reading}. Left: the head with the "
             "strongest positional bias, by distance. Right: the head that attends most to what "
             "stood there before, on the keys around a token's first occurrence (0) and what "
@@ -298,14 +299,14 @@ def yarn_part(found: YarnShift | None, bias: Array) -> Part:
         ),
         Picture(
             "shift_under_yarn",
-            shift_figure(bias, found.shift),
+            shift_figure(bias, measured.shift),
             f"Every head: its positional bias, the larger of both kinds, and how much of its "
             f"attention lies on other keys under YaRN with s = 2 (half the sum of absolute "
             f"differences, mean over queries), {reading}. DroPE expects positional heads, on the "
             "right, to be low.",
             ("layer", "head", "bias", "shift", "recall"),
             [
-                (*at, float(bias[at]), float(found.shift[at]), float(found.recall[at]))
+                (*at, float(bias[at]), float(measured.shift[at]), float(measured.recall[at]))
                 for at in np.ndindex(bias.shape)
             ],
         ),
@@ -315,59 +316,59 @@ def yarn_part(found: YarnShift | None, bias: Array) -> Part:
         pictures,
         numbers={
             "yarn": {
-                "repeated_tokens": found.half,
-                "positional_head": list(found.positional),
-                "semantic_head": list(found.semantic),
-                "uniform_recall": found.uniform,
-                "recall": found.recall.tolist(),
-                "shift": found.shift.tolist(),
+                "repeated_tokens": measured.half,
+                "positional_head": list(measured.positional),
+                "semantic_head": list(measured.semantic),
+                "uniform_recall": measured.uniform,
+                "recall": measured.recall.tolist(),
+                "shift": measured.shift.tolist(),
                 "rank_correlation": correlation if np.isfinite(correlation) else None,
-                "profile": {name: curve.tolist() for name, curve in found.profile.items()},
-                "around": {name: curve.tolist() for name, curve in found.around.items()},
+                "profile": {name: curve.tolist() for name, curve in measured.profile.items()},
+                "around": {name: curve.tolist() for name, curve in measured.around.items()},
             }
         },
     )
 
 
-def needle_part(found: NeedleShift | None) -> Part:
-    """The last token of a needle prompt under YaRN (Fig. 8)."""
-    if found is None:
+def needle_part(measured: NeedleShift | None) -> Part:
+    """Report attention of a needle prompt's last token under YaRN (Fig. 8)."""
+    if measured is None:
         return Part(
             (
                 "Attention on a needle under YaRN was left out: texts and the training length have "
                 "no room for a statement and its question.",
             )
         )
-    before, after = (100 * found.on_needle[name] for name in LAYOUTS)
-    where = f"The last token of a needle prompt of {found.tokens:,} tokens"
+    before, after = (100 * measured.on_needle[name] for name in LAYOUTS)
+    where = f"The last token of a needle prompt of {measured.tokens:,} tokens"
     rows = [
         (layout, offset, float(value))
-        for layout, curve in found.around.items()
-        for offset, value in enumerate(curve, found.first)
+        for layout, curve in measured.around.items()
+        for offset, value in enumerate(curve, measured.first)
     ]
     picture = Picture(
         "needle_under_yarn",
-        needle_figure(found.around, found.first, LAYOUTS, _head(found.head)),
+        needle_figure(measured.around, measured.first, LAYOUTS, _head(measured.head)),
         f"{where}: its attention on the tokens around the needle, which begins at 0, in the head "
         "that attends most to it, as trained and under YaRN.",
         ("layout", "offset", "attention"),
         rows,
     )
     numbers = {
-        "head": list(found.head),
-        "tokens": found.tokens,
-        "on_needle": found.on_needle,
-        "around": {name: curve.tolist() for name, curve in found.around.items()},
+        "head": list(measured.head),
+        "tokens": measured.tokens,
+        "on_needle": measured.on_needle,
+        "around": {name: curve.tolist() for name, curve in measured.around.items()},
     }
     finding = (
-        f"{where} attends most to the needle in {_head(found.head)}, with {before:.1f}%; under "
+        f"{where} attends most to the needle in {_head(measured.head)}, with {before:.1f}%; under "
         f"YaRN with s = 2 that is {after:.1f}%."
     )
     return Part((finding,), (picture,), numbers={"needle": numbers})
 
 
 def factors_part(spectrum: Spectrum, training_length: int) -> Part:
-    """What every frequency is multiplied by (Fig. 6 and 11)."""
+    """Report the factor on every frequency (Fig. 6 and 11)."""
     spectrum = spectrum.at(training_length, training_length)
     factors = {s: scaling_factors(spectrum, training_length, s) for s in FACTORS}
     turns = np.array(spectrum.inv_freq) * training_length / (2 * math.pi)
@@ -409,7 +410,7 @@ def factors_part(spectrum: Spectrum, training_length: int) -> Part:
 
 
 def rank_correlation(x: Array, y: Array) -> float:
-    """Spearman's, of arrays without ties; not a number for fewer than three values."""
+    """Compute Spearman's rank correlation, without ties; NaN for fewer than three values."""
     if x.size < 3:
         return math.nan
     ranks_of_x, ranks_of_y = (v.ravel().argsort().argsort() for v in (x, y))

@@ -1,4 +1,4 @@
-"""Sink tokens: their small keys, and the attention they take (RoPE-ID Sec. 3.2, Fig. 5, 6, 9)."""
+"""Sink tokens: their short keys, and the attention on them (RoPE-ID Sec. 3.2, Fig. 5, 6, 9)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainer.analysis.capture import Heads
 
 @dataclass(frozen=True)
 class SinkCurves:
-    """``[layers, query heads, buckets]``.
+    """Means within buckets of positions, ``[layers, query heads, buckets]``.
 
     ``key_dot``: mean dot product of a key with its own query and all later ones, by the key's
-    position. ``sink_weight``: attention on the first key, ``peak``: largest dot product with a key,
-    both by the query's position, which is the length of the text so far.
+    position. ``sink_weight``: attention on the first key, and ``peak``: largest dot product with a
+    key, both by the query's position, which is the length of the text so far.
     """
 
     key_dot: Array
@@ -29,8 +29,11 @@ class SinkCurves:
 
 @dataclass(frozen=True)
 class SinkResult:
-    """``key_norm``: ``[layers, key-value heads, buckets]`` by the key's position. Bucket b has the
-    positions ``edges[b]`` to ``edges[b + 1] - 1``; the first 16 have one each."""
+    """Curves and norms by position: bucket b holds positions ``edges[b]`` to ``edges[b + 1] - 1``;
+    the first 16 positions have a bucket each.
+
+    ``key_norm``: ``[layers, key-value heads, buckets]`` by the key's position.
+    """
 
     layers: list[int]
     edges: list[int]
@@ -40,7 +43,8 @@ class SinkResult:
 
 
 def _key_dot(q: Tensor, k: Tensor) -> Tensor:
-    """Mean over i >= j of q_i k_j, ``[B, Hq, T]``: the key times the mean of the queries."""
+    """Compute the mean of q_i k_j over i >= j, ``[B, Hq, T]``: each key times the mean of its
+    queries."""
     T = q.shape[2]
     later = q.double().flip(2).cumsum(dim=2).flip(2)
     later /= torch.arange(T, 0, -1, device=q.device)[:, None]
@@ -49,28 +53,28 @@ def _key_dot(q: Tensor, k: Tensor) -> Tensor:
 
 
 class Sinks:
-    """Collects norms, dot products and sink weights of every layer."""
+    """Collect norms, dot products and sink weights of every layer."""
 
     def __init__(self) -> None:
         self.edges: list[int] = []
         self._averages = Averages()
 
     def update(self, heads: Heads, plain: Rows, rotated: Rows) -> None:
-        """Take in one layer and its rows of attention without and with the encoding."""
+        """Add one layer and its rows of attention without and with the encoding."""
         self.edges = position_edges(heads.q.shape[2])
-        found = {"key_norm": heads.k.norm(dim=-1)}
+        values = {"key_norm": heads.k.norm(dim=-1)}
         for name, rows, q, k in (
             ("plain", plain, heads.q, heads.k),
             ("rotated", rotated, heads.rotated_q, heads.rotated_k),
         ):
-            found[f"{name}.key_dot"] = _key_dot(q, k)
-            found[f"{name}.sink_weight"] = rows.sink
-            found[f"{name}.peak"] = rows.peak
-        bucketed = {name: bucket_means(value, self.edges) for name, value in found.items()}
+            values[f"{name}.key_dot"] = _key_dot(q, k)
+            values[f"{name}.sink_weight"] = rows.sink
+            values[f"{name}.peak"] = rows.peak
+        bucketed = {name: bucket_means(value, self.edges) for name, value in values.items()}
         self._averages.add(heads.layer, **bucketed)
 
     def result(self) -> SinkResult:
-        """Means over the texts taken in."""
+        """Return means over the texts added so far."""
         stacked = self._averages.stacked
 
         def curves(name: str) -> SinkCurves:
@@ -88,10 +92,10 @@ class Sinks:
 
 
 def attention_map(heads: Heads, head: int, *, size: int) -> Array:
-    """A head's attention on the first text as a picture of at most ``size`` cells a side.
+    """Reduce a head's attention on the first text to a map of at most ``size`` cells a side.
 
-    A cell covers ``ceil(T / size)`` queries and as many keys: the attention that its keys get
-    together, meaned over its queries. Every row sums to 1, less what a learned sink takes.
+    A cell covers ``ceil(T / size)`` queries and as many keys: it sums attention over its keys and
+    averages over its queries. Every row sums to 1, less the weight of a learned sink.
     """
     T = heads.q.shape[2]
     cell = -(-T // size)

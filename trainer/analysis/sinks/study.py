@@ -1,5 +1,5 @@
-"""The first token as a sink of attention, and what becomes of it in long texts (RoPE-ID Sec. 3.2,
-App. A.2; Fig. 5, 6 and 9)."""
+"""The section on the first token as an attention sink, and on how the sink changes in long texts
+(RoPE-ID Sec. 3.2, App. A.2; Fig. 5, 6 and 9)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_ROWS = ("previous", "entropy")
 
 
 class SinksStudy(Study):
-    """Norms of keys, attention on the first one, and the largest dot products, by position."""
+    """Norms of keys, attention on the first key, and the largest dot products, by position."""
 
     key: ClassVar[str] = "sinks"
     title: ClassVar[str] = "Attention sinks"
@@ -43,12 +43,12 @@ class SinksStudy(Study):
         self._learned: tuple[str, ...] = ()
 
     def on_layer(self, heads: Heads) -> None:
-        """Every row of attention, with the encoding and, where it does something, without."""
+        """Read every row of attention with the encoding and, if it changes attention, without."""
         rotated = attention_rows(heads)
         bare = rotated if _is_bare(heads) else attention_rows(heads, rotated=False)
         self.sinks.update(heads, bare, rotated)
         edges = self.sinks.edges
-        # A query that sees one key has no choice; the logarithm of 2 stands for that of 1.
+        # A query that sees one key has entropy 0; log 2 avoids 0 / 0.
         largest = rotated.visible.clamp(min=2).log()
         self._rows.add(
             heads.layer,
@@ -72,11 +72,11 @@ class SinksStudy(Study):
         return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]]))
 
     def section(self) -> Section:
-        """Curves by position, a map of heads, attention of some."""
-        found = self.sinks.result()
+        """Write the section: curves by position, a map of heads, attention of some heads."""
+        result = self.sinks.result()
         of_rows = {name: self._rows.stacked(name) for name in (*OF_ROWS, *self._learned)}
         pictures = SinkPictures(
-            found, self.versions, self.target.training_length, self.target.length
+            result, self.versions, self.target.training_length, self.target.length
         )
         return Section(
             self.key,
@@ -95,7 +95,7 @@ class SinksStudy(Study):
                 "largest dot product of query i = max over j ≤ i of ⟨q_i, k_j⟩",
             ),
             "RoPE-ID (Frayed RoPE and Long Inputs), Sec. 3.2, App. A.2; Fig. 5, 6, 9.",
-            self._findings(found, of_rows),
+            self._findings(result, of_rows),
             (
                 pictures.collapse(),
                 pictures.keys(),
@@ -107,26 +107,26 @@ class SinksStudy(Study):
                     else [pictures.without_rotation({name: of_rows[name] for name in OF_ROWS})]
                 ),
             ),
-            numbers=self._numbers(found, of_rows),
+            numbers=self._numbers(result, of_rows),
         )
 
     def _places(self) -> dict[int, str]:
-        """Lengths that findings speak of."""
+        """Buckets that the findings quote, and their names."""
         C, T = self.target.training_length, self.target.length
         if T <= C:
             return {T: f"Near {T:,} tokens"}
         return {C: f"Near the training length of {C:,} tokens", T: f"near {T:,} ({T / C:g} C)"}
 
-    def _findings(self, found: SinkResult, of_rows: dict[str, Array]) -> tuple[str, ...]:
-        # The first bucket is the first key alone.
-        first, others = found.key_norm[..., 0], np.median(found.key_norm[..., 1:], axis=-1)
-        said = [
+    def _findings(self, result: SinkResult, of_rows: dict[str, Array]) -> tuple[str, ...]:
+        # The first bucket holds only the first key.
+        first, others = result.key_norm[..., 0], np.median(result.key_norm[..., 1:], axis=-1)
+        findings = [
             f"The first key is shorter than the median key in {100 * (first < others).mean():.0f}% "
             f"of {first.size} key heads; its length is {(first / others).mean():.2f} times the "
             "median, mean over heads."
         ]
-        weights = {n: near(found.rotated.sink_weight, found.edges, n) for n in self._places()}
-        said.append(
+        weights = {n: near(result.rotated.sink_weight, result.edges, n) for n in self._places()}
+        findings.append(
             ", and ".join(
                 f"{place} the first token gets {100 * weights[n].mean():.1f}% of the attention, "
                 f"and more than half of it in {(weights[n] > HALF).sum()} of {weights[n].size} "
@@ -136,97 +136,98 @@ class SinksStudy(Study):
             + "."
         )
         if self._learned:
-            taken = near(of_rows["learned_sink"], found.edges, max(weights)).mean(axis=-1)
-            said.append(
+            taken = near(of_rows["learned_sink"], result.edges, max(weights)).mean(axis=-1)
+            findings.append(
                 f"There the learned sinks take {100 * taken.mean():.1f}% of the attention, by "
                 f"layer {', '.join(f'{100 * one:.0f}%' for one in taken)}."
             )
-        if not self._has_sink(found):
-            said.append(
+        if not self._has_sink(result):
+            findings.append(
                 "No head has a sink within the training length: nothing takes what is left over, "
                 "or other tokens do."
             )
         ends = list(self._places())
         for version, (label, _) in self.versions.items():
-            peak = getattr(found, version).peak
-            values = [near(peak, found.edges, n).mean() for n in ends]
+            peak = getattr(result, version).peak
+            values = [near(peak, result.edges, n).mean() for n in ends]
             way = " → ".join(f"{value:.3g}" for value in values)
-            said.append(
+            findings.append(
                 f"The largest dot product of a query, {label}: {way} "
                 f"({' → '.join(f'{n:,}' for n in ends)} tokens)."
             )
         if "plain" not in self.versions:
             before = " → ".join(
-                f"{near(of_rows['previous'], found.edges, n).mean():.2f}" for n in ends
+                f"{near(of_rows['previous'], result.edges, n).mean():.2f}" for n in ends
             )
             spread = " → ".join(
-                f"{near(of_rows['entropy'], found.edges, n).mean():.2f}" for n in ends
+                f"{near(of_rows['entropy'], result.edges, n).mean():.2f}" for n in ends
             )
-            said.append(
+            findings.append(
                 "Without rotation, order is in the states alone: the token just before gets "
                 f"{before} times what uniform attention would give it, and entropy over that of "
                 f"uniform attention is {spread} ({' → '.join(f'{n:,}' for n in ends)} tokens, mean "
                 "over heads)."
             )
-        return tuple(said)
+        return tuple(findings)
 
-    def _has_sink(self, found: SinkResult) -> bool:
-        """Whether a head puts much more on the first token than uniform attention would."""
+    def _has_sink(self, result: SinkResult) -> bool:
+        """Whether a head puts far more attention on the first token than uniform attention."""
         n = min(self.target.training_length, self.target.length)
-        largest = near(found.rotated.sink_weight, found.edges, n).max()
+        largest = near(result.rotated.sink_weight, result.edges, n).max()
         return bool(largest > max(SINK / n, 0.1))
 
     def _shown(self) -> list[AttentionMap]:
-        """Those asked for, or heads with the most, a medium and the least weight on the sink."""
+        """Return the chosen heads, or those with the most, a medium and the least weight on the
+        sink."""
         if self.target.chosen or len(self._maps) <= SHOWN:
             return self._maps
         ordered = sorted(self._maps, key=lambda one: -one.sink)
         return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
-    def _numbers(self, found: SinkResult, of_rows: dict[str, Array]) -> dict[str, Any]:
+    def _numbers(self, result: SinkResult, of_rows: dict[str, Array]) -> dict[str, Any]:
         return {
             "training_length": self.target.training_length,
-            "layers": found.layers,
-            "edges": found.edges,
-            "key_norm": plain(found.key_norm),
+            "layers": result.layers,
+            "edges": result.edges,
+            "key_norm": plain(result.key_norm),
             **{
                 version: {
-                    name: plain(getattr(getattr(found, version), name))
-                    for name in type(found.plain).__annotations__
+                    name: plain(getattr(getattr(result, version), name))
+                    for name in type(result.plain).__annotations__
                 }
                 for version in ("plain", "rotated")
             },
             **{name: plain(values) for name, values in of_rows.items()},
-            "glance": [one.to_dict() for one in self._glance(found, of_rows)],
+            "glance": [one.to_dict() for one in self._glance(result, of_rows)],
         }
 
-    def _glance(self, found: SinkResult, of_rows: dict[str, Array]) -> list[Indicator]:
+    def _glance(self, result: SinkResult, of_rows: dict[str, Array]) -> list[Indicator]:
         C, T = self.target.training_length, self.target.length
-        # Quarter octaves that end at the training length and at the end.
+        # Quarter octaves that end at the training length and at the end of the text.
         ends = {T, min(C, T)} | {round(C * 2 ** (i / 4)) for i in range(-12, 40)}
         lengths = sorted(n for n in ends if 8 <= n <= T)
 
         def indicator(
             name: str, values: Array, wanted: Any, meaning: str, **more: Any
         ) -> Indicator:
-            y = [float(near(values, found.edges, n).mean()) for n in lengths]
+            y = [float(near(values, result.edges, n).mean()) for n in lengths]
             return Indicator(name, lengths, y, C, wanted, meaning, **more)
 
-        there = self._has_sink(found)
+        has_sink = self._has_sink(result)
         shown = [
             indicator(
                 "Attention on the first token",
-                found.rotated.sink_weight,
+                result.rotated.sink_weight,
                 "high",
                 "by the queries near each length, mean over heads"
-                + ("" if there else "; no head here has a sink"),
+                + ("" if has_sink else "; no head here has a sink"),
                 percent=True,
                 least=0.01,
-                judged=there,
+                judged=has_sink,
             )
         ]
         if "plain" in self.versions:
-            peak, meaning = found.rotated.peak, "over keys, mean over queries and heads"
+            peak, meaning = result.rotated.peak, "over keys, mean over queries and heads"
             shown.append(indicator("Largest dot product", peak, "low", meaning, least=1.0))
             return shown
         return [
@@ -248,7 +249,7 @@ class SinksStudy(Study):
 
 
 def _is_bare(heads: Heads) -> bool:
-    """Whether a layer's encoding changes nothing that attention sees."""
+    """Whether a layer's encoding leaves attention unchanged."""
     if any(s.rotates or s.alibi for s in heads.encoding.spectra):
         return False
     return torch.equal(heads.q, heads.rotated_q) and torch.equal(heads.k, heads.rotated_k)
@@ -258,7 +259,7 @@ HEADER = ("version", "measure", "from_position", "to_position", "mean", "low", "
 
 
 def near(values: Array, edges: Sequence[int], length: int) -> Array:
-    """``values`` ``[..., buckets]`` of the last quarter of the first ``length`` positions."""
+    """Select ``values`` ``[..., buckets]`` in the last quarter of ``length`` first positions."""
     start, stop = np.array(edges[:-1]), np.array(edges[1:])
     among = (np.minimum(stop, length) - np.maximum(start, 3 * length // 4)).clip(min=0)
     mean: Array = values @ among / among.sum()
@@ -266,17 +267,17 @@ def near(values: Array, edges: Sequence[int], length: int) -> Array:
 
 
 def over_largest(products: Array) -> Array:
-    """``[..., buckets]``, over the largest of all buckets, as Fig. 5 has them; where all are
-    negative, over the size of the most negative one."""
+    """Divide ``[..., buckets]`` by the largest bucket, as in Fig. 5; if all are negative, by the
+    absolute value of the most negative one."""
     top = products.max(axis=-1, keepdims=True)
     scale: Array = np.where(top > 0, top, np.abs(products).max(axis=-1, keepdims=True))
-    found: Array = products / np.maximum(scale, np.finfo(float).tiny)
-    return found
+    scaled: Array = products / np.maximum(scale, np.finfo(float).tiny)
+    return scaled
 
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """Attention ``[cells, cells]`` of a head, and what it puts on the first token, a share."""
+    """Attention ``[cells, cells]`` of a head, and the share of its attention on the first token."""
 
     layer: int
     head: int
@@ -286,21 +287,21 @@ class AttentionMap:
 
 @dataclass(frozen=True)
 class SinkPictures:
-    """``found`` in the versions that differ, of texts of ``length`` tokens; ``trained``: C."""
+    """Draws ``result`` in the versions that differ; ``length``: of a text; ``trained``: C."""
 
-    found: SinkResult
+    result: SinkResult
     versions: Versions
     trained: int
     length: int
 
     @property
     def positions(self) -> list[float]:
-        """The middle of every bucket, from 1 on."""
-        edges = np.array(self.found.edges)
+        """Middles of the buckets, from position 1 on."""
+        edges = np.array(self.result.edges)
         return ((edges[:-1] + 1 + edges[1:]) / 2).tolist()
 
     def collapse(self) -> Picture:
-        """Attention on the sink and the largest dot product by length (Fig. 6)."""
+        """Draw attention on the sink and the largest dot products by length (Fig. 6)."""
         panels = [
             Panel(title, label, self._lines(measure))
             for measure, title, label in (
@@ -320,8 +321,8 @@ class SinkPictures:
         )
 
     def keys(self) -> Picture:
-        """Norms of keys and their dot products with later queries by position (Fig. 5)."""
-        norms = over_heads("all keys", 0, self.positions, self.found.key_norm, marked=False)
+        """Draw norms of keys and their dot products with later queries by position (Fig. 5)."""
+        norms = over_heads("all keys", 0, self.positions, self.result.key_norm, marked=False)
         relative = {v: over_largest(of) for v, _, of in self._both("key_dot")}
         shown = [
             over_heads(label, style, self.positions, relative[version], marked=False)
@@ -332,7 +333,7 @@ class SinkPictures:
             Panel("dot product with later queries", "over the largest of a head", shown),
         ]
         both = [
-            ("all", "key_norm", self.found.key_norm),
+            ("all", "key_norm", self.result.key_norm),
             *self._both("key_dot"),
             *((version, "key_dot_over_largest", of) for version, of in relative.items()),
         ]
@@ -348,9 +349,9 @@ class SinkPictures:
         )
 
     def heads(self) -> Picture:
-        """Which heads sink, at the training length and at the end."""
+        """Draw the sink weight of every head at the training length and at the end of the text."""
         places = list(dict.fromkeys([min(self.trained, self.length), self.length]))
-        weight, edges = self.found.rotated.sink_weight, self.found.edges
+        weight, edges = self.result.rotated.sink_weight, self.result.edges
         maps = {f"near {n:,} tokens": near(weight, edges, n) for n in places}
         return Picture(
             "sinks_heads",
@@ -373,7 +374,7 @@ class SinkPictures:
         )
 
     def attention(self, shown: Sequence[AttentionMap]) -> Picture:
-        """Attention of some heads (Fig. 9)."""
+        """Draw the attention of some heads (Fig. 9)."""
         step = -(-self.length // len(shown[0].cells))
         return Picture(
             "sinks_attention",
@@ -403,7 +404,7 @@ class SinkPictures:
         )
 
     def without_rotation(self, of_rows: Mapping[str, Array]) -> Picture:
-        """What carries order, and how attention spreads, in a model that does not rotate."""
+        """Draw attention on the previous token and entropy of a model that does not rotate."""
         titles = {
             "previous": ("attention on the token before", "times uniform"),
             "entropy": ("entropy of attention", "1: uniform"),
@@ -430,7 +431,7 @@ class SinkPictures:
                 label,
                 style,
                 self.positions,
-                getattr(getattr(self.found, version), measure),
+                getattr(getattr(self.result, version), measure),
                 marked=False,
             )
             for version, (label, style) in self.versions.items()
@@ -438,14 +439,14 @@ class SinkPictures:
 
     def _both(self, *measures: str) -> list[tuple[str, str, Array]]:
         return [
-            (version, measure, getattr(getattr(self.found, version), measure))
+            (version, measure, getattr(getattr(self.result, version), measure))
             for version in self.versions
             for measure in measures
         ]
 
     def _rows(self, sets: Sequence[tuple[str, str, Array]]) -> list[tuple[object, ...]]:
-        """What the curves show; single heads are in the numbers of the section."""
-        edges = self.found.edges
+        """Return the values of the curves; values of single heads are in the section's numbers."""
+        edges = self.result.edges
         curves = [(v, name, over_heads("", 0, self.positions, of)) for v, name, of in sets]
         return [
             (version, name, edges[i] + 1, edges[i + 1], *values)

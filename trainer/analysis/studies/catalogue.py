@@ -1,6 +1,6 @@
-"""The studies of one model by the names that ``+analysis=`` takes, in the order of a page.
+"""The studies of one model by the names that ``+analysis=`` takes, in the order of the page.
 
-``drop`` compares two models and is no study of one: :mod:`trainer.analysis.drop`.
+``drop`` compares two models and is not among them: see :mod:`trainer.analysis.drop`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STUDIES: dict[str, type[Study]] = {
 
 
 def analysis(study: type[Study]) -> type[Study]:
-    """Register a study of the user's own under its key, from a file that ``plugins`` names."""
+    """Register a user's study under its key; used in a file that ``plugins`` names."""
     STUDIES[study.key] = study
     if study.key not in ANALYSES:
         ANALYSES.append(study.key)

@@ -1,4 +1,4 @@
-"""A step of a study that has several."""
+"""Parts of a section, for studies of several steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.report.geometry.section import Grid, Picture
 
 @dataclass(frozen=True)
 class Part:
-    """What the step adds to the section of its study."""
+    """Findings, pictures, tables and numbers that one step adds to its study's section."""
 
     findings: tuple[str, ...] = ()
     pictures: tuple[Picture, ...] = ()
@@ -20,7 +20,7 @@ class Part:
 
 
 def joined(parts: Sequence[Part]) -> Part:
-    """One part with what all of them have, in their order."""
+    """Join parts into one, in their order."""
     return Part(
         tuple(finding for part in parts for finding in part.findings),
         tuple(picture for part in parts for picture in part.pictures),

@@ -1,5 +1,7 @@
 """Matrix entropies against numpy and scipy, closed forms, and those of a model's heads by stage."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np
@@ -10,13 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.analysis.attention_examples import attention_of
 from tests.reference import turned
-from trainer.analysis.capture import capture
+from trainer.analysis.capture import NeedlePrompt, capture
 from trainer.analysis.matrix_entropy import measure as module
 from trainer.analysis.matrix_entropy.measure import (
+    copied,
     gram,
     matrix_entropy,
     matrix_entropy_of,
+    needle_view,
+    with_copy,
 )
 from trainer.positional.rescaling import position_interpolation
 
@@ -192,3 +198,64 @@ def test_without_a_rotation_pairs_are_read_all_the_same(tiny_decoder):
     for entropies in entropies_of(tiny_decoder(layers=["nope"]), "query"):
         assert entropies.bands.shape == (4, 4)
         assert not entropies.bands.isnan().any()
+
+
+NEEDLE_TEXT = torch.randint(50, (2, 80), generator=torch.Generator().manual_seed(4))
+
+
+def test_the_end_of_the_text_is_copied_to_a_tenth_of_it():
+    changed, copy = with_copy(NEEDLE_TEXT[:1])
+    assert (copy.start, copy.stop) == (8, 18)
+    assert changed[0, 8:18].tolist() == NEEDLE_TEXT[0, 70:].tolist()
+    assert changed[0, :8].tolist() == NEEDLE_TEXT[0, :8].tolist()
+    assert changed[0, 18:].tolist() == NEEDLE_TEXT[0, 18:].tolist()
+
+
+def test_a_long_text_gets_no_longer_needle():
+    _, copy = with_copy(torch.zeros(1, 5000, dtype=torch.long))
+    assert (copy.start, copy.stop) == (500, 532)
+
+
+def test_attention_and_directions_of_the_last_queries(tiny_decoder):
+    model = tiny_decoder()
+    view = needle_view(model, copied(NEEDLE_TEXT), [(1, 2)])
+    layers = []
+    capture(model, with_copy(NEEDLE_TEXT[:1])[0], layers.append)
+    assert (view.needle, view.queries) == (slice(8, 19), 10)
+    for heads in layers:
+        for head in range(4):
+            weights, _ = attention_of(heads, 0, head)
+            mean = weights[-10:].mean(axis=0)
+            np.testing.assert_allclose(view.attention[heads.layer, head], mean, atol=1e-5)
+            on_needle = view.on_needle()[heads.layer, head]
+            assert on_needle == pytest.approx(mean[8:19].sum(), abs=1e-5)
+
+    queries = layers[1].rotated_q[0, 2].double().numpy()
+    values, vectors = np.linalg.eigh(queries.T @ queries)
+    vectors = vectors[:, np.argsort(-values)]
+    cosines = queries[-10:] @ vectors / np.linalg.norm(queries[-10:], axis=1, keepdims=True)
+    cosines *= np.sign((queries @ vectors).mean(axis=0))
+    assert set(view.similarity) == set(view.maps) == {(1, 2)}
+    np.testing.assert_allclose(view.similarity[1, 2], cosines, atol=1e-5)
+    np.testing.assert_allclose((view.similarity[1, 2] ** 2).sum(axis=1), 1)
+    np.testing.assert_allclose(view.maps[1, 2].sum(axis=1), 1, rtol=1e-5)
+
+
+def test_a_question_is_read_as_it_is_also_behind_a_needle_at_the_beginning(tiny_decoder):
+    """DoPE, Fig. 2: attention by key, of the last token and meaned over all queries."""
+    model = tiny_decoder()
+    prompt = NeedlePrompt(NEEDLE_TEXT, slice(1, 9), 6)
+    view = needle_view(model, prompt, [(0, 3), (1, 0)])
+    layers = []
+    capture(model, NEEDLE_TEXT[:1], layers.append)
+    assert set(view.average) == {(0, 3), (1, 0)}
+    for heads in layers:
+        for head in range(4):
+            weights, _ = attention_of(heads, 0, head)
+            of = view.attention[heads.layer, head]
+            np.testing.assert_allclose(of, weights[-6:].mean(axis=0), atol=1e-5)
+            np.testing.assert_allclose(view.last[heads.layer, head], weights[-1], atol=1e-5)
+            assert view.on_needle()[heads.layer, head] == pytest.approx(of[1:9].sum(), abs=1e-6)
+            if (heads.layer, head) in view.average:
+                average = [sum(row[j] for row in weights) / 80 for j in range(80)]
+                np.testing.assert_allclose(view.average[heads.layer, head], average, atol=1e-6)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.analysis.studies.test_offset_features import TURN, loud, pairs_of
+from tests.analysis.offset_features.test_study import TURN, loud, pairs_of
 from trainer.analysis.offset_features.study import OffsetChanges
 from trainer.analysis.studies.study import Target
 

@@ -1,5 +1,7 @@
 """Frequency entropies against scipy and numpy, and those of a model's heads."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np
@@ -15,12 +17,17 @@ from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy.measure import (
     MEASURES,
     TAPERS,
+    Gate,
+    attenuated,
     frequency_entropies,
     sequence_fe,
     spectrum_fe,
+    sweep,
 )
 from trainer.analysis.settings import WINDOWS, ShortTime
 from trainer.errors import UserError
+from trainer.evaluation.settings import WeightedRopeSettings
+from trainer.evaluation.weighted_rope import apply, select
 
 IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))
 seeds = st.integers(0, 2**32 - 1)
@@ -207,3 +214,63 @@ def test_a_head_with_fewer_pairs_than_its_neighbour_has_no_number_for_the_rest(t
         == [[False, False, True, True]] * 2 + [[False] * 4] * 2
     )
     assert found.key["sequence"].isnan().sum() == 2
+
+
+ATTENUATED_TEXT = torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(3))
+
+
+def middle(entropies):
+    return float(torch.cat([e.query["sequence"].ravel() for e in entropies]).nanmedian())
+
+
+def chosen(factors):
+    """Pairs whose two channels have a factor."""
+    return sum(factor != 1 for head in factors for factor in head) // 2
+
+
+def test_the_pairs_beyond_the_threshold_are_multiplied(tiny_decoder):
+    model = tiny_decoder()
+    entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
+    tau = middle(entropies)
+    for side in ("below", "above"):
+        settings = [WeightedRopeSettings("sequence", side, tau, 0.3)]
+        weights = select(model, ATTENUATED_TEXT, settings)
+        changed, pairs = attenuated(
+            model.layout, entropies, (Gate("sequence", side, tau),), 0.3, model.config.head_size
+        )
+        expected = apply(model.layout, weights)
+        assert pairs == sum(chosen(w.query) + chosen(w.key) for w in weights) > 0
+        for ours, theirs in zip(changed.layers, expected.layers, strict=True):
+            assert ours.intervention.query == theirs.intervention.query
+            assert ours.intervention.key == theirs.intervention.key
+
+
+def test_the_sweep_is_the_perplexity_of_these_layouts(tiny_decoder):
+    model = tiny_decoder()
+    trained = model.layout
+    entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
+    gate = Gate("sequence", "below", middle(entropies))
+    nothing = Gate("sequence", "below", 0.0)
+    found, empty = sweep(model, ATTENUATED_TEXT, entropies, [(gate,), (nothing,)], (0.5, 1.0, 0.0))
+    assert model.layout is trained
+    assert list(found.perplexity) == [1.0, 0.5, 0.0]
+    for alpha, ours in found.perplexity.items():
+        settings = [WeightedRopeSettings("sequence", "below", gate.tau, alpha)]
+        model.layout = apply(trained, select(model, ATTENUATED_TEXT, settings))
+        logits = model(ATTENUATED_TEXT).detach()[0, :-1].double()
+        model.layout = trained
+        losses = torch.nn.functional.cross_entropy(logits, ATTENUATED_TEXT[0, 1:])
+        assert ours == pytest.approx(float(losses.exp()), rel=1e-4)
+    assert found.perplexity[0.0] != pytest.approx(found.perplexity[1.0], rel=1e-3)
+    assert empty.pairs == 0
+    assert set(empty.perplexity.values()) == {found.perplexity[1.0]}
+
+
+def test_pairs_that_stand_still_keep_their_size(tiny_decoder):
+    model = tiny_decoder()
+    still = replace(model.layout.layers[0].spectra[0], inv_freq=(1.0, 0.0, 0.1, 0.0))
+    model.layout = model.layout.map(lambda _: still)
+    entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
+    changed, pairs = attenuated(model.layout, entropies, (Gate("sequence", "below", 1.1),), 0.0, 8)
+    assert pairs == 2 * (4 + 2) * 2
+    assert changed.layers[1].intervention.key[1] == (0.0, 1.0) * 4

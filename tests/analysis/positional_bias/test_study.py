@@ -11,7 +11,7 @@ import torch
 from scipy.stats import spearmanr
 
 from tests.analysis.attention_examples import attention_of
-from tests.analysis.test_positional_bias import dense_gradients, weights
+from tests.analysis.positional_bias.test_measure import dense_gradients, weights
 from trainer.analysis.capture import capture
 from trainer.analysis.positional_bias import measure as fresh_module
 from trainer.analysis.positional_bias.measure import encoded_layout, fresh_decoders

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.analysis.attention_examples import layer_of_heads, turned
-from trainer.analysis import attention_rows
+from trainer.analysis import attention
 from trainer.analysis.offset_features.heads import sink_part
 from trainer.positional.alibi import alibi_slopes
 
@@ -86,7 +86,7 @@ def test_the_bias_of_a_head_stays():
 
 
 def test_of_a_long_text_some_queries_are_read(monkeypatch):
-    monkeypatch.setattr(attention_rows, "QUERIES", 3)
+    monkeypatch.setattr(attention, "QUERIES", 3)
     heads = layer_of_heads(T=41)
     found = sink_part(heads, 0, 0)
     assert found.weight == pytest.approx(looped(heads, 0, 0, (10, 25, 40))[0], rel=1e-4)
