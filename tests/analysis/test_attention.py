@@ -13,10 +13,10 @@ from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis import attention as module
 from trainer.analysis.attention import (
     MEASURES,
-    StatisticsOfHeads,
     attention_rows,
     divergence_by_position,
     head_attention,
+    head_statistics,
     probe,
     stable_rank,
 )
@@ -92,9 +92,9 @@ IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 def statistics_of(heads):
-    statistics = StatisticsOfHeads()
-    statistics.update(heads.layer, attention_rows(heads))
-    return statistics.result()
+    """Means over the texts, ``[heads]`` by name."""
+    statistics = head_statistics(attention_rows(heads))
+    return {name: values.mean(dim=0).numpy() for name, values in statistics.items()}
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -109,15 +109,15 @@ def test_statistics_are_means_over_queries_that_have_a_choice(window):
             distance.append(sum(back * a for back, a in seen))
             most = np.log(min(i + 1, window or 40))
             entropy.append(-sum(a * np.log(a) for _, a in seen) / most)
-        assert found.distance[0, head] == pytest.approx(np.mean(distance), rel=1e-4)
-        assert found.entropy[0, head] == pytest.approx(np.mean(entropy), rel=1e-4)
-        assert found.sink_mass[0, head] == pytest.approx(attention[1:, 0].mean(), rel=1e-4)
+        assert found["distance"][head] == pytest.approx(np.mean(distance), rel=1e-4)
+        assert found["entropy"][head] == pytest.approx(np.mean(entropy), rel=1e-4)
+        assert found["sink_mass"][head] == pytest.approx(attention[1:, 0].mean(), rel=1e-4)
 
 
 def test_uniform_attention_has_entropy_one():
     heads = layer_of_heads("nope")
     heads.rotated_k[:] = 0
-    np.testing.assert_allclose(statistics_of(heads).entropy, 1, rtol=1e-5)
+    np.testing.assert_allclose(statistics_of(heads)["entropy"], 1, rtol=1e-5)
 
 
 def test_divergence_is_torch_s_at_every_position(tiny_decoder, monkeypatch):

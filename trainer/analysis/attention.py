@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages
+from trainer.analysis.arrays import Array
 from trainer.analysis.capture import Heads, observing
 from trainer.errors import UserError
 from trainer.model.language_model import LanguageModel
@@ -52,6 +52,13 @@ class Rows:
     entropy: Tensor
     learned: Tensor
 
+    def first(self, count: int) -> Rows:
+        """Return the statistics of the first ``count`` queries; later tokens do not affect them."""
+        return Rows(self.visible[:count], *(getattr(self, name)[..., :count] for name in ROWS))
+
+
+ROWS = ("peak", "sink", "diagonal", "previous", "distance", "entropy", "learned")
+
 
 def head_slopes(heads: Heads) -> Tensor | None:
     """Return ALiBi's slope of every query head ``[Hq]``: 0 for heads without ALiBi; None if no head
@@ -82,8 +89,7 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
     B, Hq, T = q.shape[:3]
     group, window = heads.queries_per_key, heads.encoding.window
     slopes = head_slopes(heads) if rotated else None
-    names = ("peak", "sink", "diagonal", "previous", "distance", "entropy", "learned")
-    statistics = {name: q.new_empty(B, Hq, T) for name in names}
+    statistics = {name: q.new_empty(B, Hq, T) for name in ROWS}
     size = max(16, min(512, BLOCK_ELEMENTS // (group * T)))
     for b in range(B):
         for kv in range(k.shape[1]):
@@ -100,7 +106,7 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
                     (heads.scale, heads.softcap),
                     None if heads.sinks is None else heads.sinks[shared],
                 )
-                for name, values in zip(names, block, strict=True):
+                for name, values in zip(ROWS, block, strict=True):
                     statistics[name][b, shared, start:stop] = values
     return Rows(visible_keys(T, window, q.device), **statistics)
 
@@ -222,45 +228,21 @@ def sampled_attention(heads: Heads, head: int) -> SampledAttention | None:
     return SampledAttention(heads, head, kv, pairs, at, q, k)
 
 
-@dataclass(frozen=True)
-class AttentionStatistics:
-    """Means over queries, ``[layers, query heads]``; the first query, which sees only itself, is
-    left out.
+def head_statistics(rows: Rows) -> dict[str, Tensor]:
+    """Average over the queries of each head ``[B, Hq]``, in texts of at least two tokens.
 
     ``distance``: tokens between query and key, weighted by attention. ``entropy``: divided by its
     largest possible value, the logarithm of the number of visible keys; 1 is uniform.
-    ``sink_mass``: attention on the first key of the text.
+    ``sink_mass``: attention on the first key of the text. The first query, which sees only itself,
+    is left out.
     """
-
-    layers: list[int]
-    distance: Array
-    entropy: Array
-    sink_mass: Array
-
-
-class StatisticsOfHeads:
-    """Collect the attention statistics of every layer."""
-
-    def __init__(self) -> None:
-        self._averages = Averages()
-
-    def update(self, layer: int, rows: Rows) -> None:
-        """Add one layer's rows of attention; its texts have at least two tokens."""
-        # A query with one visible key has entropy 0; log 2 avoids 0 / 0.
-        largest = rows.visible[1:].clamp(min=2).log()
-        self._averages.add(
-            layer,
-            distance=rows.distance[..., 1:].double().mean(dim=-1),
-            entropy=(rows.entropy[..., 1:].double() / largest).mean(dim=-1),
-            sink_mass=rows.sink[..., 1:].double().mean(dim=-1),
-        )
-
-    def result(self) -> AttentionStatistics:
-        """Return means over the texts added so far."""
-        stacked = self._averages.stacked
-        return AttentionStatistics(
-            self._averages.layers, stacked("distance"), stacked("entropy"), stacked("sink_mass")
-        )
+    # A query with one visible key has entropy 0; log 2 avoids 0 / 0.
+    largest = rows.visible[1:].clamp(min=2).log()
+    return {
+        "distance": rows.distance[..., 1:].double().mean(dim=-1),
+        "entropy": (rows.entropy[..., 1:].double() / largest).mean(dim=-1),
+        "sink_mass": rows.sink[..., 1:].double().mean(dim=-1),
+    }
 
 
 @torch.no_grad()

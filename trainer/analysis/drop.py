@@ -18,14 +18,13 @@ from torch import Tensor
 
 from trainer.analysis.arrays import Array, Averages, bucket_means, position_edges, prefix_lengths
 from trainer.analysis.attention import (
-    Rows,
-    StatisticsOfHeads,
     attention_rows,
     divergence_by_position,
+    head_statistics,
 )
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.clusters.measure import Clusters
-from trainer.analysis.positional_bias.measure import PositionalBias
+from trainer.analysis.positional_bias.measure import biases
 from trainer.analysis.positional_bias.study import KINDS, STRONG
 from trainer.analysis.studies.section import Part, joined
 from trainer.analysis.studies.study import Target
@@ -70,38 +69,33 @@ def read(model: LanguageModel, ids: Tensor, *, within: int, seed: int = 0) -> Re
         seed: seed of the subsample for the silhouette score.
     """
     lengths = prefix_lengths(ids.shape[1])
-    statistics, bias = StatisticsOfHeads(), PositionalBias()
-    clusters, sinks = Clusters(POINTS, seed), Averages()
+    averages, clusters = Averages(), Clusters(POINTS, seed)
 
     def on_layer(heads: Heads) -> None:
         rows = attention_rows(heads)
-        inside = _first_queries(rows, within)
-        statistics.update(heads.layer, inside)
-        bias.update(heads.layer, inside)
+        first = rows.first(within)
+        averages.add(
+            heads.layer,
+            **head_statistics(first),
+            **biases(first),
+            sink_by_length=bucket_means(rows.sink, [1, *lengths]),
+        )
         clusters.update(heads)
-        sinks.add(heads.layer, mass=bucket_means(rows.sink, [1, *lengths]))
 
     ids = ids.to(model.device)
     states = capture(model, ids, on_layer)
     losses = model.losses(states[:, :-1], ids[:, 1:])
-    of_heads, of_bias, geometry = statistics.result(), bias.result(), clusters.result().rotated
+    geometry = clusters.result().rotated
     return Reading(
-        {name: getattr(of_heads, name) for name in ("distance", "entropy", "sink_mass")}
-        | {name: getattr(of_bias, name) for name in ("diagonal", "previous")},
+        {name: averages.stacked(name) for name in MEASURES},
         lengths,
         {
-            "sink_mass": sinks.stacked("mass").mean(axis=(0, 1)),
+            "sink_mass": averages.stacked("sink_by_length").mean(axis=(0, 1)),
             "key_stable_rank": geometry.key_stable_rank.mean(axis=(0, 1)),
             "silhouette": geometry.silhouette.mean(axis=(0, 1)),
         },
         losses.double().mean(dim=0).cpu().numpy(),
     )
-
-
-def _first_queries(rows: Rows, count: int) -> Rows:
-    """Return the statistics of the first ``count`` queries; later tokens do not affect them."""
-    names = ("peak", "sink", "diagonal", "previous", "distance", "entropy", "learned")
-    return Rows(rows.visible[:count], *(getattr(rows, name)[..., :count] for name in names))
 
 
 SMOOTH = 5

@@ -4,8 +4,9 @@ stability of angles, and of the bounds after a context extension (Rotary Offset 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from trainer.analysis.offset_features.measure import (
     contributions,
 )
 from trainer.analysis.studies.study import Target
-from trainer.positional.rescaling import RESCALINGS, Rescaling, rescaled
+from trainer.positional.rescaling import RESCALINGS, rescaled
 from trainer.positional.spectrum import Spectrum
 from trainer.report.geometry.entropy_figures import Scale, heat_maps
 from trainer.report.geometry.offset_figures import (
@@ -262,6 +263,7 @@ def steadier(stability: Stability) -> list[str]:
 
 AS_TRAINED, UNSCALED = "as trained", "not rescaled"
 METHODS = {"PI": "pi", "NTK": "ntk", "YaRN": "yarn"}
+NAMES = (AS_TRAINED, UNSCALED, *METHODS)
 FACTOR = 4
 """Of the extension, where the text is not longer than the training length."""
 
@@ -278,28 +280,25 @@ class ExtendedBounds:
         self.C = target.training_length
         self.length = target.length if target.length > self.C else FACTOR * self.C
         self.spectrum = next((s for s in target.model.layout.spectra if s.rotates), None)
-        self.rescalings: dict[str, Callable[[Spectrum], Spectrum]] = {
-            AS_TRAINED: lambda spectrum: spectrum,
-            UNSCALED: lambda spectrum: spectrum,
-        }
-        for name, key in METHODS.items():
-            self.rescalings[name] = self._rescaling(RESCALINGS[key])
-        self._searches = {name: OffsetFeatureSearch(self._at(name)) for name in self.rescalings}
+        self._search = OffsetFeatureSearch()
 
-    def _rescaling(self, change: Rescaling) -> Callable[[Spectrum], Spectrum]:
-        return lambda s: rescaled(s, change, self.C, self.length / self.C)
+    def _change(self, name: str, spectrum: Spectrum) -> Spectrum:
+        if name not in METHODS:
+            return spectrum
+        return rescaled(spectrum, RESCALINGS[METHODS[name]], self.C, self.length / self.C)
 
     def _at(self, name: str) -> int:
         return self.C if name == AS_TRAINED else self.length
 
     def update(self, heads: Heads) -> None:
         """Add one layer."""
-        for name, search in self._searches.items():
-            search.update(replace(heads, encoding=heads.encoding.map(self.rescalings[name])))
+        self._search.update(heads)
 
     def results(self) -> dict[str, OffsetFeatures]:
         """Return features by method, the model as trained first."""
-        return {name: search.result() for name, search in self._searches.items()}
+        return {
+            name: self._search.result(self._at(name), partial(self._change, name)) for name in NAMES
+        }
 
     def findings(self, results: dict[str, OffsetFeatures]) -> list[str]:
         """Report how many large features are still within both bounds."""
@@ -340,9 +339,10 @@ class ExtendedBounds:
         trained."""
         assert self.spectrum is not None
         methods = []
-        for name, rescale in self.rescalings.items():
-            limits = bounds(rescale(self.spectrum).at(self._at(name), self.C), self._at(name))
-            methods.append(Method(name, limits.inv_freq * self._at(name) / TURN, limits.angle))
+        for name in NAMES:
+            length = self._at(name)
+            limits = bounds(self._change(name, self.spectrum).at(length, self.C), length)
+            methods.append(Method(name, limits.inv_freq * length / TURN, limits.angle))
         large = features.key_radius >= RADII[0]
         return Picture(
             "extended_bounds",

@@ -10,7 +10,7 @@ context length C if theta < 2 pi / C and phi >= pi + theta C / 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from trainer.analysis.arrays import Array, Averages, cell_means
 from trainer.analysis.capture import Heads
 from trainer.positional.spectrum import Spectrum
 
+Change = Callable[[Spectrum], Spectrum]
 TURN = 2 * math.pi
 RADII = (6.0, 9.0, 12.0)
 
@@ -91,13 +92,9 @@ class OffsetFeatures:
 
 
 class OffsetFeatureSearch:
-    """Collect mean queries and keys of every layer before their encoding.
+    """Collect mean queries and keys of every layer before their encoding."""
 
-    ``context_length``: C in tokens; None uses the training length.
-    """
-
-    def __init__(self, context_length: int | None = None) -> None:
-        self.context_length = context_length
+    def __init__(self) -> None:
         self._averages = Averages()
         self._spectra: dict[int, tuple[Spectrum, ...]] = {}
         self._training_length, self._scale = 0, 1.0
@@ -112,17 +109,24 @@ class OffsetFeatureSearch:
             k=heads.k.mean(dim=2, dtype=torch.float64),
         )
 
-    def result(self) -> OffsetFeatures:
-        """Compute the features from the means over all positions and texts seen so far."""
+    def result(
+        self, context_length: int | None = None, change: Change = lambda spectrum: spectrum
+    ) -> OffsetFeatures:
+        """Compute the features from the means over all positions and texts seen so far.
+
+        ``context_length``: C of the bounds (None: the training length); ``change``: applied to
+        every spectrum before its bounds.
+        """
         q, k = self._averages.stacked("q"), self._averages.stacked("k")
         group = q.shape[1] // k.shape[1]
         layers = self._averages.layers
         trained = self._training_length
-        C = self.context_length or trained
+        C = context_length or trained
         columns: dict[str, list[Array]] = {name: [] for name in COLUMNS}
         for at, layer in enumerate(layers):
             for head in range(q.shape[1]):
-                limits = bounds(self._spectra[layer][head // group].at(C, trained), C)
+                spectrum = change(self._spectra[layer][head // group])
+                limits = bounds(spectrum.at(C, trained), C)
                 pairs = len(limits.inv_freq)
                 of_q, of_k = (_complex(x, pairs) for x in (q[at, head], k[at, head // group]))
                 values = (

@@ -51,33 +51,12 @@ def positional_bias(
     return (bias * _has_target(visible, shift)).mean(dim=-1)
 
 
-@dataclass(frozen=True)
-class BiasResult:
-    """A^c ``[layers, query heads]`` towards the diagonal and the previous token, at most 1."""
-
-    layers: list[int]
-    diagonal: Array
-    previous: Array
-
-
-class PositionalBias:
-    """Collect A^c of every layer."""
-
-    def __init__(self) -> None:
-        self._averages = Averages()
-
-    def update(self, layer: int, rows: Rows) -> None:
-        """Add one layer's rows of attention."""
-        self._averages.add(
-            layer,
-            diagonal=positional_bias(rows.diagonal, rows.visible, 0, rows.learned),
-            previous=positional_bias(rows.previous, rows.visible, 1, rows.learned),
-        )
-
-    def result(self) -> BiasResult:
-        """Return means over the texts added so far."""
-        stacked = self._averages.stacked
-        return BiasResult(self._averages.layers, stacked("diagonal"), stacked("previous"))
+def biases(rows: Rows) -> dict[str, Tensor]:
+    """Compute A^c ``[B, query heads]`` towards the ``diagonal`` and the ``previous`` token."""
+    return {
+        "diagonal": positional_bias(rows.diagonal, rows.visible, 0, rows.learned),
+        "previous": positional_bias(rows.previous, rows.visible, 1, rows.learned),
+    }
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,19 @@ rescaling on positional and semantic heads (DroPE Sec. 3 and 4.1, Fig. 4, 6, 7, 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
-from trainer.analysis.arrays import Array
+from trainer.analysis.arrays import Array, Averages
 from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import Heads
 from trainer.analysis.positional_bias.measure import (
     TOKENS,
-    BiasResult,
     FreshResult,
-    PositionalBias,
+    biases,
     fresh_decoders,
     prefix_spreads,
 )
@@ -56,11 +56,12 @@ class PositionalBiasStudy(Study):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self._bias = PositionalBias()
+        self._bias = Averages()
 
     def on_layer(self, heads: Heads) -> None:
         """Add Aᶜ of the layer's heads on the first tokens, at most the training length."""
-        self._bias.update(heads.layer, attention_rows(_prefix(heads, self._length)))
+        rows = attention_rows(_prefix(heads, self._length))
+        self._bias.add(heads.layer, **biases(rows))
 
     @property
     def _length(self) -> int:
@@ -69,10 +70,10 @@ class PositionalBiasStudy(Study):
     def section(self) -> Section:
         """Write the section: heads, gradients before training, spreads, and rescaling if the model
         rotates."""
-        bias, model = self._bias.result(), self.target.model
+        bias, model = {kind: self._bias.stacked(kind) for kind in KINDS}, self.target.model
         fresh = fresh_decoders(model, self.target.ids)
         spread = prefix_spreads(model, self.target.ids[:1, : min(TOKENS, self._length)])
-        strongest = np.maximum(bias.diagonal, bias.previous)
+        strongest = np.maximum(*bias.values())
         rotating = [s for s in model.layout.spectra if s.rotates]
         parts = [heads_part(bias), fresh_part(fresh), spread_part(spread, fresh)]
         if rotating:
@@ -117,9 +118,8 @@ class PositionalBiasStudy(Study):
         )
 
 
-def heads_part(bias: BiasResult) -> Part:
-    """Report Aᶜ of every head (Def. 3.1)."""
-    values = {"diagonal": bias.diagonal, "previous": bias.previous}
+def heads_part(values: Mapping[str, Array]) -> Part:
+    """Report Aᶜ of every head by :data:`KINDS`, ``[layers, heads]`` each (Def. 3.1)."""
     findings = []
     for kind, of in values.items():
         layer, head = np.unravel_index(of.argmax(), of.shape)
@@ -136,7 +136,7 @@ def heads_part(bias: BiasResult) -> Part:
     )
     rows = [
         (layer, head, *(float(of[layer, head]) for of in values.values()))
-        for layer, head in np.ndindex(bias.diagonal.shape)
+        for layer, head in np.ndindex(values["diagonal"].shape)
     ]
     caption = (
         "Positional bias Aᶜ of every head on the text: 1 is all attention on that key, 0 what "
