@@ -39,11 +39,11 @@ class BenchmarkConfig(MethodsConfig):
 
     @property
     def factors(self) -> list[float]:
-        """The one factor."""
+        """Extension factors that methods are set for: a single one."""
         return [self.factor]
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = [
             f"evaluation.{key}: expected 1 or more, got {value}."
             for key in ("limit", "max_length", "batch_tokens")
@@ -92,9 +92,9 @@ class HarnessConfig(BenchmarkConfig):
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one task: its mean over ``questions``, and the standard error of that.
+    """One metric of one task: its mean over ``questions``, and the standard error of the mean.
 
-    ``each``: what every question scored, the more the better; empty where that is not known.
+    ``each``: score of every question, higher is better; empty if unknown.
     """
 
     task: str
@@ -105,8 +105,8 @@ class Score:
     each: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON without those of every question, null for a number that is not
-        finite."""
+        """Return plain values for JSON, without those of single questions; null for non-finite
+        numbers."""
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in vars(self).items()
@@ -126,13 +126,16 @@ class Scored:
 
     @property
     def name(self) -> str:
-        """``SmolLM + YaRN``; a model as is has its name alone."""
+        """``SmolLM + YaRN``; the model's name alone if it is unchanged."""
         return self.model if self.method == AS_IS else f"{self.model} + {self.title}"
 
 
 def comparisons(scored: Scored, others: Sequence[Scored]) -> list[Comparison | None]:
-    """Every score with that of the same model as is on the same questions; of a model as is with
-    the first model as is. None where that was not scored, or question by question."""
+    """Compare every score with a baseline on the same questions.
+
+    The baseline of a method is the same model unchanged; that of an unchanged model is the first
+    one. None if the baseline has no scores per question.
+    """
     as_is = [other for other in others if other.method == AS_IS]
     own = [other for other in as_is if scored.method == AS_IS or other.model == scored.model]
     if not own or own[0] is scored:
@@ -145,7 +148,7 @@ def comparisons(scored: Scored, others: Sequence[Scored]) -> list[Comparison | N
 
 
 def mean_score(task: str, metric: str, values: Iterable[float]) -> Score:
-    """The mean, and the sample standard deviation over the square root of their number."""
+    """Return the mean and its standard error from the sample standard deviation."""
     numbers = list(values)
     n, mean = len(numbers), sum(numbers) / len(numbers)
     variance = sum((x - mean) ** 2 for x in numbers) / (n - 1) if n > 1 else None

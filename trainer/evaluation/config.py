@@ -18,7 +18,7 @@ RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
 
 
 def task_names() -> tuple[str, ...]:
-    """What ``evaluation.tasks`` can name, with what plugins have added."""
+    """Return the names for ``evaluation.tasks``, including those of plugins."""
     return (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
 
 
@@ -54,11 +54,11 @@ class EvaluationConfig(MethodsConfig):
 
     @property
     def factors(self) -> list[float]:
-        """The lengths."""
+        """Evaluated lengths, as multiples of the training length."""
         return self.lengths
 
     def problems(self, training_length: int | None = None) -> list[str]:
-        """What is impossible (for models of that training length), one sentence each."""
+        """Check the values for models of this training length; return one sentence per problem."""
         found = []
         if not self.lengths or min(self.lengths) <= 0:
             found.append(
@@ -81,7 +81,7 @@ class EvaluationConfig(MethodsConfig):
         return found or ([] if training_length is None else self._misfits(training_length))
 
     def _misfits(self, training_length: int) -> list[str]:
-        """What is impossible for models of that training length."""
+        """Check lengths and tasks against the training length."""
         shortest = round(training_length * min(self.lengths))
         longest = training_length * max(self.lengths)
         if shortest < 2 or longest >= 1 << 31:
@@ -99,7 +99,7 @@ class EvaluationConfig(MethodsConfig):
         return found
 
     def _statement_problems(self, training_length: int) -> list[str]:
-        """Whether the statements fit the shortest length, and which key is wrong where not."""
+        """Check that the statements fit the shortest length; name the key to change."""
         shortest, least = round(training_length * min(self.lengths)), 3 * self.needles.needles + 2
         statements = f"{self.needles.needles} statements of 3 tokens"
         if least > training_length:

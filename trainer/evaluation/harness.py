@@ -1,4 +1,4 @@
-"""A decoder behind lm-eval's model interface. Importing this needs the ``eval`` extra."""
+"""Adapter of a decoder to lm-eval's model interface; importing it needs the ``eval`` extra."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ items."""
 
 
 def alone(items: Sequence[Any], compute: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-    """All of them here."""
+    """Compute all items in this process."""
     return compute(items)
 
 
@@ -37,10 +37,10 @@ MAX_NEW_TOKENS = 256
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that LM is Any
-    """Answers lm-eval's three kinds of requests.
+    """lm-eval model that answers its three kinds of requests.
 
-    ``batch_tokens``: tokens in one forward pass, and in the cache of those that are generated.
-    ``spread``: who computes what. ``silent``: no progress is shown.
+    ``batch_tokens``: tokens per forward pass, and in the cache during generation. ``spread``:
+    divides work among processes. ``silent``: show no progress.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         self._device = model.device
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Log-likelihood (nats) of every (context, continuation), and whether it is greedy."""
+        """Return each continuation's log-likelihood (nats), and whether it is greedy."""
         found = self._likelihoods(self.encoder.requests([request.args for request in requests]))
         return [(answer.log_likelihood, answer.greedy) for answer in found]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Log-likelihood (nats) of every whole text, in windows of the greatest length."""
+        """Return each whole text's log-likelihood (nats), in windows of the maximum length."""
         windows = [self.encoder.windows(request.args[0]) for request in requests]
         flat = [window for of_text in windows for window in of_text]
         found = iter(self._likelihoods(flat))
@@ -79,7 +79,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         return self.spread(requests, compute)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """A continuation of every context, up to the first of its stop strings."""
+        """Return a continuation of each context, up to the first of its stop strings."""
         texts = [""] * len(requests)
         alike: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -128,7 +128,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         return [text.text for text in texts]
 
     def _batches(self, prompts: Sequence[Sequence[int]], new: int) -> Iterator[list[int]]:
-        """Indices of prompts, the longest first, whose caches hold ``batch_tokens`` together."""
+        """Yield indices of prompts, longest first, whose caches hold at most ``batch_tokens``
+        together."""
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         while order:
             size = max(1, self.batch_tokens // (len(prompts[order[0]]) + new))
@@ -137,7 +138,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
 
 
 def unknown_tasks(config: HarnessConfig) -> list[str]:
-    """A sentence for every task that lm-eval does not know."""
+    """Return one sentence per task that lm-eval does not know."""
     manager = TaskManager(include_path=config.include_path)
     return [
         f"evaluation.tasks: lm-eval has no task {task!r}.{did_you_mean(task, manager.all_tasks)}"
@@ -147,8 +148,10 @@ def unknown_tasks(config: HarnessConfig) -> list[str]:
 
 
 def task_problems(config: HarnessConfig) -> list[str]:
-    """A sentence for every task that lm-eval does not know, or for data that it cannot get; what it
-    gets is then on this machine."""
+    """Return one sentence per unknown task, and per task whose data is unavailable.
+
+    Available data is downloaded.
+    """
     if problems := unknown_tasks(config):
         return problems
     try:
@@ -174,8 +177,8 @@ def score_tasks(
     *,
     silent: bool = False,
 ) -> list[Score]:
-    """Every task of a configuration, by lm-eval; ``spread``, ``silent`` as of
-    :class:`HarnessModel`.
+    """Score every task of a configuration with lm-eval; see :class:`HarnessModel` for the last
+    arguments.
 
     Raises:
         UserError: lm-eval does not know a task, or cannot get its data.
@@ -197,8 +200,7 @@ def score_tasks(
 
 
 def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
-    """The numbers among what lm-eval says of a task or a group of them, under names such as
-    ``acc,none``."""
+    """Yield the numbers in lm-eval's results for a task or group, named like ``acc,none``."""
     found = results["results"][task]
     count = results["n-samples"].get(task, {}).get("effective") or found.get("sample_len", 0)
     for key, value in found.items():
@@ -213,7 +215,7 @@ def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
 
 
 def _of_each(results: dict[str, Any], task: str, metric: str, filtered: str) -> Iterator[float]:
-    """What every question of a task scored, or of all tasks of a group."""
+    """Yield the score of every question of a task, or of all tasks of a group."""
     for part in results.get("group_subtasks", {}).get(task, ()):
         yield from _of_each(results, part, metric, filtered)
     for sample in results["samples"].get(task, ()):

@@ -1,4 +1,4 @@
-"""What methods that intervene on heads share."""
+"""Helpers of methods that intervene on heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from trainer.positional.layout import LayerEncoding, Layout
 
 
 def require_rotation(layout: Layout, key: str) -> None:
-    """Raises UserError, which names ``key``, where no head rotates."""
+    """Check that some head rotates.
+
+    Raises:
+        UserError: none does; names ``key``.
+    """
     if not layout.rotates:
         raise UserError(
             f"{key}: expected a model with a rotary encoding, got one without rotation in any head."
@@ -18,10 +22,10 @@ def require_rotation(layout: Layout, key: str) -> None:
 
 
 def with_intervention(encoding: LayerEncoding, intervention: Intervention) -> LayerEncoding:
-    """The layer with an intervention on its heads.
+    """Return the layer with an intervention on its heads.
 
     Raises:
-        ValueError: it has one already.
+        ValueError: it already has one.
     """
     if encoding.intervention is not None:
         raise ValueError("the layer has an intervention already; two on it do not combine")

@@ -33,18 +33,17 @@ TITLES = {
 
 
 def windowed(layout: Layout) -> Layout:
-    """The layout with attention windows of at most the training length."""
+    """Limit attention windows to the training length."""
     C = layout.training_length
     layers = tuple(replace(layer, window=min(layer.window or C, C)) for layer in layout.layers)
     return replace(layout, layers=layers)
 
 
 def with_factors(layout: Layout, factors: LongRopeFactors, layers: LayerChoice = None) -> Layout:
-    """The layout with these factors beyond the training length, for the distinct spectra of
-    ``layers`` in turn.
+    """Set factors beyond the training length for the distinct spectra of ``layers``, in order.
 
     Raises:
-        ValueError: there are not as many as spectra, or in one as pairs.
+        ValueError: the number of factors differs from that of spectra, or of pairs.
     """
     of = dict(zip(layout.of_layers(layers).spectra, factors, strict=True))
     C = layout.training_length
@@ -55,8 +54,7 @@ def with_factors(layout: Layout, factors: LongRopeFactors, layers: LayerChoice =
 def with_published(
     layout: Layout, published: PublishedFactors, factor: float, layers: LayerChoice = None
 ) -> Layout:
-    """The layout with published factors at an extension factor, in every spectrum of ``layers``
-    that rotates."""
+    """Apply published factors at an extension factor to every rotating spectrum of ``layers``."""
     C = layout.training_length
     attention = published.attention_at(factor, C)
 
@@ -70,7 +68,7 @@ def with_published(
 
 
 def check_published(layout: Layout, published: PublishedFactors) -> None:
-    """Refuse factors for another model.
+    """Check that published factors are for this model.
 
     Raises:
         UserError: they are for another training length, or another number of pairs.
@@ -111,5 +109,5 @@ def tempered(
 
 
 def is_free_of_positions(layout: Layout) -> bool:
-    """Whether no head has any encoding, so that only the temperature is left to choose."""
+    """Whether no head has an encoding, so that only the temperature remains to be chosen."""
     return not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra)

@@ -1,9 +1,9 @@
-"""Many-shot in-context learning with the question among the examples: DoPE, Sec. 5.3 and Table 2.
+"""Many-shot in-context learning with the question among the examples (DoPE, Sec. 5.3 and Table 2).
 
-A prompt is filled with solved problems and ends with an unsolved one. With a needle, that very
-problem and its solution stand among the examples, at one of four depths; without, they do not. The
-paper's problems are those of MATH (Hendrycks et al. 2021); without a file of them, sums and
-differences of two-digit numbers are asked.
+A prompt is filled with solved problems and ends with an unsolved one. With a needle, that problem
+and its solution are among the examples, at one of four depths; without, they are not. The paper
+uses MATH (Hendrycks et al. 2021); without a file of it, the problems are sums and differences of
+two-digit numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ManyShotSettings:
     seed: int = 42
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = [
             f"evaluation.many_shot.tasks: unknown task {name!r}.{did_you_mean(name, TASKS)}"
             for name in self.tasks
@@ -73,7 +73,7 @@ class ManyShotSettings:
 
 @dataclass(frozen=True)
 class Problem:
-    """``answer``: the final one; None: the boxed one at the end of the solution."""
+    """A problem with its final ``answer``; None: the boxed one at the end of the solution."""
 
     problem: str
     solution: str
@@ -81,7 +81,7 @@ class Problem:
 
 
 def arithmetic() -> list[Problem]:
-    """All sums and differences of two two-digit numbers."""
+    """Return all sums and differences of two two-digit numbers."""
     return [
         Problem(f"What is {a} {sign} {b}?", f"{a} {sign} {b} = {result}.", str(result))
         for a in range(10, 100)
@@ -91,7 +91,7 @@ def arithmetic() -> list[Problem]:
 
 
 def read_problems(file: str) -> list[Problem]:
-    """The problems of a file, each once, with an answer.
+    """Read the distinct problems of a file that have an answer.
 
     Raises:
         UserError: the file or a line is malformed, or no solution has a boxed answer.
@@ -110,7 +110,7 @@ def read_problems(file: str) -> list[Problem]:
 
 @dataclass(frozen=True)
 class _Pool:
-    """Problems and their tokens: ``examples`` solved, ``questions`` not."""
+    """Tokenized problems: solved ``examples`` and unsolved ``questions``."""
 
     problems: Sequence[Problem]
     tokenizer: Tokenizer
@@ -150,8 +150,8 @@ class ManyShotTask:
     bos: int | None
 
     def prompts(self, length: int) -> list[Prompt]:
-        """The trials, those of one problem after each other. With examples, prompt and answer have
-        ``length`` tokens, or as many fewer as no other example fits.
+        """Return the trials, grouped by problem. Examples, prompt and answer have ``length``
+        tokens, or so many fewer that no further example fits.
 
         Raises:
             UserError: the length is too short, or there are too few problems for it.
@@ -190,8 +190,8 @@ class ManyShotTask:
         return prompts
 
     def _haystack(self, room: int, asked: int, length: int) -> Integers:
-        """Which problems are the examples: others than ``asked``, in random order, each that still
-        fits ``room`` tokens, until none does."""
+        """Choose the examples: problems other than ``asked`` in random order, until none fits
+        ``room``."""
         sizes = self.pool.sizes
         shortest, longest = sizes.min(), sizes.max()
         chosen = []
@@ -217,7 +217,7 @@ class ManyShotTask:
         return [token for index in chosen for token in self.pool.examples[index]]
 
     def score(self, text: str, answers: Sequence[str]) -> float:
-        """1 if the final answer is right, else 0."""
+        """Return 1 if the final answer is right, else 0."""
         said = normalised(final_answer(text.partition(NEXT)[0]))
         return float(any(said == normalised(answer) for answer in answers))
 
@@ -229,12 +229,12 @@ class ManyShotTask:
 def many_shot_tasks(
     settings: ManyShotSettings, tokenizer: Tokenizer, bos: int | None
 ) -> tuple[list[Task], list[str]]:
-    """The tasks, and a sentence for what is not as in the paper.
+    """Return the tasks, and a sentence for each difference from the paper.
 
     Args:
-        settings: without :meth:`~ManyShotSettings.problems`.
-        tokenizer: of the model; lengths are counted in its tokens.
-        bos: the token every prompt begins with, or None.
+        settings: valid settings.
+        tokenizer: the model's; lengths are counted in its tokens.
+        bos: first token of every prompt, or None.
 
     Raises:
         UserError: the file is malformed.

@@ -47,7 +47,7 @@ SHORTEST = {"sequence": 6, "spectrum": USUAL.frame}
 
 
 def choice_texts() -> tuple[str, ...]:
-    """What ``evaluation.choice.text`` can name, with what plugins have added."""
+    """Return the names for ``evaluation.choice.text``, including those of plugins."""
     return ("validation", "file", *NEEDLE_TASKS, *LONG_TASKS)
 
 
@@ -78,20 +78,20 @@ class MethodsConfig(ABC):
     @property
     @abstractmethod
     def factors(self) -> list[float]:
-        """The extension factors that methods are set for."""
+        """Extension factors that methods are set for."""
 
     @property
     def names(self) -> list[str]:
-        """The methods that are asked for."""
+        """Requested methods."""
         return list(METHODS) if self.methods is None else self.methods
 
     @property
     def parts(self) -> list[str]:
-        """Their parts, each once."""
+        """Their parts, without duplicates."""
         return list(dict.fromkeys(part for name in self.names for part in name.split("+")))
 
     def method_problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = []
         if not self.names:
             found.append("evaluation.methods: expected one or more, got none.")
@@ -116,7 +116,7 @@ class MethodsConfig(ABC):
         return found + self.choice.problems(choice_texts())
 
     def choice_problems(self, training_length: int, methods: Sequence[str]) -> list[str]:
-        """What these methods cannot choose on, for models of that training length."""
+        """Check what these methods choose on, for models of this training length."""
         parts = {part for name in methods for part in name.split("+")}
         rules = self.weighted_rope if "weighted_rope" in parts else ()
         found = []
@@ -141,7 +141,7 @@ class MethodsConfig(ABC):
 
 
 def part_problems(name: str) -> list[str]:
-    """What is wrong with a method's name, one sentence each."""
+    """Check a method's name; return one sentence per problem."""
     parts = name.split("+")
     found = [
         f"evaluation.methods: unknown method {part!r}.{did_you_mean(part, PARTS)}"

@@ -1,4 +1,4 @@
-"""Multiple-choice questions: is the right answer the likeliest continuation?"""
+"""Multiple-choice questions: whether the right answer is the most likely continuation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUFFIX = ".jsonl.gz"
 
 @dataclass(frozen=True)
 class Question:
-    """Choices, each a context and a continuation, and which of them is right.
+    """Choices, each a context and a continuation, and the index of the right one.
 
     ``unconditional``: the same continuations without the question, or empty.
     """
@@ -38,12 +38,12 @@ class Question:
 
 
 def benchmark_directory(config: MultipleChoiceConfig) -> Path:
-    """Where the request files lie."""
+    """Return the directory of the request files."""
     return Path(config.directory or cache_directory(DataConfig()) / "benchmarks")
 
 
 def missing_tasks(config: MultipleChoiceConfig) -> list[str]:
-    """One sentence for every task without a file, or one for all if there are no files."""
+    """Return one sentence per task without a file, or one for all if there are no files."""
     directory = benchmark_directory(config)
     there = [path.name.removesuffix(SUFFIX) for path in directory.glob(f"*{SUFFIX}")]
     if not there:
@@ -60,13 +60,13 @@ def missing_tasks(config: MultipleChoiceConfig) -> list[str]:
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """The first ``limit`` questions of a request file.
+    """Read the first ``limit`` questions of a request file.
 
     A line is an object with ``doc_id``, ``idx`` (of the choice), ``label``, and under ``request``
     ``context`` and ``continuation``, as OLMES writes them.
 
     Raises:
-        UserError: a line is none.
+        UserError: a line is malformed.
     """
     choices: dict[int, list[Pair]] = defaultdict(list)
     labels: dict[int, int] = {}
@@ -97,12 +97,12 @@ def score_questions(
     *,
     silent: bool = False,
 ) -> list[Score]:
-    """How often the right choice is the likeliest one.
+    """Return how often the right choice is the most likely one.
 
     ``acc`` compares log-likelihoods, ``acc_norm`` log-likelihoods per character of the answer (as
-    lm-eval does, the space before it not counted), and ``acc_uncond``, where all questions have
-    such rows, log-likelihoods minus those without the question (Brown et al. 2020, Sec. 2.4).
-    ``silent``: no progress is shown.
+    lm-eval does, without the space before it). ``acc_uncond`` subtracts log-likelihoods without the
+    question (Brown et al. 2020, Sec. 2.4), if all questions have them. ``silent``: show no
+    progress.
     """
     free = all(question.unconditional for question in questions)
     pairs = [pair for question in questions for pair in question.choices]
@@ -127,7 +127,7 @@ def score_questions(
 def score_tasks(
     model: LanguageModel, encoder: Encoder, config: MultipleChoiceConfig
 ) -> list[Score]:
-    """Every task of a configuration in which :func:`missing_tasks` finds nothing.
+    """Score every task of a configuration; all its files must exist.
 
     Raises:
         UserError: a request file is malformed.

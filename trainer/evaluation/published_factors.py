@@ -1,4 +1,4 @@
-"""LongRoPE's factors as they are published: read from a file in Hugging Face's form."""
+"""Published LongRoPE factors, read from a file in Hugging Face's form."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ RANGE = "a positive number from 0.000001 to 10^12"
 
 @dataclass(frozen=True)
 class PublishedFactors:
-    """``short``, ``long``: what every pair's frequency is divided by in sequences up to the length
-    that the model was trained at, and in longer ones. ``attention``: what rotated channels are
-    multiplied with, if given; else it follows from ``factor``, the extension that the factors are
-    for, and that from the evaluated length where it is not given either. ``original_length``: that
-    of training, if given."""
+    """Published factors.
+
+    ``short``, ``long``: divisors of each pair's frequency in sequences up to the original training
+    length, and in longer ones. ``attention``: scale of rotated channels; by default it follows from
+    ``factor``, the extension that the factors are for, or else from the evaluated length.
+    ``original_length``: the original training length, if given.
+    """
 
     short: tuple[float, ...]
     long: tuple[float, ...]
@@ -33,7 +35,7 @@ class PublishedFactors:
     original_length: int | None = None
 
     def attention_at(self, factor: float, training_length: int) -> float:
-        """sqrt(1 + ln s / ln C) unless it is given (LongRoPE, as transformers computes it)."""
+        """Return the attention factor, by default sqrt(1 + ln s / ln C), as in transformers."""
         if self.attention is not None:
             return self.attention
         s = max(factor if self.factor is None else self.factor, 1.0)
@@ -41,11 +43,13 @@ class PublishedFactors:
 
 
 def read_factors(file: str) -> PublishedFactors:
-    """From a JSON file: ``rope_scaling`` (in transformers 5 ``rope_parameters``) with
-    ``short_factor`` and ``long_factor``, or a whole config.json with it.
+    """Read factors from a JSON file.
+
+    It contains ``rope_scaling`` (in transformers 5 ``rope_parameters``) with ``short_factor`` and
+    ``long_factor``, or is a whole config.json with it.
 
     Raises:
-        UserError: there is no such file, or it holds something else.
+        UserError: the file does not exist or holds something else.
     """
     try:
         content = read_plain(Path(file))
@@ -78,8 +82,7 @@ def read_factors(file: str) -> PublishedFactors:
 
 
 def _list_problems(found: dict[str, Any], group: str) -> Iterator[str]:
-    """What is wrong with the two lists of ``found``, which is the ``group`` of a file, a clause
-    each."""
+    """Check the two lists in ``found``, the ``group`` of a file; yield a clause per problem."""
     lists: dict[str, Any] = {key: found.get(key) for key in ("short_factor", "long_factor")}
     if missing := [key for key, value in lists.items() if value is None]:
         where = f"{group} has" if group else "there is"

@@ -37,7 +37,7 @@ class TemperatureSettings:
     rope_id_exponent: float = 2.0
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = []
         if not self.grid or not all(0 <= c <= 100 for c in self.grid):
             found.append(
@@ -69,7 +69,7 @@ class DynamicNtkSettings:
     alpha: float | None = None
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         if self.alpha is None or 1 <= self.alpha <= 1e6:
             return []
         return [
@@ -93,14 +93,14 @@ class LongRopeSettings:
 
     @property
     def of_choice(self) -> dict[str, Any]:
-        """All that the factors depend on beside model and text."""
+        """Return everything that the factors depend on besides model and text."""
         if self.factors is not None:
             return asdict(read_factors(self.factors))
         found = {"evaluations": self.evaluations, "windows": self.windows, "seed": self.seed}
         return found if self.search == "perplexity" else {"search": self.search, **found}
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = [
             f"evaluation.longrope.{key}: expected 1 or more, got {value}."
             for key in ("evaluations", "windows")
@@ -133,7 +133,8 @@ class ChoiceSettings:
     texts: int = 4
 
     def problems(self, texts: Collection[str]) -> list[str]:
-        """What is impossible, one sentence each; ``texts``: what there is."""
+        """Check the values; return one sentence per problem. ``texts``: names of the available
+        texts."""
         found = []
         if self.text not in texts:
             near = did_you_mean(self.text, texts)
@@ -197,7 +198,7 @@ class DopeSettings:
     seed: int = 0
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = []
         if self.r is not None and self.r < 1:
             found.append(f"evaluation.dope.r: expected 1 or more, or null for all, got {self.r}.")
@@ -229,7 +230,7 @@ class WeightedRopeSettings:
     alpha: float = 0.1
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         return [
             f"evaluation.weighted_rope.{key}: expected a number from 0 to 1, got {value}."
             for key in ("tau", "alpha")

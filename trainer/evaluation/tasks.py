@@ -1,4 +1,4 @@
-"""The tasks of a configuration, on held-out text of a model."""
+"""Tasks of a configuration on a model's held-out text."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ HAYSTACK = 1 << 22
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out split of a corpus, ``stream``. ``bos_token``: what prompts begin with, if
-    anything. ``training_share``: which share of the training sequences carried statements
-    (None: nobody knows)."""
+    """A held-out split of a corpus.
+
+    ``stream``: its tokens. ``bos_token``: first token of prompts, if any. ``training_share``: share
+    of the training sequences with statements (None: unknown).
+    """
 
     corpus: Corpus
     stream: TokenStream
@@ -36,17 +38,17 @@ class HeldOut:
 
     @cached_property
     def documents(self) -> list[str]:
-        """Documents of the split, :data:`HAYSTACK` tokens of them at most."""
+        """Documents of the split, at most :data:`HAYSTACK` tokens of them."""
         return self.corpus.documents(self.stream, HAYSTACK)
 
 
 def make_tasks(
     text: HeldOut, config: EvaluationConfig, lengths: list[int], training_length: int
 ) -> tuple[list[Measurement], list[str]]:
-    """What is measured, and a sentence for everything that cannot be.
+    """Return the measurements, and a sentence for each that is impossible.
 
     Raises:
-        UserError: nothing is left, or the text is shorter than the longest length.
+        UserError: none is possible, or the text is shorter than the longest length.
     """
     found: list[Measurement] = []
     notes: list[str] = []
@@ -87,7 +89,7 @@ def make_tasks(
 
 
 def check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
-    """Find prompts that do not fit before anything is measured, for all tasks at once."""
+    """Check the prompts of all tasks before anything is measured."""
     problems: list[str] = []
     for task in tasks:
         try:

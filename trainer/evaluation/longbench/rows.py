@@ -23,8 +23,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """One question as the benchmark distributes it. ``length``: words of everything;
-    ``all_classes``: of a classification task."""
+    """One question as the benchmark distributes it.
+
+    ``length``: number of words in total; ``all_classes``: classes of a classification task.
+    """
 
     input: str
     context: str
@@ -34,16 +36,15 @@ class Row:
 
 
 def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
-    """The lines of a ``.jsonl`` file, each checked; empty ones and unknown keys are left out.
+    """Read and validate the lines of a ``.jsonl`` file, without empty lines and unknown keys.
 
     Args:
         file: on disk or in an archive.
         row: a dataclass, whose fields are the keys of a line.
-        key: of the configuration, to which errors refer.
+        key: configuration key for error messages.
 
     Raises:
-        UserError: the file cannot be read, is empty, or has a malformed line, the first of which is
-            named.
+        UserError: the file cannot be read, is empty, or has a malformed line; names the first.
     """
     adapter, rows = TypeAdapter(row), []
     try:
@@ -70,10 +71,11 @@ def _row(adapter: TypeAdapter[T], line: str, where: str) -> T:
 
 
 def root(directory: str | None) -> Traversable:
-    """What holds ``TASK.jsonl``: the directory, or the archive on the hub or in its cache.
+    """Return what contains ``TASK.jsonl``: the directory, or the archive on the hub or in its
+    cache.
 
     Raises:
-        UserError: the archive cannot be had.
+        UserError: the archive is unavailable.
     """
     if directory is not None:
         return Path(directory)

@@ -1,4 +1,4 @@
-"""LongBench's English tasks: which are asked, and where their questions come from."""
+"""LongBench's English tasks: selection and source of the questions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LongBenchSettings:
     seed: int = 42
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = [
             f"evaluation.longbench.tasks: unknown task {name!r}.{did_you_mean(name, KINDS)}"
             for name in self.tasks
@@ -48,16 +48,16 @@ class LongBenchSettings:
 def longbench_tasks(
     settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None, training_length: int
 ) -> tuple[list[Task], list[str]]:
-    """The tasks whose files are there, and a sentence for each other one.
+    """Return the tasks whose files exist, and a sentence for each other one.
 
     Args:
-        settings: without :meth:`~LongBenchSettings.problems`.
-        tokenizer: of the model; lengths are counted in its tokens.
-        bos: the token every prompt begins with, or None.
-        training_length: C in tokens, in which the lengths of texts are reported.
+        settings: valid settings.
+        tokenizer: the model's; lengths are counted in its tokens.
+        bos: first token of every prompt, or None.
+        training_length: C in tokens, the unit of text lengths in reports.
 
     Raises:
-        UserError: no file is there, the archive cannot be had, or a line is malformed.
+        UserError: no file exists, the archive is unavailable, or a line is malformed.
     """
     tasks: list[Task] = []
     notes: list[str] = []
@@ -81,7 +81,7 @@ def longbench_tasks(
 
 
 def _chosen(rows: Sequence[Row], settings: LongBenchSettings, task: str) -> Sequence[Row]:
-    """A random sample, in the file's order."""
+    """Return a random sample in the file's order."""
     if settings.limit is None or settings.limit >= len(rows):
         return rows
     drawn = Random(f"{settings.seed} {task}").sample(range(len(rows)), settings.limit)

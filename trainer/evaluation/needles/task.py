@@ -1,6 +1,6 @@
 """Needle tasks: trials of an exact length in tokens, the same for every model and method.
 
-A trial depends on the seed, its number and the length alone, its quiz not even on the length.
+A trial depends only on the seed, its number and the length; its quiz not even on the length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NeedleTaskSettings:
     seed: int = 1
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = [
             f"evaluation.needles.{key}: expected 1 or more, got {getattr(self, key)}."
             for key in ("trials", "needles", "sinks")
@@ -46,7 +46,7 @@ class NeedleTaskSettings:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Tokens of the needles and the question of a quiz."""
+    """Tokens of a quiz's needles and question."""
 
     quiz: Quiz
     needles: list[list[int]]
@@ -59,11 +59,11 @@ class _Trial:
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """A :class:`~trainer.evaluation.prompts.Task`.
+    """A needle task, a :class:`~trainer.evaluation.prompts.Task`.
 
-    ``draw``: makes quizzes of ``needles`` needles. ``depths``: where the needle is, a prompt each;
-    None: all needles at random places. ``behind``: tokens right after every needle. ``opening``:
-    before the text; ``closing``: before every question.
+    ``draw``: makes quizzes of ``needles`` needles. ``depths``: depths of the needle, one prompt
+    each; None: all needles at random places. ``behind``: tokens directly after every needle.
+    ``opening``: text before the haystack; ``closing``: text before every question.
     """
 
     name: str
@@ -80,7 +80,7 @@ class NeedleTask:
     closing: str = "\n\n"
 
     def prompts(self, length: int) -> list[Prompt]:
-        """The trials; with ``depths`` those of one text follow each other and are a group.
+        """Return the trials; with ``depths``, those of one text follow each other and form a group.
 
         Raises:
             UserError: ``length`` is too short for the needles and the question, or the text for
@@ -109,14 +109,14 @@ class NeedleTask:
 
     @cached_property
     def _before(self) -> tuple[int, ...]:
-        """Tokens before the text."""
+        """Tokens before the haystack."""
         if not self.opening:
             return self.haystack.bos
         encoding = self.haystack.tokenizer.encode(self.opening, add_special_tokens=False)
         return (*self.haystack.bos, *encoding.ids)
 
     def _prompts(self, trial: _Trial, number: int, room: int) -> list[Prompt]:
-        """The trial's prompts, ``room`` tokens of text in each."""
+        """Return the prompts of a trial with ``room`` tokens of haystack each."""
         random = np.random.default_rng((self.settings.seed, number, 1))
         excerpt = self.haystack.excerpt(room, random)
         found = []

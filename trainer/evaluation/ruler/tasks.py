@@ -56,7 +56,7 @@ class RulerSettings:
     hotpotqa_file: str | None = None
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return one sentence per problem."""
         found = [
             f"evaluation.ruler.tasks: unknown task {name!r}.{did_you_mean(name, TASKS)}"
             for name in self.tasks
@@ -74,17 +74,17 @@ class RulerSettings:
 def ruler_tasks(
     settings: RulerSettings, tokenizer: Tokenizer, documents: Sequence[str], bos: int | None
 ) -> tuple[list[Task], list[str]]:
-    """The tasks that can be run, and a sentence for each that cannot, or not in full.
+    """Return the available tasks, and a sentence for each that is unavailable or incomplete.
 
     Args:
-        settings: without :meth:`~RulerSettings.problems`.
-        tokenizer: of the model; lengths are counted in its tokens.
-        documents: English text for the haystacks, read from the beginning in every trial and again
-            from the beginning where it is shorter than the length.
-        bos: the token every prompt begins with, or None.
+        settings: valid settings.
+        tokenizer: the model's; lengths are counted in its tokens.
+        documents: English text for the haystacks, read from the beginning in every trial,
+            repeatedly if it is shorter than the length.
+        bos: first token of every prompt, or None.
 
     Raises:
-        UserError: there is no text in the documents, or a file is of the wrong kind.
+        UserError: the documents contain no text, or a file is of the wrong kind.
     """
     essay = Essay(documents)
     tasks: list[Task] = []
