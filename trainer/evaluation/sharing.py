@@ -21,7 +21,7 @@ from trainer.report.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 
-POLL = 1.0
+POLL = 0.2
 """Seconds between looks at what the other processes have stored."""
 
 
