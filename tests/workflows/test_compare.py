@@ -497,7 +497,7 @@ def held_against_each_other(found):
 
 def test_the_settings_that_are_changed_are_all_that_an_evaluation_has():
     own = {one.name for one in fields(EvaluationConfig)}
-    assert own == {*OTHER, "methods", "lengths"}
+    assert own == {*OTHER, "methods", "lengths", "prefill_chunk"}
 
 
 @pytest.mark.parametrize("key", OTHER)
@@ -549,6 +549,20 @@ def test_runs_measured_on_other_text_are_not_tested_against_each_other(place):
     path = Path("runs/by_1/report.json")
     path.write_text(path.read_text().replace('"the same"', '"another"'))
     assert held_against_each_other(compared(Path("multirun") / found.name)) == [False, False]
+
+
+@pytest.mark.parametrize(("precision", "paired"), [("fp32", True), ("tf32", False)])
+def test_runs_measured_in_other_precisions_are_not_tested_against_each_other(
+    place, precision, paired
+):
+    """Reports of earlier versions say fp32 in their settings, later ones what it came to."""
+    earlier, chunks = {"dtype": "fp32"}, {"prefill_chunk": 512}
+    found = compared_by({"seed": 1, "evaluation": earlier}, {"seed": 2, "evaluation": chunks})
+    path = Path("runs/by_1/report.json")
+    named = f'"the same", "precision": "{precision}"'
+    path.write_text(path.read_text().replace('"the same"', named))
+    again = compared(Path("multirun") / found.name)
+    assert held_against_each_other(again) == [paired] * 2
 
 
 @pytest.mark.parametrize("lengths", [1, 4, 9])

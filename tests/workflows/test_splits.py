@@ -110,8 +110,8 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
         PositionalConfig(), num_layers=2, num_key_value_heads=1, head_dim=16, training_length=32
     )
     candidate = SimpleNamespace(
-        name="tiny", fingerprint="", config=config.model, layout=layout, bos_token=None, run=config,
-        computed_by=None,
+        name="tiny", fingerprint="", config=replace(config.model, vocab_size=600), layout=layout,
+        bos_token=None, run=config, computed_by=None,
     )  # fmt: skip
     asked = {}
 

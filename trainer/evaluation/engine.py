@@ -97,10 +97,10 @@ class _Worker:
     def work(self, jobs: Sequence[Job], total: float) -> None:
         """Do jobs that no other process has claimed, until none is left; ``total``: operations of
         this process's share."""
-        if jobs and not self.claims.share.index:
-            lengths = {plan.length for plan in jobs[0].plans}
-            say_duration(self._loaded(jobs[0].method[0]), lengths, total, self.batch_tokens)
         left = self._in_order(jobs)
+        if left and not self.claims.share.index:
+            lengths = {plan.length for plan in left[0].plans}
+            say_duration(self._loaded(left[0].method[0]), lengths, total, self.batch_tokens)
         while left:
             later = []
             for job in left:

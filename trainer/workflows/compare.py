@@ -28,6 +28,8 @@ NOT_OF_TRIALS = {
     "methods": "every method is asked the same trials",
     "lengths": "a length is paired by itself; what it owes to the others is in the key: the end of "
     "its windows to the longest, and how many tokens count to the shortest",
+    "dtype": "the precision it stands for is a key of its own",
+    "prefill_chunk": "how much is read at once changes rounding alone",
 }
 """Settings of an evaluation on which trials and windows do not depend, with the reason."""
 
@@ -169,11 +171,13 @@ def _report(place: Path) -> Report | None:
 
 
 def _measured_on(report: Report) -> str:
-    """What decides on trials and windows: the text and the settings of the evaluation."""
+    """Return what results depend on beside the model: text, precision and settings."""
     settings = report.config.get("evaluation", {})
     tokens = [round(report.training_length * factor) for factor in settings.get("lengths", ())]
     key = {
         "corpus": report.environment.get("corpus"),
+        # Reports of earlier versions do not name it; their dtype was what they computed in.
+        "precision": report.environment.get("precision", settings.get("dtype")),
         "settings": all_fields(settings, NOT_OF_TRIALS),
         "longest": max(tokens, default=None),
         "last": settings.get("last") or min([report.training_length, *tokens]),

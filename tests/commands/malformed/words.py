@@ -217,7 +217,7 @@ evaluation.methods=[yarn] | expected 'none' among them
 evaluation.tasks=[] | evaluation.tasks
 evaluation.tasks=[perplex] | unknown task 'perplex'
 evaluation.tasks=[statements] | the training text does not carry
-evaluation.lengths=[1,100000] | evaluation.lengths: the held-out text has
+evaluation.lengths=[1,5000] | evaluation.lengths: the held-out text has
 evaluation.tasks=[ruler] evaluation.ruler.tasks=[vt] | tokens for RULER's vt with this tokenizer
 evaluation.tasks=[standard] | evaluation.lengths: expected at least
 evaluation.windows=0 | evaluation.windows
