@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer.report import saving
-from trainer.report.dark import COLOURS, ON_BRIGHT, follows_scheme
-from trainer.report.plotting import Frame, Series, blank, draw, paper_style
-from trainer.report.saving import save
+from trainer.plotting import style
+from trainer.plotting.lines import Frame, Series, blank, draw, paper_style
+from trainer.plotting.style import COLOURS, ON_BRIGHT, follows_scheme, save
 
 
 def luminance(colour):
@@ -55,7 +54,7 @@ def test_every_element_of_a_colour_gets_its_counterpart(drawing):
 def test_a_large_picture_within_a_drawing_is_a_coarse_one(tmp_path, monkeypatch):
     sizes = []
     for limit in (10**6, 100):
-        monkeypatch.setattr(saving, "LARGEST_SVG", limit)
+        monkeypatch.setattr(style, "LARGEST_SVG", limit)
         with paper_style():
             figure = blank(2)
             points = np.random.default_rng(0).random((2, 500))
@@ -65,7 +64,7 @@ def test_a_large_picture_within_a_drawing_is_a_coarse_one(tmp_path, monkeypatch)
 
 
 def test_a_cloud_of_many_points_is_one_picture_and_the_rest_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "LARGEST_SVG", 10_000)
+    monkeypatch.setattr(style, "LARGEST_SVG", 10_000)
     with paper_style():
         figure = blank(2)
         figure.add_subplot().scatter(*np.random.default_rng(0).random((2, 500)))

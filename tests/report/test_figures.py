@@ -8,9 +8,9 @@ import pytest
 
 from tests.report.described import check, check_csv
 from tests.report.examples import report
-from trainer.report import drawn
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell
+from trainer.report import files
 from trainer.report.figures import write_figures
-from trainer.report.results import PERPLEXITY, STATEMENTS, Cell
 
 METHODS = {"none": "as is", "crop": "cropped", "yarn": "YaRN", "pi": "PI"}
 SCORES = {
@@ -58,7 +58,7 @@ def made(tmp_path_factory):
         task={"chance": 0.015, "chance_listed": 0.25},
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawn, "save", keep)
+        patch.setattr(files, "save", keep)
         written = write_figures(given, tmp_path_factory.mktemp("figures"))
     return {one.path.stem: (figures[one.path.stem], one) for one in written}
 

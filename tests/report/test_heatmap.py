@@ -9,8 +9,8 @@ import pytest
 
 from tests.report.described import check
 from tests.report.examples import cell
-from trainer.report.heatmap import Depths, draw_heatmaps
-from trainer.report.plotting import paper_style
+from trainer.plotting.lines import paper_style
+from trainer.report.figures import Depths, draw_heatmaps
 
 
 def test_a_depth_is_a_row_until_there_are_more_than_eleven():

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.examples import EXPERIMENT, example, report, statements
-from trainer.report import drawn, plotting
+from trainer.analysis.studies.drop_figures import indicator_figure
+from trainer.plotting import lines
+from trainer.plotting.style import NUMBERS, looks
+from trainer.report import files
 from trainer.report.figures import write_figures
-from trainer.report.geometry.drop_figures import indicator_figure
-from trainer.report.looks import NUMBERS, looks
 
 
 def test_what_many_pages_show_has_one_look_and_a_checkpoint_that_of_its_run():
@@ -40,15 +41,15 @@ def test_no_two_names_look_alike(names):
 
 def test_all_figures_of_all_pages_draw_a_name_in_one_colour(monkeypatch, tmp_path):
     """Side by side, in panels of a model, over training steps, and in an analysis."""
-    line_style, found = plotting.line_style, {}
+    line_style, found = lines.line_style, {}
 
     def noting(item):
         look = line_style(item)
         found.setdefault(item.label, set()).add(look["color"])
         return look
 
-    monkeypatch.setattr(plotting, "line_style", noting)
-    monkeypatch.setattr(drawn, "save", lambda figure, stem: stem)
+    monkeypatch.setattr(lines, "line_style", noting)
+    monkeypatch.setattr(files, "save", lambda figure, stem: stem)
     models = ("RoPE", "DroPE", "NoPE", "HalfRoPE")
     made = example(models=models, methods=("none", "crop", "yarn"), trials=4)
     write_figures(report(*(replace(cell, depths=()) for cell in made.cells)), tmp_path)

@@ -6,9 +6,9 @@ import pytest
 
 from tests.report.described import check
 from tests.report.examples import cell, report
-from trainer.report.outcomes import Outcomes
-from trainer.report.panels import apart, draw_rows, pair
-from trainer.report.plotting import Frame, Series, paper_style
+from trainer.evaluation.outcomes import Outcomes
+from trainer.plotting.lines import Frame, Series, paper_style
+from trainer.report.figures import apart, draw_rows, pair
 
 
 def plain(axes):

@@ -9,9 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from tests.report.described import check
-from trainer.report.frames import perplexity_axis
-from trainer.report.panels import pair
-from trainer.report.plotting import (
+from trainer.plotting.lines import (
     Frame,
     Series,
     blank,
@@ -23,7 +21,8 @@ from trainer.report.plotting import (
     paper_style,
     training_length_mark,
 )
-from trainer.report.saving import save
+from trainer.plotting.style import save
+from trainer.report.figures import pair, perplexity_axis
 
 NAME = r"costs $\frac$ or \$5"
 """As a formula it has no meaning, and matplotlib would refuse it."""

@@ -9,11 +9,11 @@ import pytest
 
 from tests.report.described import check, check_csv
 from tests.report.examples import report
+from trainer.evaluation.results import Drop, Reach
+from trainer.plotting.lines import paper_style
 from trainer.report.figures import write_figures
-from trainer.report.html import write_html
-from trainer.report.plotting import paper_style
-from trainer.report.reach import reach_figures
-from trainer.report.results import Drop, Reach
+from trainer.report.pages import write_html
+from trainer.report.training_figures import reach_figures
 
 EDGES = tuple(range(0, 257, 32))
 

@@ -8,11 +8,11 @@ import pytest
 
 from tests.report.described import check
 from tests.report.examples import report
+from trainer.evaluation.results import Drop, Milestone, Report
+from trainer.plotting.lines import paper_style
 from trainer.report.figures import write_figures
-from trainer.report.html import write_html
-from trainer.report.plotting import paper_style
-from trainer.report.recovery import recoveries, recovery_figure, value_of
-from trainer.report.results import Drop, Milestone, Report
+from trainer.report.pages import write_html
+from trainer.report.training_figures import recoveries, recovery_figure, value_of
 
 
 def history(*scores, dropped_at=2, key="piqa/acc"):

@@ -9,20 +9,24 @@ from rich.console import Console
 
 from tests.report.described import check, check_csv, check_text, styled
 from tests.report.examples import cell, report, statements
-from trainer.report.plotting import paper_style
-from trainer.report.results import PERPLEXITY
-from trainer.report.statistics import estimate
-from trainer.report.sweep import Reached, Sweep, SweptRun, numeric, reached
-from trainer.report.sweep_figures import axes, measures, sweep_figure
-from trainer.report.sweep_page import write_sweep_report
-from trainer.report.sweep_table import (
+from trainer.evaluation.results import PERPLEXITY
+from trainer.evaluation.statistics import estimate
+from trainer.plotting.lines import paper_style
+from trainer.report.pages import write_sweep_report
+from trainer.report.sweep import (
+    Reached,
+    Sweep,
+    SweptRun,
     csv_sweep,
     legend,
     markdown_sweep,
+    numeric,
+    reached,
     short,
     terminal_sweep,
     unfinished,
 )
+from trainer.report.sweep_figures import axes, measures, sweep_figure
 
 TRIALS = 12
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.report.described import check
 from tests.report.examples import report
-from trainer.report.plotting import paper_style
-from trainer.report.results import Arm, Drop
-from trainer.report.training_curves import training_figure
+from trainer.evaluation.results import Arm, Drop
+from trainer.plotting.lines import paper_style
+from trainer.report.training_figures import training_figure
 
 
 def drawn(**fields):

@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trainer.common.progress import Progress
+from trainer.common.words import counted
 from trainer.evaluation.duration import say_duration
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import Method
 from trainer.evaluation.plan import Plan, Subject
+from trainer.evaluation.results import Cell
 from trainer.evaluation.sharing import Share, wait_for
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
-from trainer.report.progress import Progress
-from trainer.report.results import Cell
-from trainer.report.words import counted
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from trainer.evaluation.answering import answers
 from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.loss import by_bucket, measured_losses, windows_with_common_ends
 from trainer.evaluation.prompts import Prompt, Task
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.retrieval import successes
 from trainer.model.language_model import LanguageModel
-from trainer.report.results import PERPLEXITY, STATEMENTS
 
 Done = Callable[[int], None]
 """Told how many sequences were read."""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.common.files import write_atomically
 from trainer.formats import FIRST, check_format, read_plain
-from trainer.report.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 

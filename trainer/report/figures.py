@@ -1,29 +1,45 @@
-"""The figures of a report, each as SVG and PNG with its numbers as CSV beside it, and what is said
-below it."""
+"""FIGDOC"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
-from trainer.report.drawn import Drawn, Plan
-from trainer.report.frames import lengths_frame, perplexity_axis, positions_frame, success
-from trainer.report.heatmap import Depths, draw_heatmaps
-from trainer.report.outcomes import AS_IS, Outcomes, Row
-from trainer.report.panels import draw_rows, is_panelled, pair
-from trainer.report.plotting import Series, paper_style
-from trainer.report.reach import reach_figures
-from trainer.report.recovery import recovery_figure
-from trainer.report.results import PERPLEXITY, STATEMENTS, Report
-from trainer.report.table import perplexity
-from trainer.report.training_curves import training_figure
-from trainer.report.words import factor_label, percent
+from trainer.common.words import factor_label, percent
+from trainer.evaluation.outcomes import AS_IS, Outcomes, Row
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
+from trainer.plotting.lines import (
+    OVERLAY,
+    Frame,
+    Series,
+    blank,
+    draw,
+    draw_line,
+    finish,
+    legend_above,
+    line_handle,
+    log_axis,
+    paper_style,
+    reference_handles,
+    training_length_mark,
+    trim,
+)
+from trainer.plotting.style import ON_BRIGHT, UNKNOWN, looks
+from trainer.report.files import Drawn, Plan
+from trainer.report.tables import perplexity
+from trainer.report.training_figures import reach_figures, recovery_figure, training_figure
 
 CONTRASTED = (AS_IS, "crop", "yarn")
 """Methods of the first model in the figure that holds perplexity against retrieval."""
@@ -57,6 +73,13 @@ def write_figures(report: Report, directory: Path) -> list[Drawn]:
     return drawn
 
 
+def styles_of(outcomes: Outcomes) -> dict[str, int]:
+    """Return the style number of every row and arm by its name."""
+    report = outcomes.report
+    arms = (*(arm.name for arm in report.arms), *report.reach)
+    return looks((*map(outcomes.name, outcomes.rows), *arms))
+
+
 def _plans(outcomes: Outcomes) -> Iterator[Plan]:
     if len(outcomes.lengths(outcomes.averaged)) > 1:
         titles = ", ".join(map(outcomes.task, outcomes.averaged))
@@ -64,9 +87,9 @@ def _plans(outcomes: Outcomes) -> Iterator[Plan]:
     yield from _contrast(outcomes)
     for task in (task for task in outcomes.scored if len(outcomes.lengths([task])) > 1):
         yield _success(outcomes, task, outcomes.task(task), [task])
-    yield from training_figure(outcomes.report, outcomes.looks)
+    yield from training_figure(outcomes.report, styles_of(outcomes))
     yield from _by_position(outcomes)
-    yield from reach_figures(outcomes.report, outcomes.looks)
+    yield from reach_figures(outcomes.report, styles_of(outcomes))
     yield from recovery_figure(outcomes.report)
     for task in outcomes.scored:
         yield from _by_depth(outcomes, task)
@@ -114,7 +137,7 @@ def _success_line(outcomes: Outcomes, row: Row, tasks: list[str], lengths: Itera
     found = [(n, e) for n in lengths if (e := outcomes.estimate(row, tasks, n)) is not None]
     y, low, high = ([100 * getattr(e, name) for _, e in found] for name in ("mean", "low", "high"))
     name = outcomes.name(row)
-    return Series(name, outcomes.looks[name], [n for n, _ in found], y, low, high)
+    return Series(name, styles_of(outcomes)[name], [n for n, _ in found], y, low, high)
 
 
 def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
@@ -131,7 +154,7 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
     task = outcomes.scored[0]
     curves = {row: _perplexities(outcomes, row, lengths) for row in chosen}
     left = [
-        Series(name, outcomes.looks[name], list(curves[row]), list(curves[row].values()))
+        Series(name, styles_of(outcomes)[name], list(curves[row]), list(curves[row].values()))
         for row in chosen
         for name in (outcomes.name(row),)
     ]
@@ -251,3 +274,251 @@ def _grey(lines: Iterable[Row]) -> str:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "_", text).strip("_") or "unnamed"
+
+
+_LINEAR = 6  # a perplexity that varies by less than this factor is drawn on a linear axis
+
+Scale = Callable[[Axes], None]
+
+
+def success(axes: Axes) -> None:
+    """Percent, all of them."""
+    axes.set_ylim(-4, 106)
+    axes.set_yticks(range(0, 101, 25))
+
+
+def perplexity_axis(values: Iterable[float]) -> Scale:
+    """Logarithmic where the values span much."""
+    known = [value for value in values if math.isfinite(value)]
+    low, high = min(known, default=1.0), max(known, default=1.0)
+
+    def prepare(axes: Axes) -> None:
+        if high < _LINEAR * low:
+            room = 0.06 * (high - low) or 0.1 * high
+            axes.set_ylim(low - room, high + room)
+            return
+        log_axis(axes, low, high)
+        axes.set_ylim(low / 1.2, high * 1.2)
+
+    return prepare
+
+
+def lengths_frame(
+    report: Report,
+    lengths: dict[int, float],
+    y_label: str,
+    scale: Scale,
+    narrow: bool = False,
+    lines: tuple[tuple[float, str], ...] = (),
+) -> Frame:
+    """Lengths on a binary logarithmic axis, named in multiples of the training length and, unless
+    the panel is narrow, in tokens; ``lines``: horizontal ones, with their names."""
+
+    def prepare(axes: Axes) -> None:
+        scale(axes)
+        axes.set_xscale("log", base=2)
+        names = [factor_label(f) + ("" if narrow else f"\n{n}") for n, f in lengths.items()]
+        axes.set_xticks(list(lengths), names)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlim(min(lengths) / 1.2, max(lengths) * 1.2)
+
+    unit = "multiple of the training length" + ("" if narrow else "; tokens")
+    return Frame(
+        f"sequence length ({unit})",
+        y_label,
+        prepare,
+        training_length_mark(report.training_length, lengths),
+        lines,
+    )
+
+
+def positions_frame(report: Report, longest: int, scale: Scale) -> Frame:
+    """Positions up to the longest length, with ticks at multiples of the training length."""
+
+    def prepare(axes: Axes) -> None:
+        scale(axes)
+        axes.set_xlim(0, longest)
+        step = min(report.training_length, longest)
+        while longest / step > 4:
+            step *= 2
+        axes.set_xticks(range(0, longest + 1, step))
+
+    label = f"position in sequences of {longest} tokens"
+    return Frame(
+        label, "perplexity", prepare, training_length_mark(report.training_length, (0, longest))
+    )
+
+
+_BESIDE = 6  # entries of a legend in one row
+_DODGE = 0.03  # octaves between lines of one panel, so that their intervals stay apart
+
+
+def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> Figure:
+    """One line a row. Up to ``OVERLAY``, or all of one model or one method: as any figure has them.
+    Otherwise a panel for each model with its methods or for each method with its models, whichever
+    leaves fewer lines to a panel, over all the others in grey."""
+    if not is_panelled(lines):
+        named = [
+            replace(line, label=name, style=styles_of(outcomes)[name])
+            for row, line in lines.items()
+            for name in (outcomes.name(row),)
+        ]
+        return draw(apart(named), frame)
+    models = [name for name in outcomes.models if any(model == name for model, _ in lines)]
+    methods = [key for key in outcomes.methods if any(method == key for _, method in lines)]
+    by_model = len(models) >= len(methods)
+    titles = models if by_model else [outcomes.method(key) for key in methods]
+    names = [outcomes.method(key) for key in methods] if by_model else models
+    # What differs within a panel looks as it does alone, with the first that has it.
+    of_first = {row[1 if by_model else 0]: outcomes.name(row) for row in reversed(list(lines))}
+    keys = methods if by_model else models
+    styles = {
+        name: styles_of(outcomes)[of_first[key]] for name, key in zip(names, keys, strict=True)
+    }
+    panels: dict[str, list[Series]] = {title: [] for title in titles}
+    for (model, method), line in lines.items():
+        panel, name = model, outcomes.method(method)
+        if not by_model:
+            panel, name = name, panel
+        panels[panel].append(replace(line, label=name, style=styles[name]))
+    marked = any(line.marked for line in lines.values())
+    looks = [Series(name, styles[name], (), (), marked=marked) for name in names]
+    return _multiples(panels, frame, looks)
+
+
+def is_panelled(lines: Iterable[Row]) -> bool:
+    """Whether the lines are shared out among panels, several to each."""
+    rows = list(lines)
+    shapes = (len({model for model, _ in rows}), len({method for _, method in rows}))
+    return len(rows) > OVERLAY and 1 not in shapes
+
+
+def pair(series: Sequence[Sequence[Series]], frames: Sequence[Frame]) -> Figure:
+    """Panels side by side with one legend and the first one's label below; a label has the same
+    style in all of them."""
+    figure = blank(2.9)
+    grid = figure.subplots(1, len(frames))
+    seen: dict[str, Series] = {}
+    for axes, lines, frame in zip(grid, series, frames, strict=True):
+        for line in apart(lines):
+            draw_line(axes, line)
+            seen.setdefault(line.label, line)
+        finish(axes, frame, with_note=False)
+        axes.set_ylabel(frame.y_label)
+    figure.supxlabel(frames[0].x_label, fontsize=8)
+    _legend(figure, list(seen.values()), frames[0])
+    return figure
+
+
+def apart(lines: Sequence[Series]) -> list[Series]:
+    """The same lines, those with intervals slightly shifted along a logarithmic axis."""
+    middle = (len(lines) - 1) / 2
+    return [
+        line
+        if line.low is None
+        else replace(line, x=[x * 2 ** (_DODGE * (index - middle)) for x in line.x])
+        for index, line in enumerate(lines)
+    ]
+
+
+def _multiples(
+    panels: Mapping[str, Sequence[Series]], frame: Frame, names: Sequence[Series]
+) -> Figure:
+    columns = min((4, 3), key=lambda count: -len(panels) % count)  # the fuller last row
+    rows = math.ceil(len(panels) / columns)
+    figure = blank(0.9 + 1.45 * rows)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    everything = [line for lines in panels.values() for line in lines]
+    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+        for other in everything:
+            axes.plot(other.x, other.y, color="#dcdcdc", linewidth=0.5, zorder=1)
+        for line in apart(lines):
+            draw_line(axes, line)
+        finish(axes, frame, with_note=False)
+        axes.set_title(title, pad=3)
+    trim(list(grid.flat), len(panels), columns)
+    figure.supxlabel(frame.x_label, fontsize=8)
+    figure.supylabel(frame.y_label, fontsize=8)
+    _legend(figure, names, frame)
+    return figure
+
+
+def _legend(figure: Figure, lines: Sequence[Series], frame: Frame) -> None:
+    handles = [line_handle(line) for line in lines]
+    handles += reference_handles(frame, with_vertical=True)
+    rows = math.ceil(len(handles) / _BESIDE)
+    legend_above(figure, handles, math.ceil(len(handles) / rows))
+
+
+_MAPS_BESIDE = 5
+_MOST, _BINS = 11, 10  # more different depths than _MOST are put into _BINS
+# Perceptually uniform, for all kinds of colour vision.
+_MAP = colormaps["cividis"].with_extremes(bad=UNKNOWN)
+
+
+@dataclass(frozen=True)
+class Depths:
+    """Rows of a heat map: trials of depth ``edges[i]`` (included) to ``edges[i + 1]`` (excluded)
+    are in row i, which is called ``names[i]``."""
+
+    edges: tuple[float, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cells: Sequence[Cell]) -> Depths:
+        """A row for each depth that occurs, or for each tenth where they are many."""
+        found = sorted({depth for cell in cells for depth in cell.depths})
+        if len(found) <= _MOST:
+            return cls((*found, math.inf), tuple(f"{100 * depth:.0f}" for depth in found))
+        names = (f"{100 * i // _BINS}–{100 * (i + 1) // _BINS}" for i in range(_BINS))
+        return cls((*(i / _BINS for i in range(_BINS)), math.inf), tuple(names))
+
+    def means(self, cell: Cell) -> list[float]:
+        """The mean score of every row, NaN where there is no trial."""
+        index = np.searchsorted(self.edges, cell.depths, side="right") - 1
+        counts = np.bincount(index, minlength=len(self.names))
+        sums = np.bincount(index, weights=cell.scores, minlength=len(self.names))
+        return [s / n if n else math.nan for s, n in zip(sums, counts, strict=True)]
+
+
+def draw_heatmaps(
+    panels: Mapping[str, np.ndarray], depths: Depths, lengths: Mapping[int, str]
+) -> Figure:
+    """``panels``: by title, the mean scores with axes [depth, length]. ``lengths``: their names."""
+    columns = min(_MAPS_BESIDE, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    tall = min(2.2, 0.45 + 0.17 * len(depths.names))
+    figure = blank(0.5 + tall * rows)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    image = None
+    for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
+        image = axes.imshow(100 * values, cmap=_MAP, vmin=0, vmax=100, aspect="auto")
+        _numbers(axes, 100 * values)
+        axes.set_title(textwrap.fill(title, 24), pad=3, fontsize=7)
+        axes.set_xticks(range(len(lengths)), list(lengths.values()), fontsize=6)
+        axes.set_yticks(range(len(depths.names)), depths.names, fontsize=6)
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+    trim(list(grid.flat), len(panels), columns)
+    figure.supxlabel("sequence length (multiple of the training length)", fontsize=8)
+    figure.supylabel("depth (% of the text)", fontsize=8)
+    if image is not None:
+        bar = figure.colorbar(
+            image, ax=list(grid.flat[: len(panels)]), aspect=30, pad=0.02, fraction=0.03
+        )
+        bar.set_label("success (%)")
+        bar.outline.set_visible(False)
+    return figure
+
+
+def _numbers(axes: Axes, values: np.ndarray) -> None:
+    for (y, x), value in np.ndenumerate(values):
+        known = math.isfinite(value)
+        axes.text(
+            *(x, y, f"{value:.0f}" if known else "·"),
+            color=ON_BRIGHT if not known or value > 55 else "white",
+            ha="center",
+            va="center",
+            fontsize=5.5,
+        )

@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from trainer.report.dark import ON_BRIGHT, UNKNOWN
-from trainer.report.drawn import Plan
-from trainer.report.plotting import Series, blank, draw_line, legend_above, line_handle
+from trainer.common.words import factor_label
+from trainer.plotting.lines import Series, blank, draw_line, legend_above, line_handle
+from trainer.plotting.style import ON_BRIGHT, UNKNOWN
+from trainer.report.files import Plan
 from trainer.report.sweep import Reached, Sweep, SweptRun, numeric
-from trainer.report.words import factor_label
 
 _WIDE = 8  # a key whose values span more than this factor has a logarithmic axis
 _CROWDED = 12  # characters of the names of ticks that stand beside each other

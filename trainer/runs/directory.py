@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
+from trainer.common.files import write_atomically
 from trainer.errors import UserError
 from trainer.formats import read_content
-from trainer.report.atomic import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.runs.mark import check_mark, write_mark
 from trainer.runs.ownership import overwrite_problems

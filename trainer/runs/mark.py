@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from trainer.common.files import write_atomically
 from trainer.errors import UserError
 from trainer.formats import check_format, read_plain
-from trainer.report.atomic import write_atomically
 
 MARK = "run.json"
 FORMAT = 1

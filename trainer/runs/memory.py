@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from trainer.evaluation.results import PERPLEXITY
 from trainer.model.config import ModelConfig
-from trainer.report.results import PERPLEXITY
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import device_type
 

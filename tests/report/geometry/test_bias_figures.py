@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.report.described import check
-from trainer.report.geometry.bias_figures import (
+from trainer.analysis.studies.bias_figures import (
     factor_figure,
     gradient_figure,
     needle_figure,

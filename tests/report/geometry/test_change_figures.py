@@ -5,12 +5,7 @@ import math
 import numpy as np
 
 from tests.report.described import check
-from trainer.report.geometry.change_figures import (
-    Changes,
-    OnePair,
-    changes_by_pair,
-    pairs_in_both,
-)
+from trainer.analysis.studies.offset_figures import Changes, OnePair, changes_by_pair, pairs_in_both
 
 
 def test_changes_of_radius_and_angle_by_pair():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.report.described import check
-from trainer.report.geometry.drawing import Cloud, Panel, by_length, clouds, histogram, over_heads
-from trainer.report.plotting import Series
+from trainer.plotting.by_length import Cloud, Panel, by_length, clouds, histogram, over_heads
+from trainer.plotting.lines import Series
 
 
 def test_a_line_is_the_mean_and_its_band_has_four_fifths_of_the_heads():

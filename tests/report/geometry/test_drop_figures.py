@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.report.described import check
-from trainer.report.geometry.drop_figures import (
+from trainer.analysis.studies.drop_figures import (
     head_figure,
     indicator_figure,
     position_figure,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.report.described import check
-from trainer.report.geometry.entropy_figures import Scale, by_position, curves, heat_maps
+from trainer.plotting.heat_maps import Scale, by_position, curves, heat_maps
 
 NAN = math.nan
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from tests.report.described import check
-from trainer.report.geometry.entropy_points import (
+from trainer.analysis.studies.entropy_pictures import (
     HeadColumn,
     head_columns,
     layer_panels,

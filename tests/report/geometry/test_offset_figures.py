@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from tests.report.described import check, described
-from trainer.report.geometry.offset_figures import (
+from trainer.analysis.studies.offset_figures import (
     Method,
     Radii,
     extended_bounds,

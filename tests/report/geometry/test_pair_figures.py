@@ -3,10 +3,10 @@
 import numpy as np
 
 from tests.report.described import check
-from trainer.report.geometry import pair_figures
-from trainer.report.geometry.pair_figures import (
-    Cloud,
+from trainer.analysis.studies import offset_figures
+from trainer.analysis.studies.offset_figures import (
     Contributions,
+    PairCloud,
     by_distance,
     clouds,
     small_clouds,
@@ -18,7 +18,10 @@ QUERY, KEY = np.array([[3.0, 3.0], [3.0, 5.0]]), np.array([[-2.0, 0.0], [0.0, 0.
 
 def test_a_cloud_has_its_means_and_the_turn_of_the_query():
     """From 53.13 degrees on by a quarter turn; two radians more than a whole turn are one."""
-    panels = [Cloud("slow", QUERY, KEY, np.pi / 2), Cloud("fast", QUERY, KEY, 2 * np.pi + 2)]
+    panels = [
+        PairCloud("slow", QUERY, KEY, np.pi / 2),
+        PairCloud("fast", QUERY, KEY, 2 * np.pi + 2),
+    ]
     check(
         clouds(panels),
         """
@@ -68,7 +71,7 @@ def test_a_cloud_has_its_means_and_the_turn_of_the_query():
 
 def test_clouds_of_all_pairs_of_a_head_are_small():
     """Five in rows of three: the last place stays empty."""
-    panels = [Cloud(f"pair {n}", QUERY, KEY, 1.0) for n in range(5)]
+    panels = [PairCloud(f"pair {n}", QUERY, KEY, 1.0) for n in range(5)]
     figure = small_clouds(panels)
     assert [axes.get_title() for axes in figure.axes] == [f"pair {n}" for n in range(5)]
     for axes in figure.axes[1:]:
@@ -109,11 +112,11 @@ def test_clouds_stand_in_rows(monkeypatch):
     def shape(figure):
         return figure.axes[0].get_subplotspec().get_gridspec().get_geometry()
 
-    one = Cloud("", QUERY, KEY, 1.0)
+    one = PairCloud("", QUERY, KEY, 1.0)
     assert shape(clouds([one] * 4)) == (2, 3)
     assert shape(clouds([one])) == shape(small_clouds([one])) == (1, 1)
     assert shape(small_clouds([one] * 3)) == (2, 2)
-    monkeypatch.setattr(pair_figures, "MANY", 1)
+    monkeypatch.setattr(offset_figures, "MANY", 1)
     assert shape(small_clouds([one] * 3)) == (3, 1)
 
 

@@ -5,7 +5,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.report.described import check
-from trainer.report.geometry.side_by_side import (
+from trainer.plotting.lines import Frame, Series
+from trainer.plotting.side_by_side import (
     Cloud,
     HeadCloud,
     Panel,
@@ -16,7 +17,6 @@ from trainer.report.geometry.side_by_side import (
     unscaled,
     whole_numbers,
 )
-from trainer.report.plotting import Frame, Series
 
 
 def test_a_line_and_a_reference_are_named_once_for_all_panels():

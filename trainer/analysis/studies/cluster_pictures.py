@@ -11,19 +11,12 @@ import numpy as np
 from trainer.analysis.averages import Array
 from trainer.analysis.clusters import ClusterResult
 from trainer.analysis.snapshots import Snapshot
+from trainer.analysis.studies.section import Picture
 from trainer.analysis.studies.versions import Versions, before
-from trainer.report.geometry.drawing import (
-    Cloud,
-    Panel,
-    by_length,
-    clouds,
-    histogram,
-    over_heads,
-)
-from trainer.report.geometry.section import Picture
-from trainer.report.geometry.side_by_side import logarithmic
-from trainer.report.plotting import Series
-from trainer.report.words import counted
+from trainer.common.words import counted
+from trainer.plotting.by_length import Cloud, Panel, by_length, clouds, histogram, over_heads
+from trainer.plotting.lines import Series
+from trainer.plotting.side_by_side import logarithmic
 
 COSINES = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
 LENGTH = "length of the text (tokens)"

@@ -12,9 +12,9 @@ from trainer.analysis.averages import Array
 from trainer.analysis.needle_prompt import NeedlePrompt
 from trainer.analysis.needle_view import NeedleView, copied, needle_view
 from trainer.analysis.studies.arrays import plain
+from trainer.analysis.studies.section import Picture
 from trainer.analysis.studies.study import Target
-from trainer.report.geometry.entropy_figures import Scale, by_position, curves, heat_maps
-from trainer.report.geometry.section import Picture
+from trainer.plotting.heat_maps import Scale, by_position, curves, heat_maps
 
 HEADS, CELLS, POINTS = 16, 128, 2048
 AVERAGE, LAST = "average", "last token"

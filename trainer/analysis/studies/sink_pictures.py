@@ -9,12 +9,12 @@ import numpy as np
 
 from trainer.analysis.averages import Array
 from trainer.analysis.sinks import SinkResult
+from trainer.analysis.studies.section import Picture
 from trainer.analysis.studies.versions import Versions, before
-from trainer.report.geometry.drawing import Panel, by_length, over_heads
-from trainer.report.geometry.entropy_figures import Scale, heat_maps
-from trainer.report.geometry.section import Picture
-from trainer.report.plotting import Series
-from trainer.report.words import counted
+from trainer.common.words import counted
+from trainer.plotting.by_length import Panel, by_length, over_heads
+from trainer.plotting.heat_maps import Scale, heat_maps
+from trainer.plotting.lines import Series
 
 HEADER = ("version", "measure", "from_position", "to_position", "mean", "low", "high")
 

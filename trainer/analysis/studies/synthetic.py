@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from trainer.analysis.studies.arrays import plain
+from trainer.analysis.studies.section import Grid, Picture, Section
 from trainer.analysis.studies.study import Study
 from trainer.analysis.synthetic import SyntheticDecay, synthetic_decay
+from trainer.plotting.by_length import Panel, by_length
+from trainer.plotting.lines import Series
+from trainer.plotting.style import looks
 from trainer.positional.encodings import make_spectrum
 from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
-from trainer.report.geometry.drawing import Panel, by_length
-from trainer.report.geometry.section import Grid, Picture, Section
-from trainer.report.looks import looks
-from trainer.report.plotting import Series
 
 FURTHEST, OWN_SHOWN, PER_INTERVAL = 16, 2, 24
 SETTLED = 0.03
