@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from trainer.plotting import style
-from trainer.plotting.lines import Frame, Series, blank, draw, paper_style
-from trainer.plotting.style import COLOURS, ON_BRIGHT, follows_scheme, save
+from trainer.plotting.lines import Frame, Series, draw
+from trainer.plotting.style import DARK_COLOURS, ON_BRIGHT, blank, follow_scheme, paper_style, save
 
 
 def luminance(colour):
@@ -40,15 +40,15 @@ def test_every_colour_that_is_drawn_stands_out_from_a_dark_page(drawing):
     for colour in drawn:
         if contrast(colour, "#ffffff") < 2:  # the grid, which stands out from neither
             continue
-        assert contrast(COLOURS.get(colour, colour), "#181818") > 3, colour
-    assert ON_BRIGHT not in COLOURS
+        assert contrast(DARK_COLOURS.get(colour, colour), "#181818") > 3, colour
+    assert ON_BRIGHT not in DARK_COLOURS
 
 
 def test_every_element_of_a_colour_gets_its_counterpart(drawing):
     for light in ("#000000", "#0072b2"):
-        assert f'[style*="stroke: {light}"]{{stroke:{COLOURS[light]}!important}}' in drawing
+        assert f'[style*="stroke: {light}"]{{stroke:{DARK_COLOURS[light]}!important}}' in drawing
     assert drawing.count("@media (prefers-color-scheme:dark)") == 1
-    assert follows_scheme("<svg></svg>") == "<svg></svg>"  # not one of matplotlib's
+    assert follow_scheme("<svg></svg>") == "<svg></svg>"  # not one of matplotlib's
 
 
 def test_a_large_picture_within_a_drawing_is_a_coarse_one(tmp_path, monkeypatch):

@@ -13,12 +13,12 @@ from typing import Any
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write ``content`` (text as UTF-8) to ``path``, creating parent directories.
 
-    A reader sees the old file or the new one, never a part; when the write fails, the old file
-    stays and no temporary file is left. Raises ``OSError`` as the file system does.
+    A reader sees the old file or the new one, never a part. If the write fails, the old file stays
+    and no temporary file is left. Raises ``OSError`` as the file system does.
     """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The same directory, since a rename is atomic only within one file system.
+    # In the same directory: a rename is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(data)
@@ -29,7 +29,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Rows under their head, each line ended by a newline alone."""
+    """Return rows under their head as CSV, with ``\\n`` as line ends."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(head)

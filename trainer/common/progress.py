@@ -1,4 +1,8 @@
-"""PROGRESSDOC"""
+"""Progress of long work: a live bar on a terminal, lines of text elsewhere.
+
+A line is printed at every tenth of the work. Between tenths, one is printed after half a minute
+and then less and less often, but at least every ten minutes.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,17 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 console = Console(stderr=True)
-"""Shared by progress and log, so that a line of the log does not break the bar."""
+"""Console shared by progress and log, so that a log line does not break the bar."""
 
 FIRST_LINE, LONGEST_SILENCE = 30.0, 600.0
-"""Seconds; for output that is no terminal."""
+"""Seconds to the first line, and the longest time between lines, without a terminal."""
 
 
 class Progress:
-    """A task of ``total`` steps of ``tokens_per_step`` tokens; use as a context manager.
+    """Progress of ``total`` steps of ``tokens_per_step`` tokens; use as a context manager.
 
-    Shows steps, loss where there is one, tokens per second and the time left; nothing where it is
-    ``silent``, as in all processes of a run but the first.
+    Shows steps, the loss if there is one, tokens per second and the time left. ``silent`` shows
+    nothing, for all ranks but the first.
     """
 
     def __init__(
@@ -32,7 +36,7 @@ class Progress:
         self.bar: RichProgress | None = None
         self.start_step: float | None = None
         self.start_time = 0.0
-        self.said = 0
+        self.last_tenth = 0
         self.next_line = FIRST_LINE
 
     def __enter__(self) -> Progress:
@@ -62,15 +66,15 @@ class Progress:
     def advance_to(
         self, step: float, loss: float | None = None, tokens: float | None = None
     ) -> None:
-        """Show that ``step`` of ``total`` is reached; the first call sets where counting starts.
+        """Show that ``step`` of ``total`` is reached; the first call sets the starting step.
 
-        ``tokens``: read since then, where steps differ in how many they have.
+        ``tokens``: number read since the first call, if steps differ in length.
         """
         step = min(step, self.total)  # an estimate of the total may be too low
         now = time.perf_counter()
         if self.start_step is None:
             self.start_step, self.start_time = step, now
-            self.said = int(10 * step / self.total)
+            self.last_tenth = int(10 * step / self.total)
         elapsed, done = now - self.start_time, step - self.start_step
         read = done * self.tokens_per_step if tokens is None else tokens
         rate = read / elapsed if elapsed > 0 else 0.0
@@ -81,15 +85,15 @@ class Progress:
             self.bar.update(self.bar.task_ids[0], completed=step, details=details)
         elif done and not self.silent and self._is_time(step, elapsed):
             left = elapsed / done * (self.total - step)
-            said = f"{self.title}  {int(100 * step / self.total)}%  {details}  {left:.0f} s left"
-            with suppress(OSError):  # of a full disk, which stops no work
-                console.print(said, highlight=False, markup=False, soft_wrap=True)
+            line = f"{self.title}  {int(100 * step / self.total)}%  {details}  {left:.0f} s left"
+            with suppress(OSError):  # a full disk must not stop the work
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _is_time(self, step: float, elapsed: float) -> bool:
         """Whether a line is due after ``elapsed`` seconds."""
         tenth = int(10 * step / self.total)
-        if tenth == self.said and elapsed < self.next_line:
+        if tenth == self.last_tenth and elapsed < self.next_line:
             return False
-        self.said = tenth
+        self.last_tenth = tenth
         self.next_line = elapsed + min(max(elapsed, FIRST_LINE), LONGEST_SILENCE)
         return True

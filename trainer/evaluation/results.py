@@ -1,4 +1,10 @@
-"""RESULTSDOC"""
+"""Results of an evaluation and a run as plain data: ``report.json`` and the types in it.
+
+Lengths are in tokens, losses in nats per token, scores are fractions from 0 to 1. A number that
+was not measured or is not finite is ``None`` (``null`` in the file), so every file is strict JSON.
+Everything but ``timing`` and the seconds of cells depends only on what was trained and evaluated,
+so repetitions give the same file.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +24,9 @@ from trainer.errors import UserError
 from trainer.formats import adapter, read_plain
 
 PERPLEXITY = "perplexity"
-"""The task whose cells have losses by position instead of scores."""
+"""Task whose cells have losses by position instead of scores."""
 STATEMENTS = "statements"
-"""The task that training sequences can carry, which is what a report calls retrieval."""
+"""Task that training sequences can contain; reports call its score retrieval."""
 
 
 def is_known(value: float | None) -> TypeGuard[float]:
@@ -29,29 +35,30 @@ def is_known(value: float | None) -> TypeGuard[float]:
 
 
 class Json:
-    """``to_dict`` and ``from_dict`` for a dataclass: dictionaries and lists as JSON has them."""
+    """Dataclass that converts to and from the dictionaries and lists of JSON."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, with lists for tuples and ``None`` for numbers that are not finite."""
+        """Return the fields, with lists for tuples and ``None`` for numbers that are not finite."""
         return _plain(asdict(self))  # type: ignore[call-overload]  # its subclasses are dataclasses
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The inverse of ``to_dict``. Raises pydantic's ``ValidationError``, which names each
-        field that is missing or of the wrong type."""
+        """Invert ``to_dict``.
+
+        Raises pydantic's ``ValidationError``, which names each missing or mistyped field.
+        """
         return adapter(cls).validate_python(data)
 
 
 @dataclass(frozen=True)
 class Cell(Json):
-    """One method on one model in one task at one length.
+    """Result of one method on one model in one task at one length.
 
-    ``factor``: the length in units of the training length. ``scores``: of every trial, in the order
-    of the task's prompts, the same trials for all methods and models. ``depths``, ``labels``: of
-    every trial, or empty. ``edges``, ``losses``: mean held-out loss from position ``edges[i]``
-    (included) to ``edges[i + 1]`` (excluded). ``last_loss``: mean loss on the last tokens, the same
-    tokens at every length; ``by_window``: the same of every window, or empty. ``seconds``: what it
-    took.
+    ``factor``: length over training length. ``scores``: one for each trial, in the order of the
+    task's prompts, which are the same for all methods and models. ``depths``, ``labels``: one for
+    each trial, or empty. ``losses[i]``: mean held-out loss over positions ``edges[i]`` (included)
+    to ``edges[i + 1]`` (excluded). ``last_loss``: mean loss on the last tokens, which are the same
+    at every length. ``by_window``: this loss for each window, or empty. ``seconds``: duration.
     """
 
     model: str
@@ -83,8 +90,11 @@ class Cell(Json):
 
 @dataclass(frozen=True)
 class Change(Json):
-    """What the start of a phase changed in a run, and the held-out loss (nats per token) just
-    before it, just after, and at the end of the phase; ``length``: of its sequences in tokens."""
+    """Change of a run at the start of a phase, with the held-out loss around it.
+
+    The losses are measured just before the change, just after it, and at the end of the phase.
+    ``length``: tokens of the phase's sequences.
+    """
 
     step: int
     what: str
@@ -96,11 +106,13 @@ class Change(Json):
 
 @dataclass(frozen=True)
 class Arm(Json):
-    """One training run of the experiment. ``final_loss`` is the held-out text loss at the training
-    length; ``curve`` holds (step, training loss); ``changes``: those of its phases, in order.
-    ``skipped``: updates that were left out, because their loss or gradient was not finite;
-    ``rewinds``: how often it went back to a checkpoint; ``finite``: whether all its weights are
-    numbers."""
+    """One training run of the experiment.
+
+    ``final_loss``: held-out text loss at the training length. ``curve``: (step, training loss).
+    ``changes``: one for each phase, in order. ``skipped``: updates left out because their loss or
+    gradient was not finite. ``rewinds``: how often the run went back to a checkpoint. ``finite``:
+    whether all weights are finite.
+    """
 
     name: str
     encoding: str
@@ -117,9 +129,11 @@ class Arm(Json):
 
 @dataclass(frozen=True)
 class Drop(Json):
-    """The step at which the positional encoding was dropped, and the loss just before it, just
-    after it, and at the end of recalibration; ``sequences``: each of these (``before``, ``after``,
-    ``end``) of every sequence that it is the mean of."""
+    """Drop of the positional encoding: its step, and the loss around it.
+
+    The losses are measured just before the drop, just after it, and at the end of recalibration.
+    ``sequences``: the loss of each sequence, by ``before``, ``after`` and ``end``.
+    """
 
     step: int
     loss_before: float | None
@@ -130,12 +144,12 @@ class Drop(Json):
 
 @dataclass(frozen=True)
 class Reach(Json):
-    """What a model in training could do after ``step`` updates, on validation text at ``lengths``.
+    """Loss and retrieval of a model in training, on validation text at several lengths.
 
-    ``dropped``: whether its encoding was dropped by then. ``loss``: mean on the last
-    ``training_length`` tokens, the same tokens at every length; ``retrieval``: empty where it was
-    not measured. ``losses[i]``: mean over the positions ``edges[i]`` to ``edges[i + 1]`` of the
-    longest sequences.
+    ``dropped``: whether its encoding was dropped by ``step``. ``loss``: mean on the last
+    ``training_length`` tokens, which are the same at every length. ``retrieval``: empty if it was
+    not measured. ``losses[i]``: mean over positions ``edges[i]`` to ``edges[i + 1]`` of the longest
+    sequences.
     """
 
     step: int
@@ -156,8 +170,10 @@ REACH_HEAD = ("arm", "step", "dropped", "length", "loss", "retrieval")
 
 @dataclass(frozen=True)
 class Milestone(Json):
-    """What a model in training scored after ``step`` updates and ``tokens``, by task, the more the
-    better but for perplexities; ``dropped``: whether its encoding was dropped by then."""
+    """Scores of a model in training after ``step`` updates and ``tokens``, by task.
+
+    ``dropped``: whether its encoding was dropped by then.
+    """
 
     step: int
     tokens: int
@@ -167,8 +183,10 @@ class Milestone(Json):
 
 @dataclass(frozen=True)
 class Observation(Json):
-    """One claim of a paper held against this run: ``shown`` is True (shown), False (not shown) or
-    None (not judged, ``evidence`` says why)."""
+    """One claim of a paper, judged by this run's numbers.
+
+    ``shown``: True (shown), False (not shown) or None (not judged; ``evidence`` says why).
+    """
 
     claim: str
     source: str
@@ -188,12 +206,12 @@ class Report(Json):
     sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
     ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
     of the training sequences carried such statements).
-    ``reach`` and ``milestones`` hold what was measured while an arm trained, by arm, the run itself
-    first.
-    ``temperature`` holds the fitted coefficient c of 1 + c ln s by row, ``DroPE + temperature``.
-    ``made``: when, by which command and program and of what, in words by their terms.
-    ``timing`` is free-form; ``timing["tokens_per_second"]``, a number by arm, becomes a column of
-    the table of arms. Raises ``ValueError`` when two arms share a name, or two cells a place.
+    ``reach`` and ``milestones``: measurements during training by arm, the run itself first.
+    ``temperature``: the fitted coefficient c of 1 + c ln s by row, such as ``DroPE + temperature``.
+    ``made``: date, command, program and inputs, as text by term. ``timing`` is free-form;
+    ``timing["tokens_per_second"]``, a number by arm, becomes a column of the table of arms. Raises
+    ``ValueError`` if two arms share a name, or two cells have the same model, method, task and
+    length.
     """
 
     name: str
@@ -225,27 +243,28 @@ class Report(Json):
 
     @property
     def last(self) -> int:
-        """Tokens at the end of every window that ``last_loss`` is of."""
+        """Number of tokens at the end of every window over which ``last_loss`` is the mean."""
         asked = self.config.get("evaluation", {}).get("last")
         lengths = [cell.length for cell in self.cells if cell.task == PERPLEXITY]
         return asked if isinstance(asked, int) else min([self.training_length, *lengths])
 
     def write(self, path: Path) -> None:
-        """Write ``report.json``, complete or not at all, one cell a line, so that files can be
-        searched and compared by lines. Raises ``TypeError`` when a free-form dictionary holds
-        something that JSON has no word for."""
+        """Write ``report.json`` atomically, with one cell a line for diff and grep.
+
+        Raises ``TypeError`` if a free-form dictionary holds something that JSON cannot.
+        """
         data = self.to_dict()
         cells = [
             json.dumps(cell, ensure_ascii=False, allow_nan=False) for cell in data.pop("cells")
         ]
         head = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
-        # Lists of plain numbers, such as the points of a curve, stay on one line.
+        # Lists of plain numbers, such as points of a curve, stay on one line.
         head = re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", _one_line, head)
         write_atomically(path, head + ',\n  "cells": [\n' + ",\n".join(cells) + "\n  ]\n}\n")
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what ``write`` wrote. Raises ``UserError`` when it is missing or malformed."""
+        """Read what :meth:`write` wrote. Raises ``UserError`` if it is missing or malformed."""
         try:
             return cls.from_dict(read_plain(path))
         except OSError as error:
@@ -271,33 +290,33 @@ def _one_line(match: re.Match[str]) -> str:
 
 
 def troubles(arms: Sequence[Arm]) -> list[str]:
-    """A sentence for every thing that a reader of the numbers has to know; empty for sound runs."""
+    """Return warnings about arms whose numbers are unreliable: a diverged run prints a loss too."""
     return [f"{arm.name}: {trouble}" for arm in arms for trouble in _arm_troubles(arm)]
 
 
 def _arm_troubles(arm: Arm) -> list[str]:
-    found = []
+    warnings = []
     if arm.skipped:
-        found.append(
+        warnings.append(
             f"{arm.skipped:,} of {arm.steps:,} updates were left out, because their loss or "
             "gradient was not finite."
         )
     if arm.rewinds:
         times = "once" if arm.rewinds == 1 else f"{arm.rewinds} times"
-        found.append(
+        warnings.append(
             f"it diverged and went back to a checkpoint {times}, leaving out the samples since."
         )
     if not arm.finite:
-        found.append(
+        warnings.append(
             "the norm of its weights is not a finite number: it diverged, and its figures say "
             "nothing."
         )
     if arm.curve and arm.curve[-1][0] < arm.steps:
-        found.append(
+        warnings.append(
             f"its metrics.csv ends at step {arm.curve[-1][0]:,} of {arm.steps:,}, and with it its "
             "curve of the loss."
         )
-    return found
+    return warnings
 
 
 def reach_rows(arms: Reaches) -> Iterator[tuple[Any, ...]]:

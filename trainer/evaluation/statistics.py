@@ -1,4 +1,8 @@
-"""STATDOC"""
+"""Confidence intervals of mean scores, and tests of paired differences.
+
+Scores are fractions from 0 to 1, one for each trial. Intervals are 95% intervals over the trials;
+they do not cover the choice of a training seed.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``better``, ``worse``: how many of the same trials went better and worse than the
-    reference's; ``p_value``: how likely a split at least as uneven is when neither is better."""
+    """Numbers of trials that went ``better`` and ``worse`` than the reference's same trials.
+
+    ``p_value``: probability of a split at least as uneven if neither is better.
+    """
 
     better: int
     worse: int
@@ -32,16 +38,18 @@ class Comparison:
 
     @property
     def mark(self) -> str:
-        """``↑`` or ``↓`` where the two differ with p < 0.05, otherwise nothing."""
+        """``↑`` or ``↓`` if the two differ with p < 0.05, otherwise empty."""
         if self.p_value >= SIGNIFICANT:
             return ""
         return "↑" if self.better > self.worse else "↓"
 
 
 def estimate(scores: Sequence[float]) -> Estimate:
-    """The mean score. Its interval is Wilson's where every score is 0 or 1, otherwise the
-    percentile bootstrap's with ``RESAMPLES`` resamples (B. Efron, Bootstrap Methods, Annals of
-    Statistics 7, 1979), always the same for the same scores in any order.
+    """Return the mean score and its interval.
+
+    The interval is Wilson's if every score is 0 or 1. Otherwise it comes from a percentile
+    bootstrap with ``RESAMPLES`` resamples (B. Efron, Bootstrap Methods, Annals of Statistics 7,
+    1979), with a fixed seed and independent of the order of scores.
 
     Raises:
         ValueError: no scores.
@@ -53,19 +61,20 @@ def estimate(scores: Sequence[float]) -> Estimate:
     if set(values) <= {0.0, 1.0}:
         successes = int(counts[values == 1].sum())
         return Estimate(successes / n, *wilson_interval(successes, n))
-    # How often each value is drawn in a resample is multinomial: no need to draw trial by trial.
+    # Counts of each value in a resample are multinomial, so trials need not be drawn one by one.
     draws = np.random.default_rng(SEED).multinomial(n, counts / n, size=RESAMPLES)
     low, high = np.quantile(draws @ values / n, (0.025, 0.975))
     return Estimate(float(values @ counts) / n, float(low), float(high))
 
 
 def change(values: Sequence[float], reference: Sequence[float]) -> Estimate:
-    """How much larger the mean of ``values`` is than that of ``reference``, relative to it: 0.01
-    for 1%. The two are pairs, such as two models' losses on the same texts; the interval is the
-    percentile bootstrap's over pairs, always the same for the same pairs.
+    """Return the relative difference of the means of paired values: 0.01 if ``values`` is 1% above.
+
+    The pairs are, for example, two models' losses on the same texts. The interval comes from a
+    percentile bootstrap over pairs with a fixed seed.
 
     Raises:
-        ValueError: the two are not as long as each other, or there are none.
+        ValueError: the lengths differ, or there are no pairs.
     """
     pairs = np.array(list(zip(values, reference, strict=True)), dtype=float)
     if not len(pairs):
@@ -79,7 +88,7 @@ def change(values: Sequence[float], reference: Sequence[float]) -> Estimate:
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Score interval of a success rate, 95% for the default ``z``:
+    """Return Wilson's score interval of a success rate, 95% for the default ``z``:
 
         (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n),   p = successes / n, n = trials
 
@@ -99,9 +108,11 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
 
 
 def average(estimates: Sequence[Estimate]) -> Estimate:
-    """The unweighted mean of independent estimates. The distances to its limits are the root of
-    the sum of squares of theirs over their number (G. Y. Zou and A. Donner, Statistics in Medicine
-    27, 2008)."""
+    """Return the unweighted mean of n independent estimates.
+
+    The distance to each limit is the root of the sum of squares of the estimates' distances,
+    divided by n (G. Y. Zou and A. Donner, Statistics in Medicine 27, 2008).
+    """
     n = len(estimates)
     mean = sum(e.mean for e in estimates) / n
     below = math.hypot(*(e.mean - e.low for e in estimates)) / n
@@ -110,7 +121,7 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def sign_test(scores: Sequence[float], reference: Sequence[float]) -> Comparison:
-    """The exact two-sided sign test of paired scores; equal pairs say nothing and drop out.
+    """Return the exact two-sided sign test of paired scores; equal pairs are ignored.
 
         p = min(1, 2 P(X <= min(b, c))),   X ~ Binomial(b + c, 1/2)
 
@@ -119,7 +130,7 @@ def sign_test(scores: Sequence[float], reference: Sequence[float]) -> Comparison
     often, not by how much.
 
     Raises:
-        ValueError: the two are not as long as each other.
+        ValueError: the lengths differ.
     """
     pairs = list(zip(scores, reference, strict=True))
     better = sum(a > b for a, b in pairs)

@@ -1,4 +1,4 @@
-"""FIGDOC"""
+"""The figures of a report: success and perplexity by length, by position and by depth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
@@ -23,53 +22,51 @@ from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
 from trainer.plotting.lines import (
     OVERLAY,
     Frame,
+    Panel,
     Series,
-    blank,
     draw,
-    draw_line,
-    finish,
-    legend_above,
-    line_handle,
     log_axis,
-    paper_style,
-    reference_handles,
+    side_by_side,
+    small_multiples,
     training_length_mark,
-    trim,
 )
-from trainer.plotting.style import ON_BRIGHT, UNKNOWN, looks
+from trainer.plotting.maps import Scale, numbered_maps
+from trainer.plotting.style import style_numbers
 from trainer.report.files import Drawn, Plan
 from trainer.report.tables import perplexity
 from trainer.report.training_figures import reach_figures, recovery_figure, training_figure
 
 CONTRASTED = (AS_IS, "crop", "yarn")
-"""Methods of the first model in the figure that holds perplexity against retrieval."""
+"""Methods of the first model in the figure of perplexity and retrieval."""
 
 _TOGETHER = 15  # heat maps in one figure; more become a figure for each model
+_LINEAR = 6  # a perplexity that varies by less than this factor is drawn on a linear axis
+_DODGE = 0.03  # octaves between the lines of a panel, so that intervals do not overlap
+_MOST, _BINS = 11, 10  # more different depths than _MOST are grouped into _BINS
 _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings"
 _INTERVALS = (
     "Bars: 95% intervals over trials, Wilson's for scores of 0 and 1, percentile bootstrap for "
     "fractions. Dashed: the training length."
 )
 
+AxisScale = Callable[[Axes], None]
+
 
 def write_figures(report: Report, directory: Path) -> list[Drawn]:
-    """Draw what the report has numbers for, and return it in the order of the page.
+    """Draw what the report has numbers for, and return the figures in the order of the page.
 
-    ``success_*``: success over length, of the mean over tasks and of each task.
+    ``success_*``: success over length, for the mean over tasks and for each task.
     ``perplexity_and_retrieval``: both side by side. ``training``: training loss over steps.
-    ``perplexity_by_position``: along the longest sequences. ``reach*``, ``benchmarks``: what was
-    measured while arms trained. ``depth_*``: success by depth and length. Beside each
-    ``<name>.svg`` lie ``<name>.png`` and ``<name>.csv``, numbers in full precision and empty where
-    nothing was measured. The files depend on the report alone.
+    ``perplexity_by_position``: along the longest sequences. ``reach*`` and ``benchmarks``:
+    measurements during training. ``depth_*``: success by depth and length. Each ``NAME.svg`` has a
+    ``NAME.png`` and a ``NAME.csv`` beside it, with numbers in full precision.
     """
-    outcomes = Outcomes(report)
     drawn: list[Drawn] = []
-    with paper_style():
-        for plan in _plans(outcomes):
-            # Names that differ in punctuation alone must not share a file.
-            again = sum(figure.path.stem.split("~")[0] == plan.name for figure in drawn)
-            stem = f"{plan.name}~{again + 1}" if again else plan.name
-            drawn.append(plan.write(directory / stem))
+    for plan in _plans(Outcomes(report)):
+        # Names that differ only in punctuation must not share a file.
+        again = sum(figure.path.stem.split("~")[0] == plan.name for figure in drawn)
+        stem = f"{plan.name}~{again + 1}" if again else plan.name
+        drawn.append(plan.write(directory / stem))
     return drawn
 
 
@@ -77,19 +74,20 @@ def styles_of(outcomes: Outcomes) -> dict[str, int]:
     """Return the style number of every row and arm by its name."""
     report = outcomes.report
     arms = (*(arm.name for arm in report.arms), *report.reach)
-    return looks((*map(outcomes.name, outcomes.rows), *arms))
+    return style_numbers((*map(outcomes.name, outcomes.rows), *arms))
 
 
 def _plans(outcomes: Outcomes) -> Iterator[Plan]:
+    styles = styles_of(outcomes)
     if len(outcomes.lengths(outcomes.averaged)) > 1:
         titles = ", ".join(map(outcomes.task, outcomes.averaged))
         yield _success(outcomes, "mean", f"the mean over {titles}", outcomes.averaged)
     yield from _contrast(outcomes)
     for task in (task for task in outcomes.scored if len(outcomes.lengths([task])) > 1):
         yield _success(outcomes, task, outcomes.task(task), [task])
-    yield from training_figure(outcomes.report, styles_of(outcomes))
+    yield from training_figure(outcomes.report, styles)
     yield from _by_position(outcomes)
-    yield from reach_figures(outcomes.report, styles_of(outcomes))
+    yield from reach_figures(outcomes.report, styles)
     yield from recovery_figure(outcomes.report)
     for task in outcomes.scored:
         yield from _by_depth(outcomes, task)
@@ -141,8 +139,7 @@ def _success_line(outcomes: Outcomes, row: Row, tasks: list[str], lengths: Itera
 
 
 def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
-    """Perplexity beside retrieval: the first model as is, cropped and with YaRN, and every other
-    model as is."""
+    """Plan perplexity beside retrieval of all models as is, and the first with some methods."""
     lengths = outcomes.lengths([PERPLEXITY], losses=True)
     chosen = [
         row
@@ -151,10 +148,10 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
     ]
     if not (lengths and outcomes.scored and chosen):
         return
-    task = outcomes.scored[0]
+    task, styles = outcomes.scored[0], styles_of(outcomes)
     curves = {row: _perplexities(outcomes, row, lengths) for row in chosen}
     left = [
-        Series(name, styles_of(outcomes)[name], list(curves[row]), list(curves[row].values()))
+        Series(name, styles[name], list(curves[row]), list(curves[row].values()))
         for row in chosen
         for name in (outcomes.name(row),)
     ]
@@ -162,10 +159,10 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
     right = [_success_line(outcomes, row, [task], tested) for row in chosen]
     report = outcomes.report
     scale = perplexity_axis([y for curve in curves.values() for y in curve.values()])
-    frames = (
-        lengths_frame(report, lengths, "perplexity", scale),
-        lengths_frame(report, tested, "success (%)", success),
-    )
+    panels = [
+        Panel("", apart(left), lengths_frame(report, lengths, "perplexity", scale)),
+        Panel("", apart(right), lengths_frame(report, tested, "success (%)", success)),
+    ]
     title = outcomes.task(task)
     yield Plan(
         "perplexity_and_retrieval",
@@ -176,7 +173,7 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plan]:
         f"{report.training_length} tokens (cropped) keeps it too. {_INTERVALS} After Figure 5 of "
         f"“{_DROPE}”.",
         f"Two line charts over sequence length: perplexity and {title}.",
-        lambda: pair((left, right), frames),
+        partial(side_by_side, panels, height=2.6, x_label=panels[0].frame.x_label, balanced=True),
         ("model", "method", "length", "factor", "perplexity", "success", "low", "high"),
         [
             (*row, n, factor, curves[row].get(n), *((e.mean, e.low, e.high) if e else ("",) * 3))
@@ -239,12 +236,12 @@ def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plan]:
     groups = {"": rows}
     if len(rows) > _TOGETHER:
         groups = {m: [row for row in rows if row[0] == m] for m in dict(rows)}
-    for model, own in groups.items():
-        panels = {row: np.array([means.get((row, n), missing) for n in lengths]).T for row in own}
-        one_method = len({method for _, method in own}) == 1
+    for model, group in groups.items():
+        panels = {row: np.array([means.get((row, n), missing) for n in lengths]).T for row in group}
+        one_method = len({method for _, method in group}) == 1
         titles = {
             row: outcomes.method(row[1]) if model and not one_method else outcomes.name(row)
-            for row in own
+            for row in group
         }
         named = {titles[row]: values for row, values in panels.items()}
         name = f"{outcomes.task(task)}{', ' if model else ''}{model}"
@@ -276,19 +273,14 @@ def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "_", text).strip("_") or "unnamed"
 
 
-_LINEAR = 6  # a perplexity that varies by less than this factor is drawn on a linear axis
-
-Scale = Callable[[Axes], None]
-
-
 def success(axes: Axes) -> None:
-    """Percent, all of them."""
+    """Scale the y axis from 0 to 100 percent."""
     axes.set_ylim(-4, 106)
     axes.set_yticks(range(0, 101, 25))
 
 
-def perplexity_axis(values: Iterable[float]) -> Scale:
-    """Logarithmic where the values span much."""
+def perplexity_axis(values: Iterable[float]) -> AxisScale:
+    """Return a scale for perplexities: logarithmic if the values span a large factor."""
     known = [value for value in values if math.isfinite(value)]
     low, high = min(known, default=1.0), max(known, default=1.0)
 
@@ -307,12 +299,15 @@ def lengths_frame(
     report: Report,
     lengths: dict[int, float],
     y_label: str,
-    scale: Scale,
+    scale: AxisScale,
     narrow: bool = False,
     lines: tuple[tuple[float, str], ...] = (),
 ) -> Frame:
-    """Lengths on a binary logarithmic axis, named in multiples of the training length and, unless
-    the panel is narrow, in tokens; ``lines``: horizontal ones, with their names."""
+    """Return a frame with lengths on a logarithmic axis.
+
+    Ticks name multiples of the training length, and tokens unless the panel is ``narrow``.
+    ``lines``: horizontal reference lines, as y and name.
+    """
 
     def prepare(axes: Axes) -> None:
         scale(axes)
@@ -332,8 +327,8 @@ def lengths_frame(
     )
 
 
-def positions_frame(report: Report, longest: int, scale: Scale) -> Frame:
-    """Positions up to the longest length, with ticks at multiples of the training length."""
+def positions_frame(report: Report, longest: int, scale: AxisScale) -> Frame:
+    """Return a frame of positions, with ticks at multiples of the training length."""
 
     def prepare(axes: Axes) -> None:
         scale(axes)
@@ -349,17 +344,16 @@ def positions_frame(report: Report, longest: int, scale: Scale) -> Frame:
     )
 
 
-_BESIDE = 6  # entries of a legend in one row
-_DODGE = 0.03  # octaves between lines of one panel, so that their intervals stay apart
-
-
 def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> Figure:
-    """One line a row. Up to ``OVERLAY``, or all of one model or one method: as any figure has them.
-    Otherwise a panel for each model with its methods or for each method with its models, whichever
-    leaves fewer lines to a panel, over all the others in grey."""
+    """Draw one line for each row.
+
+    If :func:`is_panelled`, each model has a panel with its methods, or each method one with its
+    models, whichever leaves fewer lines in a panel.
+    """
+    styles = styles_of(outcomes)
     if not is_panelled(lines):
         named = [
-            replace(line, label=name, style=styles_of(outcomes)[name])
+            replace(line, label=name, style=styles[name])
             for row, line in lines.items()
             for name in (outcomes.name(row),)
         ]
@@ -369,49 +363,30 @@ def draw_rows(outcomes: Outcomes, lines: Mapping[Row, Series], frame: Frame) -> 
     by_model = len(models) >= len(methods)
     titles = models if by_model else [outcomes.method(key) for key in methods]
     names = [outcomes.method(key) for key in methods] if by_model else models
-    # What differs within a panel looks as it does alone, with the first that has it.
-    of_first = {row[1 if by_model else 0]: outcomes.name(row) for row in reversed(list(lines))}
+    # A line has the style of the first row with the same method (or model).
+    first = {row[1 if by_model else 0]: outcomes.name(row) for row in reversed(list(lines))}
     keys = methods if by_model else models
-    styles = {
-        name: styles_of(outcomes)[of_first[key]] for name, key in zip(names, keys, strict=True)
-    }
+    line_styles = {name: styles[first[key]] for name, key in zip(names, keys, strict=True)}
     panels: dict[str, list[Series]] = {title: [] for title in titles}
     for (model, method), line in lines.items():
         panel, name = model, outcomes.method(method)
         if not by_model:
             panel, name = name, panel
-        panels[panel].append(replace(line, label=name, style=styles[name]))
+        panels[panel].append(replace(line, label=name, style=line_styles[name]))
     marked = any(line.marked for line in lines.values())
-    looks = [Series(name, styles[name], (), (), marked=marked) for name in names]
-    return _multiples(panels, frame, looks)
+    legend = [Series(name, line_styles[name], (), (), marked=marked) for name in names]
+    return small_multiples([(title, apart(p)) for title, p in panels.items()], frame, legend)
 
 
 def is_panelled(lines: Iterable[Row]) -> bool:
-    """Whether the lines are shared out among panels, several to each."""
+    """Whether rows are spread over panels with several lines each."""
     rows = list(lines)
     shapes = (len({model for model, _ in rows}), len({method for _, method in rows}))
     return len(rows) > OVERLAY and 1 not in shapes
 
 
-def pair(series: Sequence[Sequence[Series]], frames: Sequence[Frame]) -> Figure:
-    """Panels side by side with one legend and the first one's label below; a label has the same
-    style in all of them."""
-    figure = blank(2.9)
-    grid = figure.subplots(1, len(frames))
-    seen: dict[str, Series] = {}
-    for axes, lines, frame in zip(grid, series, frames, strict=True):
-        for line in apart(lines):
-            draw_line(axes, line)
-            seen.setdefault(line.label, line)
-        finish(axes, frame, with_note=False)
-        axes.set_ylabel(frame.y_label)
-    figure.supxlabel(frames[0].x_label, fontsize=8)
-    _legend(figure, list(seen.values()), frames[0])
-    return figure
-
-
 def apart(lines: Sequence[Series]) -> list[Series]:
-    """The same lines, those with intervals slightly shifted along a logarithmic axis."""
+    """Shift lines with intervals slightly along a logarithmic axis, so that these stay apart."""
     middle = (len(lines) - 1) / 2
     return [
         line
@@ -421,60 +396,25 @@ def apart(lines: Sequence[Series]) -> list[Series]:
     ]
 
 
-def _multiples(
-    panels: Mapping[str, Sequence[Series]], frame: Frame, names: Sequence[Series]
-) -> Figure:
-    columns = min((4, 3), key=lambda count: -len(panels) % count)  # the fuller last row
-    rows = math.ceil(len(panels) / columns)
-    figure = blank(0.9 + 1.45 * rows)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    everything = [line for lines in panels.values() for line in lines]
-    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
-        for other in everything:
-            axes.plot(other.x, other.y, color="#dcdcdc", linewidth=0.5, zorder=1)
-        for line in apart(lines):
-            draw_line(axes, line)
-        finish(axes, frame, with_note=False)
-        axes.set_title(title, pad=3)
-    trim(list(grid.flat), len(panels), columns)
-    figure.supxlabel(frame.x_label, fontsize=8)
-    figure.supylabel(frame.y_label, fontsize=8)
-    _legend(figure, names, frame)
-    return figure
-
-
-def _legend(figure: Figure, lines: Sequence[Series], frame: Frame) -> None:
-    handles = [line_handle(line) for line in lines]
-    handles += reference_handles(frame, with_vertical=True)
-    rows = math.ceil(len(handles) / _BESIDE)
-    legend_above(figure, handles, math.ceil(len(handles) / rows))
-
-
-_MAPS_BESIDE = 5
-_MOST, _BINS = 11, 10  # more different depths than _MOST are put into _BINS
-# Perceptually uniform, for all kinds of colour vision.
-_MAP = colormaps["cividis"].with_extremes(bad=UNKNOWN)
-
-
 @dataclass(frozen=True)
 class Depths:
-    """Rows of a heat map: trials of depth ``edges[i]`` (included) to ``edges[i + 1]`` (excluded)
-    are in row i, which is called ``names[i]``."""
+    """Rows of a heat map: row i, called ``names[i]``, holds depths from ``edges[i]`` (included) to
+    ``edges[i + 1]`` (excluded)."""
 
     edges: tuple[float, ...]
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, cells: Sequence[Cell]) -> Depths:
-        """A row for each depth that occurs, or for each tenth where they are many."""
-        found = sorted({depth for cell in cells for depth in cell.depths})
-        if len(found) <= _MOST:
-            return cls((*found, math.inf), tuple(f"{100 * depth:.0f}" for depth in found))
+        """Return a row for each depth that occurs, or for each tenth if there are many depths."""
+        depths = sorted({depth for cell in cells for depth in cell.depths})
+        if len(depths) <= _MOST:
+            return cls((*depths, math.inf), tuple(f"{100 * depth:.0f}" for depth in depths))
         names = (f"{100 * i // _BINS}–{100 * (i + 1) // _BINS}" for i in range(_BINS))
         return cls((*(i / _BINS for i in range(_BINS)), math.inf), tuple(names))
 
     def means(self, cell: Cell) -> list[float]:
-        """The mean score of every row, NaN where there is no trial."""
+        """Return the mean score of every row, NaN for rows without trials."""
         index = np.searchsorted(self.edges, cell.depths, side="right") - 1
         counts = np.bincount(index, minlength=len(self.names))
         sums = np.bincount(index, weights=cell.scores, minlength=len(self.names))
@@ -484,41 +424,13 @@ class Depths:
 def draw_heatmaps(
     panels: Mapping[str, np.ndarray], depths: Depths, lengths: Mapping[int, str]
 ) -> Figure:
-    """``panels``: by title, the mean scores with axes [depth, length]. ``lengths``: their names."""
-    columns = min(_MAPS_BESIDE, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    tall = min(2.2, 0.45 + 0.17 * len(depths.names))
-    figure = blank(0.5 + tall * rows)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    image = None
-    for axes, (title, values) in zip(grid.flat, panels.items(), strict=False):
-        image = axes.imshow(100 * values, cmap=_MAP, vmin=0, vmax=100, aspect="auto")
-        _numbers(axes, 100 * values)
-        axes.set_title(textwrap.fill(title, 24), pad=3, fontsize=7)
-        axes.set_xticks(range(len(lengths)), list(lengths.values()), fontsize=6)
-        axes.set_yticks(range(len(depths.names)), depths.names, fontsize=6)
-        axes.tick_params(length=0)
-        axes.grid(visible=False)
-        axes.spines[:].set_visible(False)
-    trim(list(grid.flat), len(panels), columns)
-    figure.supxlabel("sequence length (multiple of the training length)", fontsize=8)
-    figure.supylabel("depth (% of the text)", fontsize=8)
-    if image is not None:
-        bar = figure.colorbar(
-            image, ax=list(grid.flat[: len(panels)]), aspect=30, pad=0.02, fraction=0.03
-        )
-        bar.set_label("success (%)")
-        bar.outline.set_visible(False)
-    return figure
-
-
-def _numbers(axes: Axes, values: np.ndarray) -> None:
-    for (y, x), value in np.ndenumerate(values):
-        known = math.isfinite(value)
-        axes.text(
-            *(x, y, f"{value:.0f}" if known else "·"),
-            color=ON_BRIGHT if not known or value > 55 else "white",
-            ha="center",
-            va="center",
-            fontsize=5.5,
-        )
+    """Draw mean scores ``[depth, length]`` by title; ``lengths``: their names."""
+    return numbered_maps(
+        {textwrap.fill(title, 24): 100 * values for title, values in panels.items()},
+        Scale("success (%)", 0, 100),
+        names=(list(lengths.values()), depths.names),
+        labels=("sequence length (multiple of the training length)", "depth (% of the text)"),
+        text=lambda _, value: f"{value:.0f}",
+        columns=5,
+        row_height=0.17,
+    )

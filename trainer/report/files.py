@@ -1,4 +1,4 @@
-"""FILESDOC"""
+"""Parts of all pages: templates, and figures written with their numbers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from trainer.common.files import csv_text, write_atomically
-from trainer.plotting.style import save
+from trainer.plotting.style import paper_style, save
 from trainer.report.mathml import mathml
 
 
 def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
-    """A template of ``templates/``, filled in and escaped. ``filters``: beside ``pretty`` and
-    ``mathml``."""
+    """Fill in a template of ``templates/`` with escaped values.
+
+    ``filters`` come in addition to ``pretty`` and ``mathml``.
+    """
     page = Environment(
         loader=PackageLoader("trainer.report"),
         autoescape=True,
@@ -34,15 +36,17 @@ def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any)
 
 
 def base64(path: Path) -> str:
-    """The content of a file, for a ``data:`` address."""
+    """Return the content of a file for a ``data:`` URL."""
     return b64encode(path.read_bytes()).decode()
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure as it was written. ``path``: of the SVG. ``caption``: what is plotted, by which
-    formula, after which figure. ``alt``: for someone who cannot see it. ``detail``: of less
-    interest than the others."""
+    """A written figure.
+
+    ``path``: its SVG. ``caption``: what is plotted, by which formula, and the figure it follows.
+    ``alt``: text for readers who cannot see it. ``detail``: whether it is of minor interest.
+    """
 
     path: Path
     title: str
@@ -53,7 +57,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Plan:
-    """A figure, and the ``rows`` of numbers under a ``head`` that it shows."""
+    """A figure to be drawn, and its numbers: ``rows`` under a ``head``."""
 
     name: str
     title: str
@@ -66,6 +70,7 @@ class Plan:
 
     def write(self, stem: Path) -> Drawn:
         """Write ``stem.svg``, ``stem.png`` and ``stem.csv``."""
-        path = save(self.draw(), stem.with_name(f"{stem.name}.svg"))
+        with paper_style():
+            path = save(self.draw(), stem.with_name(f"{stem.name}.svg"))
         write_atomically(path.with_suffix(".csv"), csv_text(self.head, self.rows))
         return Drawn(path, self.title, self.caption, self.alt, self.detail)

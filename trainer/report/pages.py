@@ -21,8 +21,7 @@ from trainer.common.files import csv_text, write_atomically
 from trainer.common.words import VERDICTS, counted, factor_label, percent
 from trainer.evaluation.outcomes import Outcomes, row_name
 from trainer.evaluation.results import PERPLEXITY, Observation, Report, troubles
-from trainer.plotting.lines import WIDTH, paper_style
-from trainer.plotting.style import save
+from trainer.plotting.style import WIDTH, save
 from trainer.report.figures import write_figures
 from trainer.report.files import Drawn, base64, render
 from trainer.report.sweep import (
@@ -169,9 +168,7 @@ def write_sweep_report(sweep: Sweep, made: dict[str, str], directory: Path) -> P
     """
     write_atomically(directory / "table.md", markdown_sweep(sweep))
     write_atomically(directory / "table.csv", csv_sweep(sweep))
-    with paper_style():
-        plans = sweep_figure(sweep)
-        figures = [plan.write(directory / "figures" / plan.name) for plan in plans]
+    figures = [plan.write(directory / "figures" / plan.name) for plan in sweep_figure(sweep)]
     found = entries(sweep)
     text = render(
         "sweep.html.j2",
@@ -269,8 +266,7 @@ def _write_sections(report: GeometryReport, directory: Path) -> None:
 def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
     """Write a figure's three files; return what the page shows."""
     stem = place / picture.name
-    with paper_style():
-        svg = save(picture.figure, stem)
+    svg = save(picture.figure, stem)
     rows = [[f"{x:.6g}" if isinstance(x, float) else x for x in row] for row in picture.rows]
     write_atomically(stem.with_suffix(".csv"), csv_text(picture.header, rows))
     return {

@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from trainer.common.words import factor_label
-from trainer.plotting.lines import Series, blank, draw_line, legend_above, line_handle
-from trainer.plotting.style import ON_BRIGHT, UNKNOWN
+from trainer.plotting.lines import Series, draw_line, legend_above, line_handle
+from trainer.plotting.maps import numbered_maps
+from trainer.plotting.style import BLUE, blank
 from trainer.report.files import Plan
 from trainer.report.sweep import Reached, Sweep, SweptRun, numeric
 
 _WIDE = 8  # a key whose values span more than this factor has a logarithmic axis
 _CROWDED = 12  # characters of the names of ticks that stand beside each other
-_MAP = colormaps["cividis"].with_extremes(bad=UNKNOWN)
 _BARS = "Bars: 95% intervals over trials."
 _WHAT = {
     "loss": "held-out loss in nats per token on the same last tokens at every length",
@@ -223,26 +221,21 @@ def _draw_grid(
     sweep: Sweep, grid: dict[tuple[str, str], SweptRun], shown: Sequence[Measure]
 ) -> Figure:
     rows, columns = (list(dict.fromkeys(pair[i] for pair in grid)) for i in (0, 1))
-    figure = blank(0.9 + 0.4 * len(rows))
-    for panel, measure in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        values = np.full((len(rows), len(columns)), math.nan)
+    panels = {}
+    for measure in shown:
+        values = panels[measure.title] = np.full((len(rows), len(columns)), math.nan)
         for (row, column), run in grid.items():
-            own = _value(sweep, run, measure)
-            values[rows.index(row), columns.index(column)] = math.nan if own is None else own
-        panel.imshow(values, cmap=_MAP, aspect="auto")
-        middle = (np.nanmin(values) + np.nanmax(values)) / 2
-        for (y, x), value in np.ndenumerate(values):
-            known = math.isfinite(value)
-            text = "·" if not known else f"{value:.1f}" if "%" in measure.title else f"{value:.3f}"
-            colour = "white" if known and value <= middle else ON_BRIGHT
-            panel.text(x, y, text, color=colour, ha="center", va="center", fontsize=6)
-        panel.set_xticks(range(len(columns)), columns, fontsize=6)
-        panel.set_yticks(range(len(rows)), rows, fontsize=6)
-        panel.set_xlabel(sweep.titles[sweep.keys[1]])
-        panel.set_title(measure.title)
-        _bare(panel)
-    figure.supylabel(sweep.titles[sweep.keys[0]], fontsize=8)
-    return figure
+            value = _value(sweep, run, measure)
+            values[rows.index(row), columns.index(column)] = math.nan if value is None else value
+    return numbered_maps(
+        panels,
+        None,
+        names=(columns, rows),
+        labels=(sweep.titles[sweep.keys[1]], sweep.titles[sweep.keys[0]]),
+        text=lambda title, value: f"{value:.1f}" if "%" in title else f"{value:.3f}",
+        columns=len(panels),
+        row_height=0.4,
+    )
 
 
 def _draw_names(sweep: Sweep, shown: Sequence[Measure]) -> Figure:
@@ -257,16 +250,10 @@ def _draw_names(sweep: Sweep, shown: Sequence[Measure]) -> Figure:
                 continue
             low, high = measure.limits(at) or (own, own)
             panel.errorbar(
-                own, y, xerr=[[own - low], [high - own]], fmt="o", color="#0072B2", capsize=1.5
+                own, y, xerr=[[own - low], [high - own]], fmt="o", color=BLUE, capsize=1.5
             )
         panel.set_title(measure.title)
         panel.grid(visible=True, axis="both")
     panels[0].set_yticks(places, [name[:40] for name in sweep.names], fontsize=6.5)
     panels[0].set_ylim(len(sweep.runs) - 0.5, -0.5)
     return figure
-
-
-def _bare(panel: Axes) -> None:
-    panel.tick_params(length=0)
-    panel.grid(visible=False)
-    panel.spines[:].set_visible(False)

@@ -25,8 +25,8 @@ from trainer.evaluation.results import (
     is_known,
     reach_rows,
 )
-from trainer.plotting.lines import Frame, Series, blank, draw
-from trainer.plotting.style import ON_BRIGHT
+from trainer.plotting.lines import Frame, Series, draw
+from trainer.plotting.style import ON_BRIGHT, blank
 from trainer.report.files import Plan
 
 _SMOOTHING = 40  # a curve is averaged over this fraction of its points

@@ -12,15 +12,15 @@ import pytest
 
 from tests.report.described import check_text
 from trainer.analysis.studies.section import Grid, Indicator, Picture, Section
-from trainer.plotting.by_length import Panel, by_length, over_heads
-from trainer.plotting.lines import WIDTH, blank
+from trainer.plotting.lines import Frame, Panel, by_length, over_heads
+from trainer.plotting.style import WIDTH, blank
 from trainer.report import pages
 from trainer.report.pages import GeometryReport, write_geometry_report
 
 
 def section(key):
     line = over_heads("heads", 0, [32, 64, 128], np.random.default_rng(0).random((2, 4, 3)))
-    figure = by_length([Panel("panel", "y", [line])], x_label="tokens", trained=64)
+    figure = by_length([Panel("panel", [line], Frame("", "y"))], x_label="tokens", trained=64)
     rows = [(1, 0.25), ("x", math.nan)]
     glance = Indicator("Sink <weight>", [32, 64, 128], [0.5, 0.5, 0.1], 64, "high", "a meaning")
     return Section(

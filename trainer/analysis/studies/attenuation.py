@@ -10,7 +10,7 @@ from trainer.analysis.frequency_entropy import FrequencyEntropy, frequency_entro
 from trainer.analysis.settings import rules
 from trainer.analysis.studies.section import Part, Picture
 from trainer.analysis.studies.study import Target
-from trainer.plotting.heat_maps import curves
+from trainer.plotting.lines import curves
 
 NAMES = {"spectrum": "SpectrumFE", "sequence": "SequenceFE"}
 

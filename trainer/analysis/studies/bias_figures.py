@@ -8,27 +8,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainer.plotting.lines import Frame, Series
-from trainer.plotting.side_by_side import (
-    Cloud,
-    Panel,
-    lines,
-    logarithmic,
-    points,
-    unscaled,
-    whole_numbers,
-)
-from trainer.plotting.style import NUMBERS
+from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side, whole_x
+from trainer.plotting.points import HeadCloud, head_points
+from trainer.plotting.style import STYLE_NUMBERS
 
 Array = np.ndarray
 STYLES = {
-    "encoded": NUMBERS["RoPE"],
-    "nope": NUMBERS["NoPE from scratch"],
+    "encoded": STYLE_NUMBERS["RoPE"],
+    "nope": STYLE_NUMBERS["NoPE from scratch"],
     "model": 1,
-    "trained": NUMBERS["RoPE"],
-    "yarn": NUMBERS["RoPE + YaRN"],
-    "pi": NUMBERS["RoPE + PI"],
-    "ntk": NUMBERS["RoPE + NTK-aware"],
+    "trained": STYLE_NUMBERS["RoPE"],
+    "yarn": STYLE_NUMBERS["RoPE + YaRN"],
+    "pi": STYLE_NUMBERS["RoPE + PI"],
+    "ntk": STYLE_NUMBERS["RoPE + NTK-aware"],
 }
 BESIDE = 32
 """Tokens that a profile by distance shows."""
@@ -36,9 +28,9 @@ BESIDE = 32
 
 def gradient_figure(gradients: Mapping[str, Array], names: Mapping[str, str]) -> Figure:
     """``gradients``: by version ``[seeds, 2, layers]``."""
-    frame = Frame("layer", "gradient norm of Aᶜ", whole_numbers(logarithmic))
+    frame = Frame("layer", "gradient norm of Aᶜ", whole_x(log_if_wide))
     titles = ("towards its own token", "towards the previous token")
-    return lines(
+    return side_by_side(
         [
             Panel(
                 title,
@@ -69,10 +61,8 @@ def spread_figure(spreads: Mapping[str, Array], names: Mapping[str, str]) -> Fig
             _over_layers(names[version], STYLES[version], values)
             for version, values in shown.items()
         ]
-        panels.append(
-            Panel(title, series, Frame("blocks passed", label, whole_numbers(logarithmic)))
-        )
-    return lines(panels)
+        panels.append(Panel(title, series, Frame("blocks passed", label, whole_x(log_if_wide))))
+    return side_by_side(panels)
 
 
 def rescaled_figure(
@@ -84,8 +74,8 @@ def rescaled_figure(
     """Mean attention of two heads by layout: by distance, and around an earlier occurrence."""
     reach = len(next(iter(semantic.values()))) // 2
     offsets = range(-reach, reach + 1)
-    by_distance = Frame("distance (tokens back)", "mean attention", unscaled)
-    around = Frame("key, tokens from the earlier occurrence", "mean attention", unscaled)
+    by_distance = Frame("distance (tokens back)", "mean attention")
+    around = Frame("key, tokens from the earlier occurrence", "mean attention")
     profiles = {key: values[:BESIDE] for key, values in positional.items()}
 
     def series(curves: Mapping[str, Array], x: range) -> list[Series]:
@@ -94,7 +84,7 @@ def rescaled_figure(
             for key, values in curves.items()
         ]
 
-    return lines(
+    return side_by_side(
         [
             Panel(titles[0], series(profiles, range(BESIDE)), by_distance),
             Panel(titles[1], series(semantic, offsets), around),
@@ -106,18 +96,19 @@ def needle_figure(
     around: Mapping[str, Array], first: int, names: Mapping[str, str], title: str
 ) -> Figure:
     """Attention on the tokens around a needle by layout, from the token ``first`` on."""
-    frame = Frame("key, tokens from the needle's first", "attention of the last token", unscaled)
+    frame = Frame("key, tokens from the needle's first", "attention of the last token")
     series = [
         Series(names[key], STYLES[key], range(first, first + len(values)), values.tolist())
         for key, values in around.items()
     ]
-    return lines([Panel(title, series, frame)])
+    return side_by_side([Panel(title, series, frame)])
 
 
 def shift_figure(bias: Array, shift: Array) -> Figure:
     """Both ``[layers, heads]``: Aᶜ, and the attention that YaRN moves."""
     label = "attention on other keys\n(total variation)"
-    return points([Cloud("", bias, shift, "Aᶜ, the larger of the two", label)])
+    cloud = HeadCloud.of_layers("", bias, shift, "Aᶜ, the larger of the two", label)
+    return head_points([cloud], len(bias))
 
 
 def factor_figure(
@@ -130,7 +121,7 @@ def factor_figure(
         axes.set_ylim(0, 1.05)
 
     vertical = None if slow is None else (slow - 0.5, "right of it: less than one turn")
-    return lines(
+    return side_by_side(
         [
             Panel(
                 f"s = {factor:g}",

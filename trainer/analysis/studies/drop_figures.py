@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from trainer.plotting.lines import Frame, Series, draw, paper_style
-from trainer.plotting.side_by_side import Cloud, Panel, lines, logarithmic, points, unscaled
-from trainer.plotting.style import looks
+from trainer.plotting.lines import Frame, Panel, Series, draw, log_if_wide, side_by_side, unscaled
+from trainer.plotting.points import HeadCloud, head_points
+from trainer.plotting.style import style_numbers
 
 Array = np.ndarray
 """Of the model before and of the one after."""
@@ -19,11 +19,13 @@ Array = np.ndarray
 
 def head_figure(panels: Mapping[str, tuple[Array, Array]], names: Sequence[str]) -> Figure:
     """``panels``: by measure, ``[layers, heads]`` before and after."""
-    return points(
+    layers = len(next(iter(panels.values()))[0])
+    return head_points(
         [
-            Cloud(title, before, after, names[0], names[1], diagonal=True)
+            HeadCloud.of_layers(title, before, after, names[0], names[1], diagonal=True)
             for title, (before, after) in panels.items()
-        ]
+        ],
+        layers,
     )
 
 
@@ -38,7 +40,7 @@ def position_figure(
 
     vertical = (float(trained), "training length")
     curves = [
-        Series(name, looks(names)[name], middles.tolist(), loss.tolist(), marked=False)
+        Series(name, style_numbers(names)[name], middles.tolist(), loss.tolist(), marked=False)
         for name, loss in zip(names, losses, strict=True)
     ]
     apart = Series(
@@ -48,7 +50,7 @@ def position_figure(
         Frame("tokens read", label, prepare, vertical)
         for label in ("KL divergence (nats)", "loss (nats/token)")
     ]
-    return lines(
+    return side_by_side(
         [
             Panel("next-token predictions", [apart], frames[0]),
             Panel("loss", curves, frames[1]),
@@ -71,16 +73,16 @@ def indicator_figure(
         axes.xaxis.set_minor_locator(NullLocator())
 
     def first(axes: Axes) -> None:
-        logarithmic(axes)
+        log_if_wide(axes)
         prepare(axes)
 
     vertical = (float(trained), "training length")
-    return lines(
+    return side_by_side(
         [
             Panel(
                 title,
                 [
-                    Series(name, looks(names)[name], lengths, values.tolist())
+                    Series(name, style_numbers(names)[name], lengths, values.tolist())
                     for name, values in zip(names, both, strict=True)
                 ],
                 Frame("tokens read", "", prepare if number else first, vertical),
@@ -92,13 +94,6 @@ def indicator_figure(
 
 def recovery_figure(steps: Sequence[int], losses: Sequence[float], drop_step: int) -> Figure:
     """Training loss by step."""
-    with paper_style():
-        return draw(
-            [Series("training loss", 1, steps, losses, marked=False)],
-            Frame(
-                "training step",
-                "loss (nats/token)",
-                unscaled,
-                (float(drop_step), f"dropped at step {drop_step}"),
-            ),
-        )
+    mark = (float(drop_step), f"dropped at step {drop_step}")
+    curve = Series("training loss", 1, steps, losses, marked=False)
+    return draw([curve], Frame("training step", "loss (nats/token)", unscaled, mark))

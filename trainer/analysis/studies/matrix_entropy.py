@@ -19,7 +19,8 @@ from trainer.analysis.studies.arrays import mean_over_heads, plain, stacked
 from trainer.analysis.studies.extreme_heads import ExtremeHeads, prompt_of, ranked
 from trainer.analysis.studies.section import Grid, Picture, Section
 from trainer.analysis.studies.study import Study, Target
-from trainer.plotting.heat_maps import Scale, curves, heat_maps
+from trainer.plotting.lines import curves
+from trainer.plotting.maps import Scale, heat_maps
 
 RANKS = (1, 4, 8, 16, 32)
 SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}

@@ -16,12 +16,22 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Arc
 
-from trainer.plotting.lines import GRADED, blank, paper_style, whole_ticks
+from trainer.plotting.points import graded_points, index_bar
+from trainer.plotting.style import (
+    BLACK,
+    BLUE,
+    GRADED,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    blank,
+    paper_style,
+)
 
 Array = np.ndarray
-BLUE, ORANGE, GREEN, BLACK, GREY = "#0072B2", "#D55E00", "#009E73", "#000000", "#707070"
 _DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
-_COLOURS = (BLACK, BLUE, ORANGE, GREEN, "#CC79A7")
+_COLOURS = (BLACK, BLUE, ORANGE, GREEN, PINK)
 _RADII = ListedColormap(colormaps["viridis_r"](np.linspace(0.12, 1, 256)))
 ANGLES = ([0, math.pi / 2, math.pi, 3 * math.pi / 2, 2 * math.pi], ["0", "π/2", "π", "3π/2", "2π"])
 
@@ -291,8 +301,7 @@ def by_distance(heads: Sequence[Contributions], context_length: int) -> Figure:
             for which in (0, 1)
         )
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
-        bar = figure.colorbar(colours, ax=list(grid.flat), label="pair index", aspect=30)
-        whole_ticks(bar.locator)
+        index_bar(figure, colours, list(grid.flat), "pair index", aspect=30)
     return figure
 
 
@@ -322,9 +331,8 @@ def changes_by_pair(found: Changes, first: Mapping[str, Sequence[int]]) -> Figur
         # Layers side by side within the width of a pair.
         x = found.pair + 0.6 * (found.layer / layers - 0.5)
         for axes, values in zip(grid, (found.radius, found.angle), strict=True):
-            look = {"s": 4, "alpha": 0.7, "linewidths": 0, "rasterized": True}
-            points = axes.scatter(
-                x, values, c=found.layer, cmap=GRADED, norm=Normalize(0, layers), **look
+            points = graded_points(
+                axes, x, values, found.layer, layers + 1, size=4, alpha=0.7, rasterized=True
             )
             axes.axhline(0, color=GREY, linewidth=0.6)
             for (name, indices), dash in zip(first.items(), _BOUND_DASHES, strict=True):
@@ -342,10 +350,7 @@ def changes_by_pair(found: Changes, first: Mapping[str, Sequence[int]]) -> Figur
         figure.legend(
             *grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
         )
-        bar = figure.colorbar(points, ax=list(grid), label="layer", aspect=30)
-        assert bar.solids is not None
-        bar.solids.set_alpha(1)
-        whole_ticks(bar.locator)
+        index_bar(figure, points, list(grid), "layer", aspect=30)
     return figure
 
 

@@ -27,7 +27,7 @@ from trainer.analysis.studies.offset_figures import (
     small_clouds,
 )
 from trainer.analysis.studies.section import Picture
-from trainer.plotting.heat_maps import Scale, heat_maps
+from trainer.plotting.maps import Scale, heat_maps
 
 DISTANCES = 400
 COLUMNS_OF_MAPS = 3

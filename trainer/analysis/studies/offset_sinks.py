@@ -11,7 +11,7 @@ from trainer.analysis.studies.arrays import plain
 from trainer.analysis.studies.section import Grid, Part, Picture
 from trainer.analysis.studies.study import Target
 from trainer.common.words import counted
-from trainer.plotting.side_by_side import HeadCloud, head_points
+from trainer.plotting.points import HeadCloud, head_points
 
 SINK = 0.1
 """Attention on the first token from which on a head has a sink."""

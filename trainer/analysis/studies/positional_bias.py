@@ -19,7 +19,7 @@ from trainer.analysis.studies.rescaled_heads import factors_part, needle_part, y
 from trainer.analysis.studies.section import Part, Picture, Section, joined
 from trainer.analysis.studies.study import Study, Target
 from trainer.analysis.yarn_shift import yarn_shift
-from trainer.plotting.heat_maps import Scale, heat_maps
+from trainer.plotting.maps import Scale, heat_maps
 
 STRONG = 0.5
 """From here on a head counts as positional: about half of its attention lies on that one key."""

@@ -11,9 +11,9 @@ from trainer.analysis.averages import Array
 from trainer.analysis.frequency_entropy import frequency_entropies
 from trainer.analysis.studies.arrays import stacked
 from trainer.analysis.studies.attenuation import NAMES
-from trainer.analysis.studies.entropy_pictures import pair_scatter
 from trainer.analysis.studies.section import Part, Picture
 from trainer.analysis.studies.study import Target
+from trainer.plotting.points import pair_scatter
 
 NEAR = 2
 """Pairs to either side that count as the same."""
