@@ -1,1 +1,1 @@
-"""What every room uses: errors, files, progress and words."""
+"""Errors, files, progress and words, which every room uses."""

@@ -1,4 +1,4 @@
-"""How figures look, on light and dark pages, and how they are written to files."""
+"""Style of figures on light and dark pages, and writing them to files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""CLAIMSDOC"""
+"""The papers' claims, judged by the numbers of a run.
+
+A claim is *shown* if the numbers support it beyond the 95% interval of the difference and, for a
+loss, beyond a stated margin; otherwise it is *not shown*. It is *not judged* if the numbers cannot
+tell, as for the reach of a model that has not learned the task, or for a drop that cost nothing.
+Claims about methods that a run does not have are left out. "DroPE" is the paper "Extending the
+Context of Pretrained LLMs by Dropping Their Positional Embeddings", "RoPE-ID" is "Frayed RoPE and
+Long Inputs".
+"""
 
 from __future__ import annotations
 
@@ -13,12 +21,10 @@ from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import Arm, Drop, Observation, is_known
 from trainer.evaluation.statistics import Estimate, change
 
-# With less retrieval than this at the training length a model has not learned the task, and its
-# retrieval at longer lengths says nothing about its reach.
+# A model with less retrieval at the training length has not learned the task: its reach is unknown.
 LEARNED = 0.5
 
-# The method that stands for another at the training length where that was not measured there:
-# extensions and temperatures are the identity at factor 1.
+# Base method of each extension and temperature, which are the identity at factor 1.
 _BASE_ROLES = {
     "rope_pi": "rope",
     "rope_ntk": "rope",
@@ -33,7 +39,7 @@ _BASE_ROLES = {
 def certainly_exceeds(a: Result, b: Result, times: float) -> bool:
     """Whether the retrieval of ``a`` is above ``times`` that of ``b`` with 95% confidence.
 
-    True when the lower limit of a − k b is positive, with the limits of a and b put together as
+    True if the lower limit of a − k b is positive, with the limits of a and b put together as
     Newcombe (Statistics in Medicine 17, 1998, method 10) does for differences and Zou and Donner
     (ibid. 27, 2008) for linear combinations: a − k b − sqrt((a − low a)² + k² (high b − b)²). It
     takes the two as independent, which is cautious where they were asked the same questions.
@@ -44,9 +50,11 @@ def certainly_exceeds(a: Result, b: Result, times: float) -> bool:
 
 
 def loss_change(cell: Result, reference: Result) -> Estimate:
-    """Relative difference of two losses: 0.01 when ``cell`` is 1% above ``reference``, with its
-    interval over the windows of text that both were measured on; without one, which is then no
-    wider than the value, where their windows are not known."""
+    """Return the relative difference of two losses: 0.01 if ``cell`` is 1% above ``reference``.
+
+    Its interval is over the windows of text on which both were measured. If these are unknown, the
+    interval is the value alone.
+    """
     if cell.loss is None or reference.loss is None:
         raise ValueError("a loss that was not measured cannot be compared")
     if cell.losses and len(cell.losses) == len(reference.losses):
@@ -55,21 +63,21 @@ def loss_change(cell: Result, reference: Result) -> Estimate:
     return Estimate(only, only, only)
 
 
-def change_in_words(found: Estimate) -> str:
-    """``+7.5% (+6.9% to +8.0%)``."""
-    if found.low == found.high:
-        return f"{found.mean:+.1%}"
-    return f"{found.mean:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
+def change_in_words(difference: Estimate) -> str:
+    """Return ``+7.5% (+6.9% to +8.0%)``."""
+    if difference.low == difference.high:
+        return f"{difference.mean:+.1%}"
+    return f"{difference.mean:+.1%} ({difference.low:+.1%} to {difference.high:+.1%})"
 
 
 def in_words(cell: Result) -> str:
-    """``DroPE 95.6% (92.4–97.5)``."""
-    own = _retrieval(cell)
-    return f"{cell.name} {percent(own.mean)}% ({percent(own.low)}–{percent(own.high)})"
+    """Return ``DroPE 95.6% (92.4–97.5)``."""
+    rate = _retrieval(cell)
+    return f"{cell.name} {percent(rate.mean)}% ({percent(rate.low)}–{percent(rate.high)})"
 
 
 def pair_in_words(a: Result, b: Result) -> str:
-    """Two retrieval rates with their intervals: at one length, or of one method."""
+    """Return two retrieval rates with their intervals as text."""
     if a.length == b.length:
         return f"At {a.length} tokens {in_words(a)}, {in_words(b)}."
     return f"{in_words(a)} at {a.length} tokens, {in_words(b)} at {b.length}."
@@ -77,31 +85,33 @@ def pair_in_words(a: Result, b: Result) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of a run by the role of their method."""
+    """Results of a run by the role of their method."""
 
     cells: Sequence[Result]
     roles: Mapping[str, str]
 
     def with_temperature(self, role: str) -> str:
-        """The role with a temperature where that was measured, else the role itself."""
+        """Return the role with a temperature if that was measured, otherwise the role."""
         scaled = f"{role}_temperature"
         return scaled if any(c.name == self.roles.get(scaled) for c in self.cells) else role
 
     def at(self, role: str, length: int) -> Result | None:
-        """The cell of a role's method at a length, if there is one."""
+        """Return the cell of a role's method at a length, if there is one."""
         method = self.roles.get(role)
         return next((c for c in self.cells if (c.name, c.length) == (method, length)), None)
 
     def cell(self, role: str, length: int) -> Result:
-        """The cell of a role's method at a length. Raises ``KeyError`` when there is none."""
+        """Return the cell of a role's method at a length. Raises ``KeyError`` if there is none."""
         cell = self.at(role, length)
         if cell is None:
             raise KeyError((role, length))
         return cell
 
     def trained(self, role: str, quantity: str = "retrieval") -> Result | None:
-        """The cell at the training length that has ``quantity``; an extension or temperature not
-        measured there is what it extends."""
+        """Return the cell with ``quantity`` at the training length.
+
+        An extension or temperature that was not measured there is the identity: take its base.
+        """
         for candidate in (role, _BASE_ROLES.get(role)):
             for cell in self.cells:
                 same = candidate is not None and cell.name == self.roles.get(candidate)
@@ -110,7 +120,7 @@ class Measured:
         return None
 
     def beyond(self, *roles: str, quantity: str = "retrieval") -> list[int]:
-        """The lengths above the training length at which all roles have ``quantity``, ascending."""
+        """Return the lengths beyond the training length at which all roles have ``quantity``."""
         lengths = sorted({cell.length for cell in self.cells if cell.factor > 1})
         return [
             length
@@ -119,7 +129,7 @@ class Measured:
         ]
 
     def not_learned(self, *roles: str) -> str | None:
-        """Why the reach of these methods cannot be judged; ``None`` when it can."""
+        """Return why the reach of these methods cannot be judged, or None if it can."""
         for role in roles:
             cell = self.trained(role)
             if cell is None:
@@ -144,13 +154,13 @@ _OPEN_LOSS = " The change agrees with the claim, but its 95% interval leaves it 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says, and where."""
+    """Statement of a paper, and its place there."""
 
     text: str
     source: str
 
     def judged(self, shown: bool | None, evidence: str) -> Observation:
-        """The claim with its verdict."""
+        """Return the claim with its verdict."""
         return Observation(self.text, self.source, shown, evidence)
 
 
@@ -163,8 +173,10 @@ def judge(
     *,
     note: str = "",
 ) -> Observation:
-    """In every pair the first retrieves more than ``times`` the second, beyond the intervals; not
-    judged when a role in ``learned`` has not learned the task."""
+    """Judge whether the first of every pair retrieves more than ``times`` the second.
+
+    Not judged if a role in ``learned`` has not learned the task.
+    """
     obstacle = run.not_learned(*learned)
     if obstacle:
         return claim.judged(None, obstacle)
@@ -184,8 +196,10 @@ def reach(
     from_factor: float | None = None,
     note: str = "",
 ) -> Iterator[Observation]:
-    """Beyond the training length the first role retrieves more than ``times`` the second: at every
-    length from ``from_factor`` on, or at the longest when that is None or was not reached."""
+    """Judge whether the first role retrieves more than ``times`` the second at long lengths.
+
+    Compared are all lengths from ``from_factor`` on, or the longest if there are none.
+    """
     lengths = run.beyond(*roles)
     far = [
         n for n in lengths if from_factor and (c := run.at(roles[0], n)) and c.factor >= from_factor
@@ -196,7 +210,7 @@ def reach(
 
 
 def fall(run: Measured, claim: Claim, role: str) -> Iterator[Observation]:
-    """At the longest length a role has lost more than half of its retrieval."""
+    """Judge whether a role has lost over half of its retrieval at the longest length."""
     trained, beyond = run.trained(role), run.beyond(role)
     if trained and beyond:
         pair = (trained, run.cell(role, beyond[-1]))
@@ -204,7 +218,7 @@ def fall(run: Measured, claim: Claim, role: str) -> Iterator[Observation]:
 
 
 def rising_loss(run: Measured, claim: Claim, role: str, margin: float) -> Iterator[Observation]:
-    """At the longest length the loss is more than ``margin`` above the training length's."""
+    """Judge whether the loss at the longest length is over ``margin`` above the trained one."""
     trained, beyond = run.trained(role, "loss"), run.beyond(role, quantity="loss")
     if trained and beyond:
         longest = run.cell(role, beyond[-1])
@@ -214,59 +228,63 @@ def rising_loss(run: Measured, claim: Claim, role: str, margin: float) -> Iterat
 def same_loss(
     run: Measured, claim: Claim, roles: tuple[str, str], margin: float
 ) -> Iterator[Observation]:
-    """At the training length the first role's loss is at most ``margin`` above the second's."""
+    """Judge whether the first role's trained loss is at most ``margin`` above the second's."""
     a, b = (run.trained(role, "loss") for role in roles)
     if a and b:
         yield claim.judged(*within(a, b, margin))
 
 
 def cropping(run: Measured, claim: Claim, role: str, margin: float) -> Iterator[Observation]:
-    """At the longest length a role's loss is within ``margin`` of its base at the training length,
-    while it has lost more than half of the retrieval."""
+    """Judge whether a role keeps its loss at the longest length but loses half of its retrieval.
+
+    The loss may be up to ``margin`` above that of the base method at the training length.
+    """
     loss, retrieval = run.trained(role, "loss"), run.trained(role)
     both = sorted(set(run.beyond(role)) & set(run.beyond(role, quantity="loss")))
     if loss and retrieval and both:
         longest = run.cell(role, both[-1])
         pair = (retrieval, longest)
-        holds, said = within(longest, loss, margin)
-        fallen = judge(run, claim, [pair], 2, (role,), note=f" {said}")
+        holds, losses = within(longest, loss, margin)
+        fallen = judge(run, claim, [pair], 2, (role,), note=f" {losses}")
         shown = None if fallen.shown is None else fallen.shown and holds
         yield claim.judged(shown, fallen.evidence)
 
 
 def slower(claim: Claim, fast: Arm, slow: Arm, margin: float) -> Iterator[Observation]:
-    """The training loss averaged over the steps both logged is more than ``margin`` higher."""
+    """Judge whether ``slow`` has an over ``margin`` higher mean training loss on shared steps."""
     curves = [dict(arm.curve) for arm in (slow, fast)]
     pairs = [(curves[0][step], curves[1][step]) for step in curves[0] if step in curves[1]]
     finite = [(a, b) for a, b in pairs if is_known(a) and is_known(b)]
     if finite:
         of_slow, of_fast = zip(*finite, strict=True)
-        a, b, found = fmean(of_slow), fmean(of_fast), change(of_slow, of_fast)
+        a, b, difference = fmean(of_slow), fmean(of_fast), change(of_slow, of_fast)
         evidence = (
             f"Averaged over the {len(finite)} logged points of training the loss of {slow.name} is "
-            f"{a:.3f}, that of {fast.name} {b:.3f} nats/token, {change_in_words(found)}."
+            f"{a:.3f}, that of {fast.name} {b:.3f} nats/token, {change_in_words(difference)}."
         )
-        left_open = _OPEN_LOSS if found.low <= margin < found.mean else ""
-        yield claim.judged(found.low > margin, evidence + left_open)
+        left_open = _OPEN_LOSS if difference.low <= margin < difference.mean else ""
+        yield claim.judged(difference.low > margin, evidence + left_open)
 
 
 def above(a: Result, b: Result, margin: float) -> tuple[bool, str]:
-    """Whether the loss of ``a`` is more than ``margin`` above that of ``b``, beyond the interval of
-    their difference, and the losses in words."""
-    found = loss_change(a, b)
-    left_open = _OPEN_LOSS if found.low <= margin < found.mean else ""
-    return found.low > margin, losses_in_words(a, b) + left_open
+    """Return whether the loss of ``a`` is over ``margin`` above that of ``b``, and both as text.
+
+    The whole interval of their difference must be above the margin.
+    """
+    difference = loss_change(a, b)
+    left_open = _OPEN_LOSS if difference.low <= margin < difference.mean else ""
+    return difference.low > margin, losses_in_words(a, b) + left_open
 
 
 def within(a: Result, b: Result, margin: float) -> tuple[bool, str]:
-    """The same for at most ``margin`` above it."""
-    found = loss_change(a, b)
-    left_open = _OPEN_LOSS if found.mean <= margin < found.high else ""
-    return found.high <= margin, losses_in_words(a, b) + left_open
+    """Return whether the loss of ``a`` is at most ``margin`` above ``b``, and both as text."""
+    difference = loss_change(a, b)
+    left_open = _OPEN_LOSS if difference.mean <= margin < difference.high else ""
+    return difference.high <= margin, losses_in_words(a, b) + left_open
 
 
 def losses_in_words(a: Result, b: Result) -> str:
-    """``Text loss at 64 tokens: DroPE 4.388, RoPE 4.083 nats/token, +7.5% (+6.9% to +8.0%).``"""
+    """Return ``Text loss at 64 tokens: DroPE 4.388, RoPE 4.083 nats/token, +7.5% (...).``"""
     end = f"nats/token, {change_in_words(loss_change(a, b))}."
     if a.length == b.length:
         head = f"Text loss at {a.length} tokens: {a.name} {a.loss:.3f}, {b.name} {b.loss:.3f}"
@@ -279,7 +297,7 @@ def _rate(result: Result) -> float:
     return 0.0 if result.retrieval is None else result.retrieval.mean
 
 
-# Role to a short name for claims. A caller maps roles to the display names of its methods.
+# Role to its name in claims. Callers map roles to the display names of their methods.
 ROLES = {
     "rope": "RoPE",
     "rope_pi": "PI",
@@ -313,7 +331,7 @@ def observe(
     arms: Mapping[str, Arm] | None = None,
     temperature: Mapping[str, float | None] | None = None,
 ) -> tuple[Observation, ...]:
-    """Judge every claim that the given methods allow.
+    """Judge every claim about the given methods.
 
     ``roles`` maps a role of ``ROLES`` to the name of its row in ``results``; ``arms`` maps
     a role to its training run (for the speed of learning); ``temperature`` a method's display name
@@ -362,8 +380,8 @@ def _nope(run: Measured, arms: Mapping[str, Arm]) -> Iterator[Observation]:
         worse = certainly_exceeds(rope, nope, 1)
         evidence = pair_in_words(rope, nope)
         if rope.loss is not None and nope.loss is not None:
-            larger, said = above(nope, rope, SAME_LOSS)
-            worse, evidence = worse or larger, f"{evidence} {said}"
+            larger, losses = above(nope, rope, SAME_LOSS)
+            worse, evidence = worse or larger, f"{evidence} {losses}"
         text = (
             "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over "
             f"{SAME_LOSS:.0%} in text loss"
@@ -380,13 +398,13 @@ def _drop(drop: Drop | None) -> Iterator[Observation]:
     if not (is_known(before) and is_known(after) and is_known(end)):
         yield claim.judged(None, "Not judged: a loss before, after or at the end is missing.")
         return
-    of_each = {
+    by_time = {
         name: [x for x in drop.sequences.get(name, ()) if is_known(x)]
         for name in ("before", "after", "end")
     }
-    if not all(of_each.values()):  # a run of an earlier version
-        of_each = {"before": [before], "after": [after], "end": [end]}
-    rise = change(of_each["after"], of_each["before"])
+    if not all(by_time.values()):  # a run of an earlier version
+        by_time = {"before": [before], "after": [after], "end": [end]}
+    rise = change(by_time["after"], by_time["before"])
     if rise.low <= SAME_LOSS:
         yield claim.judged(
             None,
@@ -395,7 +413,7 @@ def _drop(drop: Drop | None) -> Iterator[Observation]:
         )
         return
     lost, won = (
-        [a - b for a, b in zip(of_each["after"], of_each[other], strict=True)]
+        [a - b for a, b in zip(by_time["after"], by_time[other], strict=True)]
         for other in ("before", "end")
     )
     share = change(won, lost)

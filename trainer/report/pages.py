@@ -1,4 +1,7 @@
-"""PAGESDOC"""
+"""The pages of a run, a sweep and an analysis, with the files beside them.
+
+A page is one HTML file that opens anywhere: no network, no scripts, and figures inside.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,11 @@ from trainer.stopping import partial_directory
 
 
 def write_renderings(report: Report, directory: Path) -> list[Drawn]:
-    """Write ``table.md``, ``table.tex``, ``table.csv``, ``figures/`` and ``report.html``, all of
-    which depend on the report alone; return the figures.
+    """Write ``table.md``, ``table.tex``, ``table.csv``, ``figures/`` and ``report.html``.
 
-    ``report.json`` is not among them: written last, by :meth:`Report.write`, it says that all are
-    there. Raises ``OSError`` as the file system does.
+    Returns the figures. All files depend on the report alone. ``report.json`` is written last, by
+    :meth:`Report.write`, and marks the directory as complete. Raises ``OSError`` as the file system
+    does.
     """
     write_atomically(directory / "table.md", markdown_tables(report))
     write_atomically(directory / "table.tex", latex_tables(report))
@@ -54,14 +57,15 @@ def write_renderings(report: Report, directory: Path) -> list[Drawn]:
     return figures
 
 
-_OWN_COLUMN = "tokens_per_second"  # of the table of arms
+_RATE = "tokens_per_second"  # a column of the table of arms
 
 
 def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
-    """Write the page, complete or not at all; it holds nothing but the report's data, the figures
-    and fixed text. Raises ``OSError`` when a figure cannot be read."""
+    """Write the page of a report atomically. Raises ``OSError`` if a figure cannot be read."""
     filters: dict[str, Callable[..., Any]] = {
-        "by_model": lambda rows: [(m, list(own)) for m, own in groupby(rows, lambda row: row[0])],
+        "by_model": lambda rows: [
+            (m, list(group)) for m, group in groupby(rows, lambda row: row[0])
+        ],
         "row_name": _row_name,
         "embedded": base64,
         "percent": percent,
@@ -78,27 +82,27 @@ def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
         tables=tables(report),
         figures=figures,
         verdicts=VERDICTS,
-        rates=report.timing.get(_OWN_COLUMN, {}),
-        timing={key: value for key, value in report.timing.items() if key != _OWN_COLUMN},
+        rates=report.timing.get(_RATE, {}),
+        timing={key: value for key, value in report.timing.items() if key != _RATE},
     )
     write_atomically(path, text)
 
 
 def _row_name(method: str, model: str, first: bool) -> str:
-    """A row's name, of which no line ends with the plus."""
+    """Return a row's name with a no-break space after the plus."""
     return row_name(model, method, first=first).replace("+ ", "+\u00a0")
 
 
 def lead(report: Report) -> str:
-    """The result in two sentences, made of the numbers alone; empty where nothing has a score."""
+    """Return the result in two sentences, or an empty text if nothing has a score."""
     outcomes = Outcomes(report)
     tasks = outcomes.averaged or outcomes.scored[:1]
     if not tasks:
         return ""
     longest, factor = list(outcomes.lengths(tasks).items())[-1]
-    found = {row: outcomes.estimate(row, tasks, longest) for row in outcomes.rows}
+    estimates = {row: outcomes.estimate(row, tasks, longest) for row in outcomes.rows}
     ranked = sorted(
-        ((row, own) for row, own in found.items() if own is not None),
+        ((row, mean) for row, mean in estimates.items() if mean is not None),
         key=lambda item: -item[1].mean,
     )
     what = outcomes.task(tasks[0]) if len(tasks) == 1 else f"the mean over {len(tasks)} tasks"
@@ -108,15 +112,15 @@ def lead(report: Report) -> str:
     )
     if not ranked:
         return text
-    (best, own), first = ranked[0], outcomes.rows[0]
-    reached = f"{percent(own.mean)}% ({percent(own.low)}–{percent(own.high)})"
+    (best, top), first = ranked[0], outcomes.rows[0]
+    reached = f"{percent(top.mean)}% ({percent(top.low)}–{percent(top.high)})"
     if len(ranked) == 1:
         return f"{text} {outcomes.name(best)} reaches {reached} there in {what}."
     of_all = f"{len(ranked)} combinations of model and method"
-    if own.mean == 0:
+    if top.mean == 0:
         return f"{text} None of {of_all} finds anything there in {what}: {reached}."
     text += f" Of {of_all} {outcomes.name(best)} reaches most there in {what}: {reached}"
-    reference = found[first]
+    reference = estimates[first]
     if reference is None or best == first:
         return f"{text}."
     limits = f"{percent(reference.low)}–{percent(reference.high)}"
@@ -124,7 +128,7 @@ def lead(report: Report) -> str:
 
 
 def tally(observations: Sequence[Observation]) -> str:
-    """How many of the papers' observations show; empty where none was held against the numbers."""
+    """Return how many of the papers' claims are shown, or an empty text if none was judged."""
     if not observations:
         return ""
     counts = Counter(VERDICTS[observation.shown] for observation in observations)
@@ -133,7 +137,7 @@ def tally(observations: Sequence[Observation]) -> str:
 
 
 def measured(report: Report) -> list[tuple[str, str]]:
-    """What was measured, in words: a term and what it was."""
+    """Return what was measured, as pairs of term and text."""
     outcomes = Outcomes(report)
     lengths = dict(sorted({(cell.length, cell.factor) for cell in report.cells}))
     spans = (f"{length} ({factor_label(factor)})" for length, factor in lengths.items())
@@ -163,13 +167,13 @@ PAGE = "report.html"
 def write_sweep_report(sweep: Sweep, made: dict[str, str], directory: Path) -> Path:
     """Write ``table.md``, ``table.csv``, ``figures/sweep.*`` and ``report.html``; return the page.
 
-    ``made``: when, by which command and program, in words by their terms. Raises ``OSError`` as the
-    file system does.
+    ``made``: date, command and program, as text by term. Raises ``OSError`` as the file system
+    does.
     """
     write_atomically(directory / "table.md", markdown_sweep(sweep))
     write_atomically(directory / "table.csv", csv_sweep(sweep))
     figures = [plan.write(directory / "figures" / plan.name) for plan in sweep_figure(sweep)]
-    found = entries(sweep)
+    by_factor = entries(sweep)
     text = render(
         "sweep.html.j2",
         {"embedded": base64, "counted": counted},
@@ -182,7 +186,7 @@ def write_sweep_report(sweep: Sweep, made: dict[str, str], directory: Path) -> P
             (
                 name,
                 run,
-                [found[factor].get(run.place) for factor in sweep.factors],
+                [by_factor[factor].get(run.place) for factor in sweep.factors],
                 facts(run),
                 _page_of(run.place, directory),
             )
@@ -195,21 +199,21 @@ def write_sweep_report(sweep: Sweep, made: dict[str, str], directory: Path) -> P
 
 
 def _page_of(place: str, directory: Path) -> str | None:
-    """A run's own page as seen from the directory; None where it has none."""
+    """Return the relative path of a run's own page, or None if it has none."""
     page = Path(place, PAGE)
     return os.path.relpath(page, directory) if page.is_file() else None
 
 
-WIDEST = 52  # rem, of a figure as wide as a text
+WIDEST = 52  # width in rem of a figure as wide as the text
 
 
 @dataclass(frozen=True)
 class GeometryReport:
-    """What was analysed and what came of it.
+    """Content of the page of an analysis.
 
-    ``texts`` of ``length`` tokens were read. ``notes``: what was left out and why. ``settings`` and
-    ``environment``: plain values. ``made``: when, by which command and program and of what, in
-    words by their terms.
+    ``texts``: number of texts of ``length`` tokens that were read. ``notes``: what was left out and
+    why. ``settings`` and ``environment``: plain values. ``made``: date, command, program and
+    inputs, as text by term.
     """
 
     name: str
@@ -225,9 +229,10 @@ class GeometryReport:
 
 
 def write_geometry_report(report: GeometryReport, directory: Path) -> Path:
-    """Write ``KEY/NAME.svg``, ``.png`` and ``.csv`` of every figure, ``KEY/numbers.json`` of every
-    section, and ``report.html``; return its path. They take the place of older ones together, when
-    all are there.
+    """Write an analysis's files, and return the path of ``report.html``.
+
+    Every figure has ``KEY/NAME.svg``, ``.png`` and ``.csv``, every section ``KEY/numbers.json``.
+    Older files are replaced only after all new ones are written.
 
     Raises:
         OSError: as the file system does.
@@ -279,7 +284,7 @@ def _write_picture(picture: Picture, place: Path) -> dict[str, str]:
 
 
 def _json(numbers: dict[str, Any]) -> str:
-    """Strict JSON, a key a line; what is no number is null."""
+    """Return strict JSON with one key on each line, and null for NaN."""
     words = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
     lines = [f"  {words(key)}: {words(_strict(value))}" for key, value in numbers.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -296,7 +301,7 @@ def _strict(value: Any) -> Any:
 
 
 def _number(value: Any) -> str:
-    """A cell of a table."""
+    """Return a cell of a table as text."""
     if isinstance(value, float):
         return f"{value:.3g}" if math.isfinite(value) else "·"
     return f"{value:,}" if isinstance(value, int) else str(value)

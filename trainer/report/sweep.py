@@ -1,4 +1,4 @@
-"""SWEEPDOC"""
+"""The runs of a sweep: their names and results, and the table of them in every format."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from trainer.evaluation.statistics import Comparison, Estimate, change, sign_tes
 from trainer.report.tables import MISSING, WIDTH, Entry, markdown_cell, markdown_row, terminal_cell
 
 FEW = 2
-"""Swept keys that are all named in every row; of more, those in which it differs from the first."""
+"""Most swept keys that every row names; with more, a row names those unlike the first run's."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A run as it is at one ``length`` (tokens; ``factor`` times its training length): ``scores``
-    of its trials and their mean, ``loss`` on the last tokens (nats per token), the mean of those of
-    the windows (``by_window``). None and empty: not measured."""
+    """Results of a run at one length; None or empty if not measured.
+
+    ``factor``: length over training length. ``retrieval``: mean of the trials' ``scores``.
+    ``loss``: on the last tokens (nats per token), the mean of the windows' losses ``by_window``.
+    """
 
     length: int
     factor: float
@@ -43,11 +45,11 @@ class Reached:
 class SweptRun:
     """A run of a sweep.
 
-    ``place``: its directory. ``label``: what its own report calls it. ``settings``: values by key,
-    of keys that differ between runs. ``state``: ``finished``, or how far it is. ``problem``: why it
-    failed, or that its numbers say nothing. ``tokens``, ``loss``, ``skipped``: read, the training
-    loss and updates left out, in its last row of metrics. ``measured_on``: runs with the same saw
-    the same trials and windows. ``reached``: by length, ascending.
+    ``place``: its directory. ``label``: its name in its own report. ``settings``: values of keys
+    that differ between runs. ``state``: ``finished``, or its progress. ``problem``: why it failed,
+    or why its numbers are meaningless. ``tokens``, ``loss``, ``skipped``: tokens read, training
+    loss and skipped updates in its last row of metrics. ``measured_on``: equal for runs with the
+    same trials and windows. ``reached``: results by length, ascending.
     """
 
     place: str
@@ -64,27 +66,25 @@ class SweptRun:
 
 @dataclass(frozen=True)
 class Sweep:
-    """``runs`` in the order in which they were given. The first with measurements is what the
-    others are compared with."""
+    """Runs in the given order; the first with measurements is the reference of the others."""
 
     name: str
     runs: tuple[SweptRun, ...]
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Those that differ between runs, in the order of the runs' settings."""
+        """Keys that differ between runs, in the order of the runs' settings."""
         found = dict.fromkeys(key for run in self.runs for key in run.settings)
         return tuple(k for k in found if len({run.settings.get(k) for run in self.runs}) > 1)
 
     @cached_property
     def titles(self) -> dict[str, str]:
-        """The ends of the keys, of two words or as many as tell them apart: ``qk_norm.when`` for
-        ``model.qk_norm.when``."""
+        """Short form of each key: its last two words, or as many as make it unique."""
         return {key: _shortest(key, self.keys) for key in self.keys}
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of all runs, by what differs between them; no two alike."""
+        """Unique name of each run, made of the settings that differ."""
         first = self.runs[0].settings
         found = []
         for run in self.runs:
@@ -100,20 +100,20 @@ class Sweep:
 
     @cached_property
     def reference(self) -> SweptRun | None:
-        """What the others are compared with; None where nothing was measured."""
+        """Run with which the others are compared; None if nothing was measured."""
         return next((run for run in self.runs if run.reached), None)
 
     @cached_property
     def factors(self) -> tuple[float, ...]:
-        """Lengths in units of the training length at which any run was measured, ascending."""
+        """Measured lengths of all runs over the training length, ascending."""
         return tuple(sorted({at.factor for run in self.runs for at in run.reached}))
 
     def at(self, run: SweptRun, factor: float) -> Reached | None:
-        """What a run reached at a length; None where it was not measured there."""
+        """Return the results of a run at a length, or None if it was not measured there."""
         return next((at for at in run.reached if at.factor == factor), None)
 
     def comparison(self, run: SweptRun, factor: float) -> Comparison | None:
-        """The sign test of its retrieval with the reference's, on the same trials."""
+        """Return the sign test of a run's retrieval against the reference's, on the same trials."""
         own, other = self._pair(run, factor)
         if own is None or other is None or not own.scores:
             return None
@@ -121,7 +121,7 @@ class Sweep:
         return sign_test(own.scores, other.scores) if same else None
 
     def loss_change(self, run: SweptRun, factor: float) -> Estimate | None:
-        """How much its loss is above the reference's (0.01 for 1%), on the same windows."""
+        """Return a run's relative change in loss from the reference, on the same windows."""
         own, other = self._pair(run, factor)
         if own is None or other is None or not own.by_window:
             return None
@@ -138,8 +138,10 @@ class Sweep:
 
 
 def reached(report: Report, label: str) -> tuple[Reached, ...]:
-    """What a run's own report says of a model as it is: its retrieval (that of the statements, or
-    else the mean over the tasks with scores) and its loss, by length."""
+    """Return retrieval and loss by length of the model as is, from a run's own report.
+
+    Retrieval is the score of the statements, or else the mean over the tasks with scores.
+    """
     outcomes = Outcomes(report)
     row = (label, AS_IS)
     tasks = [STATEMENTS] if STATEMENTS in outcomes.scored else outcomes.averaged
@@ -163,7 +165,7 @@ def reached(report: Report, label: str) -> tuple[Reached, ...]:
 
 
 def numeric(text: str) -> float | None:
-    """The number that a setting is, or None."""
+    """Return a setting as a number, or None if it is not one."""
     try:
         return float(text)
     except ValueError:
@@ -188,8 +190,7 @@ _CELL, _NAME, _FACTS = 13, 19, ((6, "\ntokens"), (5, "train\nloss"), (7, "skippe
 
 
 def entries(sweep: Sweep) -> dict[float, dict[str, Entry]]:
-    """By length (in units of the training length) and directory what a run reached: its retrieval
-    with the loss beside it, or the loss alone."""
+    """Return table entries by factor and directory: retrieval with the loss, or the loss alone."""
     found: dict[float, dict[str, Entry]] = {}
     for factor in sweep.factors:
         column = {run.place: at for run in sweep.runs if (at := sweep.at(run, factor))}
@@ -211,7 +212,7 @@ def entries(sweep: Sweep) -> dict[float, dict[str, Entry]]:
 
 
 def facts(run: SweptRun) -> tuple[str, str, str]:
-    """Its tokens, training loss and skipped updates."""
+    """Return tokens, training loss and skipped updates as text."""
     return (
         MISSING if run.tokens is None else short(run.tokens),
         MISSING if run.loss is None else f"{run.loss:.3f}",
@@ -220,7 +221,7 @@ def facts(run: SweptRun) -> tuple[str, str, str]:
 
 
 def short(count: int) -> str:
-    """``26.2M`` for 26,214,400."""
+    """Return ``26.2M`` for 26,214,400."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -228,7 +229,7 @@ def short(count: int) -> str:
 
 
 def sweep_heads(sweep: Sweep) -> list[str]:
-    """Of the columns of lengths; with tokens where the training length is the same for all."""
+    """Return column heads by length, with tokens if all runs have the same training length."""
     found = []
     for factor in sweep.factors:
         lengths = {at.length for run in sweep.runs if (at := sweep.at(run, factor))}
@@ -239,7 +240,7 @@ def sweep_heads(sweep: Sweep) -> list[str]:
 
 
 def legend(sweep: Sweep) -> str:
-    """What the cells mean."""
+    """Return the meaning of the cells."""
     if sweep.reference is None:
         return "No run has been evaluated yet."
     retrieval = any(at.retrieval for run in sweep.runs for at in run.reached)
@@ -261,7 +262,7 @@ def legend(sweep: Sweep) -> str:
 
 
 def unfinished(sweep: Sweep) -> list[str]:
-    """A sentence for every run that is not finished, or whose numbers say nothing."""
+    """Return a sentence for every run that is unfinished or has a problem."""
     return [
         f"{name}: {run.state}{f'; {run.problem}' if run.problem else ''}"
         for name, run in zip(sweep.names, sweep.runs, strict=True)
@@ -270,7 +271,7 @@ def unfinished(sweep: Sweep) -> list[str]:
 
 
 def terminal_sweep(sweep: Sweep, width: int = WIDTH) -> RenderableType:
-    """The table, at most ``width`` columns wide; more lengths than fit continue below."""
+    """Return the table, at most ``width`` characters wide; further lengths continue below."""
     beside = sum(size + 1 for size, _ in _FACTS)
     fitting = max(1, (width - _NAME - 1 - beside) // (_CELL + 1))
     columns, found = sweep_heads(sweep), entries(sweep)
@@ -315,7 +316,7 @@ def _terminal(
 
 
 def _name_lines(name: str, width: int) -> list[str]:
-    """A name in lines; a setting that fits one stays on it, another goes on behind its =."""
+    """Wrap a name, between settings if they fit on a line, otherwise after their =."""
     found = []
     for part in re.split("(?<=,) ", name):
         pieces = [part] if len(part) <= width else re.split("(?<==)", part)
@@ -324,7 +325,7 @@ def _name_lines(name: str, width: int) -> list[str]:
 
 
 def markdown_sweep(sweep: Sweep) -> str:
-    """The table under its heading; ends with a newline."""
+    """Return the table as Markdown under its heading; ends with a newline."""
     found = entries(sweep)
     head = ["run", *(", ".join(one.split("\n")) for one in sweep_heads(sweep)), *SOUND, "state"]
     lines = [markdown_row(head), markdown_row(["---", *["---:"] * (len(head) - 2), "---"])]
@@ -337,8 +338,10 @@ def markdown_sweep(sweep: Sweep) -> str:
 
 
 def csv_sweep(sweep: Sweep) -> str:
-    """A row for every run at every length, numbers in full, one without a length for a run without
-    measurements; ``n`` counts trials; empty: not measured."""
+    """Return CSV with a row for each run and length, or one row for a run without measurements.
+
+    ``n`` counts trials. Empty: not measured.
+    """
     return csv_text(("run", *sweep.keys, *CSV_HEAD), _csv_rows(sweep))
 
 

@@ -29,7 +29,7 @@ _WHAT = {
 
 @dataclass(frozen=True)
 class Measure:
-    """A panel: what it shows of what a run reached at a length; ``value`` may be None."""
+    """Quantity of a panel at one length: its value, which may be None, and its interval."""
 
     title: str
     factor: float
@@ -39,15 +39,18 @@ class Measure:
 
 @dataclass(frozen=True)
 class Axis:
-    """A swept key along which runs lie, as lines: the name of each and its runs by the value."""
+    """Swept key on the x axis, and its lines: the name of each, with runs by their value."""
 
     key: str
     lines: tuple[tuple[str, tuple[tuple[float, SweptRun], ...]], ...]
 
 
 def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
-    """``sweep``, where anything was measured: a row of panels for each of the :func:`axes`, which
-    are the held-out loss and the retrieval at the training length and at the longest."""
+    """Plan ``sweep`` if anything was measured.
+
+    Panels show loss and retrieval at the training length and at the longest, a row for each of the
+    :func:`axes`.
+    """
     shown = measures(sweep)
     if not shown:
         return
@@ -79,7 +82,7 @@ def sweep_figure(sweep: Sweep) -> Iterator[Plan]:
 
 
 def measures(sweep: Sweep) -> list[Measure]:
-    """The panels that any run has numbers for."""
+    """Return the panels for which any run has numbers."""
     ends = dict.fromkeys((*sweep.factors[:1], *sweep.factors[-1:]))
     wanted = [
         *(Measure(f"loss at {factor_label(f)}", f, lambda at: at.loss) for f in ends),
@@ -99,9 +102,11 @@ def measures(sweep: Sweep) -> list[Measure]:
 
 
 def axes(sweep: Sweep) -> list[Axis]:
-    """The keys with numbers along which the runs lie: the only one; the one with more values of two
-    that make a grid, with a line for each value of the other; or each of those in which alone runs
-    differ from the first. Empty where that does not hold all runs."""
+    """Return the numeric keys that serve as x axes, or nothing if they do not cover all runs.
+
+    For two keys that form a grid, this is the one with more values, with a line for each value of
+    the other. Otherwise a key's line holds the runs that differ from the first in that key alone.
+    """
     numbers = {
         key: places
         for key in sweep.keys
@@ -147,7 +152,7 @@ def _sorted(key: str, runs: Sequence[SweptRun]) -> tuple[tuple[float, SweptRun],
 
 
 def _grid(sweep: Sweep) -> dict[tuple[str, str], SweptRun]:
-    """The runs by the values of two keys; empty where these make no grid of rows and columns."""
+    """Return the runs by the values of two keys, or nothing if these form no grid."""
     if len(sweep.keys) != 2:
         return {}
     found = {

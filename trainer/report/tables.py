@@ -25,8 +25,11 @@ MISSING = "·"
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands in a cell: ``97.3``, its interval ``92.4–99.1`` (may be empty), the mark ``↑`` or
-    ``↓`` of a difference, whether it is the best of its column, and the loss beside it."""
+    """Content of a cell: a value such as ``97.3`` and what is shown with it.
+
+    ``interval``: ``92.4–99.1``, may be empty. ``mark``: ``↑`` or ``↓`` if significant.
+    ``best``: whether it is the best of its column. ``loss``: the loss beside it.
+    """
 
     value: str
     interval: str = ""
@@ -37,9 +40,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """``key`` names it in links. ``note``: what is particular to it; ``legend``: what its cells
-    mean, mostly the same for all. ``columns``: two lines each. ``rows``: model, method and an entry
-    for every column, None where nothing was measured. ``detail``: of less interest."""
+    """Table of a report, independent of the output format.
+
+    ``key``: name in links. ``note``: remarks on this table. ``legend``: meaning of the cells.
+    ``columns``: two lines each. ``rows``: model, method and an entry for every column, None if not
+    measured. ``detail``: whether it is of minor interest.
+    """
 
     key: str
     title: str
@@ -51,11 +57,11 @@ class Table:
 
 
 def tables(report: Report) -> list[Table]:
-    """The mean over tasks where there are several, a table for each task, both followed by averages
-    by label where there are labels, and perplexity as the last.
+    """Return the mean over tasks if there are several, a table for each task, and perplexity.
 
-    A task that is the only one has the held-out losses beside its scores, if both were measured at
-    the same lengths; the table of perplexity is then a detail.
+    The first two are followed by averages by label if trials have labels. A single task has the
+    held-out losses beside its scores if both were measured at the same lengths; perplexity is then
+    a detail.
     """
     outcomes = Outcomes(report)
     made = []
@@ -71,7 +77,7 @@ def tables(report: Report) -> list[Table]:
 
 
 def heads(lengths: dict[int, float]) -> list[tuple[str, str]]:
-    """Two lines for each length: ``2048 tokens`` and ``2×``."""
+    """Return two lines for each length: ``2048 tokens`` and ``2×``."""
     return [
         (f"{length} tokens", f"{factor_label(factor)}{' (trained)' if factor == 1 else ''}")
         for length, factor in lengths.items()
@@ -79,12 +85,12 @@ def heads(lengths: dict[int, float]) -> list[tuple[str, str]]:
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss in nats per token; infinite where that is beyond a float."""
+    """Return exp of a mean loss in nats per token, or infinity if it overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def number(value: float) -> str:
-    """A perplexity with about four digits."""
+    """Return a perplexity with about four digits."""
     if value < 100:
         return f"{value:.2f}"
     return f"{value:.0f}" if value < 100_000 else f"{value:.0e}"
@@ -96,8 +102,8 @@ def _scores(
     lengths = outcomes.lengths(tasks)
 
     def column(length: int) -> dict[Row, Entry]:
-        found = {row: outcomes.estimate(row, tasks, length) for row in outcomes.rows}
-        entries = _column(found, lambda row: outcomes.comparison(row, tasks, length))
+        estimates = {row: outcomes.estimate(row, tasks, length) for row in outcomes.rows}
+        entries = _column(estimates, lambda row: outcomes.comparison(row, tasks, length))
         if not with_losses:
             return entries
         losses = _losses(outcomes, length)
@@ -122,9 +128,9 @@ def _losses(outcomes: Outcomes, length: int) -> dict[Row, float]:
 
 
 def _by_label(outcomes: Outcomes, key: str, title: str, tasks: list[str]) -> list[Table]:
-    """A table for every part of the labels that has more than one value, at every length.
+    """Return a table for each part of the labels with several values, at each length.
 
-    Of several tasks, the unweighted mean over those that have trials with a label.
+    For several tasks it has the unweighted mean over those that have trials with a label.
     """
     made = []
     with_labels = [task for task in tasks if _labels(outcomes, [task])]
@@ -158,7 +164,7 @@ def _by_label(outcomes: Outcomes, key: str, title: str, tasks: list[str]) -> lis
 def _labels(
     outcomes: Outcomes, tasks: list[str], length: int | None = None
 ) -> set[tuple[str, ...]]:
-    """Of all trials, at all lengths or at one."""
+    """Return the labels of all trials, at all lengths or at one."""
     return {
         tuple(parts(label))
         for cell in outcomes.report.cells
@@ -170,15 +176,15 @@ def _labels(
 def _label(
     outcomes: Outcomes, tasks: list[str], length: int, label: tuple[int, str]
 ) -> tuple[dict[Row, Entry], str]:
-    """A column, and of how many trials, or of how many tasks, it is the average."""
-    found: dict[Row, Estimate | None] = {}
+    """Return a column of averages, and the number of trials or tasks in it as text."""
+    estimates: dict[Row, Estimate | None] = {}
     most = 0
     for row in outcomes.rows:
         cells = [outcomes.cell(row, task, length) for task in tasks]
         scores = [own for cell in cells if cell and (own := labelled(cell, label))]
-        found[row] = average([estimate(own) for own in scores]) if scores else None
+        estimates[row] = average([estimate(own) for own in scores]) if scores else None
         most = max(most, len(scores) if len(tasks) > 1 else sum(map(len, scores)))
-    column = _column(found, lambda row: outcomes.comparison(row, tasks, length, label))
+    column = _column(estimates, lambda row: outcomes.comparison(row, tasks, length, label))
     return column, counted(most, "task" if len(tasks) > 1 else "trial")
 
 
@@ -207,14 +213,14 @@ def _perplexity(outcomes: Outcomes, detail: bool) -> list[Table]:
 
 
 def _column(
-    found: dict[Row, Estimate | None], comparison: Callable[[Row], Comparison | None]
+    estimates: dict[Row, Estimate | None], comparison: Callable[[Row], Comparison | None]
 ) -> dict[Row, Entry]:
-    best = max((e.mean for e in found.values() if e is not None), default=0.0)
+    best = max((e.mean for e in estimates.values() if e is not None), default=0.0)
     column = {}
-    for row, own in found.items():
+    for row, own in estimates.items():
         if own is not None:
-            held = comparison(row)
-            mark = "" if held is None else held.mark
+            compared = comparison(row)
+            mark = "" if compared is None else compared.mark
             interval = f"{percent(own.low)}–{percent(own.high)}"
             column[row] = Entry(percent(own.mean), interval, mark, own.mean == best > 0)
     return column
@@ -230,7 +236,7 @@ def _table(
     entries: list[dict[Row, Entry]],
     detail: bool = False,
 ) -> Table:
-    """Rows in which nothing was measured are left out."""
+    """Return a table without the rows in which nothing was measured."""
     rows = tuple(
         (row[0], outcomes.method(row[1]), tuple(column.get(row) for column in entries))
         for row in outcomes.rows
@@ -242,7 +248,7 @@ def _table(
 
 
 def _what(outcomes: Outcomes, tasks: list[str]) -> str:
-    """How many trials a cell has."""
+    """Return the number of trials in a cell as text."""
     counts = {len(c.scores) for c in outcomes.report.cells if c.task in tasks and c.scores}
     trials = counted(max(counts), "trial")
     if len(counts) > 1:
@@ -291,9 +297,11 @@ CSV_HEAD = (
 
 
 def terminal_tables(report: Report, width: int = WIDTH) -> RenderableType:
-    """Every table but the details, at most ``width`` columns wide; one with more lengths than fit,
-    which are four in 80 columns, continues below. What the cells mean stands below the last table
-    that it is true of."""
+    """Return every table but the details, at most ``width`` characters wide.
+
+    A table with more lengths than fit (four in 80 characters) continues below. A legend stands
+    below the last of the tables that share it.
+    """
     fitting = max(1, (width - _NAME) // (_CELL + 1))
     shown: list[RenderableType] = []
     made = [table for table in tables(report) if not table.detail]
@@ -308,25 +316,28 @@ def terminal_tables(report: Report, width: int = WIDTH) -> RenderableType:
 
 
 def markdown_tables(report: Report) -> str:
-    """Every table under a heading of its own; ends with a newline."""
+    """Return every table as Markdown under a heading; ends with a newline."""
     return "\n".join(_markdown(table) for table in tables(report))
 
 
 def csv_table(report: Report) -> str:
-    """One row a cell, numbers in full; ``n`` counts trials, or windows of a loss; ``score``,
-    ``low`` and ``high`` are fractions, ``p_value`` is that of the exact sign test with the row's
-    reference, ``loss`` is in nats per token. Empty: not measured."""
+    """Return CSV with one row for each cell, with numbers in full; empty if not measured.
+
+    ``n`` counts trials, or windows of a loss. ``score``, ``low`` and ``high`` are fractions.
+    ``p_value`` belongs to the exact sign test against the row's reference. ``loss`` is in nats per
+    token.
+    """
     outcomes, rows = Outcomes(report), []
     for cell in report.cells:
         row = (cell.model, cell.method)
         own = outcomes.estimate(row, [cell.task], cell.length) if cell.scores else None
-        held = outcomes.comparison(row, [cell.task], cell.length) if cell.scores else None
+        compared = outcomes.comparison(row, [cell.task], cell.length) if cell.scores else None
         rows.append(
             (
                 *(cell.model, cell.method, cell.task, cell.length, cell.factor),
                 len(cell.scores or cell.by_window) or "",
                 *((own.mean, own.low, own.high) if own else ("", "", "")),
-                held.p_value if held else "",
+                compared.p_value if compared else "",
                 cell.last_loss,
                 cell.seconds,
             )
@@ -351,7 +362,7 @@ def _terminal(table: Table, start: int, count: int) -> rich_table.Table:
     followers = [*table.rows[1:], None]
     for (model, method, entries), following in zip(table.rows, followers, strict=True):
         name = row_name(model, method, first=model != before)
-        # At blanks and hyphens where there are any; below the model's name its methods.
+        # Methods are indented below their model's name.
         indent = ("", "") if model != before else ("  ", "    ")
         shown = wrap(name, _NAME, initial_indent=indent[0], subsequent_indent=indent[1])
         cells = [terminal_cell(entry) for entry in entries[chosen]]
@@ -362,7 +373,7 @@ def _terminal(table: Table, start: int, count: int) -> rich_table.Table:
 
 
 def terminal_cell(entry: Entry | None) -> Text:
-    """What stands in a cell, its interval below it."""
+    """Return a cell for the terminal, with its interval below it."""
     if entry is None:
         return Text(MISSING, style="dim")
     text = Text(f"{entry.value:>5}", style="bold" if entry.best else "")
@@ -387,7 +398,7 @@ def _markdown(table: Table) -> str:
 
 
 def markdown_cell(entry: Entry | None) -> str:
-    """What stands in a cell, in one line."""
+    """Return a cell for Markdown, in one line."""
     if entry is None:
         return MISSING
     value = f"**{entry.value}**" if entry.best else entry.value
@@ -397,7 +408,7 @@ def markdown_cell(entry: Entry | None) -> str:
 
 
 def markdown_row(cells: Sequence[str]) -> str:
-    """A line of a table."""
+    """Return a row of a Markdown table."""
     return f"| {' | '.join(map(_escaped, cells))} |"
 
 
@@ -426,13 +437,13 @@ _SPECIAL = {
 
 
 def latex_tables(report: Report) -> str:
-    """A ``table`` for each, labelled ``tab:<key>``."""
+    """Return a LaTeX ``table`` for each, labelled ``tab:<key>``; they need only booktabs."""
     head = "% Needs \\usepackage{booktabs}.\n"
     return head + "\n".join(_latex_table(table) for table in tables(report))
 
 
 def escaped(text: str) -> str:
-    """Text that LaTeX sets as it stands."""
+    """Escape text for LaTeX."""
     return "".join(_SPECIAL.get(character, character) for character in text)
 
 

@@ -1,4 +1,4 @@
-"""TRAINDOC"""
+"""Figures of the course of training: loss, reach at several lengths, and benchmarks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SMOOTHING = 40  # a curve is averaged over this fraction of its points
 
 
 def training_figure(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
-    """``training``, where an arm has a curve; ``looks``: by the arms' names."""
+    """Plan ``training`` if an arm has a curve; ``looks``: style numbers by arm."""
     arms = [arm for arm in report.arms if arm.curve]
     if not arms:
         return
@@ -57,7 +57,7 @@ def training_figure(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Centred mean over up to ``window`` neighbours, fewer at the ends; NaN values are skipped."""
+    """Return the centred mean over up to ``window`` neighbours, fewer at the ends, without NaN."""
     half = window // 2
     padded = np.asarray(values, dtype=float)
     return [
@@ -69,7 +69,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 def _smoothed_line(arm: Arm, drop: Drop | None, style: int) -> Series:
     steps = [step for step, _ in arm.curve]
     losses = [math.nan if loss is None else loss for _, loss in arm.curve]
-    # Each side of the drop by itself: a mean across it would blur the jump into a slope.
+    # Smooth each side of the drop separately: a mean across it would blur the jump.
     cut = sum(step <= drop.step for step in steps) if drop else len(steps)
     window = max(1, len(steps) // _SMOOTHING)
     smooth = smoothed(losses[:cut], window) + smoothed(losses[cut:], window)
@@ -96,9 +96,9 @@ def _training_frame(arms: Sequence[Arm], drop: Drop | None) -> Frame:
 
 
 def reach_figures(report: Report, looks: Mapping[str, int]) -> Iterator[Plan]:
-    """``reach`` and ``reach_by_position``, or nothing where no arm was measured in training.
+    """Plan ``reach`` and ``reach_by_position`` if an arm was measured in training.
 
-    ``looks``: by the arms' names; of several lengths the longest looks so, shorter ones are paler.
+    ``looks``: style numbers by arm; shorter lengths are paler.
     """
     arms = {name: history for name, history in report.reach.items() if history}
     if not arms:
@@ -155,14 +155,14 @@ def _reach_lines(report: Report, arms: Reaches, looks: Mapping[str, int]) -> Fig
 
 
 def _reach_value(reach: Reach, length: int, retrieval: bool) -> float:
-    """What lines show of one measurement, not a number where it is missing."""
+    """Return the value of one measurement at a length, NaN if it is missing."""
     values = [100 * rate for rate in reach.retrieval] if retrieval else reach.loss
     value = dict(zip(reach.lengths, values, strict=False)).get(length)
     return math.nan if value is None else value
 
 
 def _reach_map(history: tuple[Reach, ...]) -> Figure:
-    # A run may go on with other lengths; only what is like the last measurement shares its axis.
+    # A resumed run may have other lengths: keep measurements with the same axis as the last.
     history = tuple(reach for reach in history if reach.edges == history[-1].edges)
     edges, seen = history[-1].edges, history[-1].training_length
     losses = np.array([reach.losses for reach in history], dtype=float).T
@@ -195,16 +195,16 @@ def _by_position(arms: Reaches) -> Iterator[tuple[Any, ...]]:
 
 
 RECOVERED = 0.95
-"""Share of the score before the drop that counts as recovered: DroPE, Sec. 5.1."""
+"""Share of the score before the drop that counts as recovered (DroPE, Sec. 5.1)."""
 MEAN = "mean"
 FALLING = ("perplexity", "bits_per_byte")
-"""How names of metrics end of which less is better."""
+"""Suffixes of metrics where lower is better."""
 Milestones = Mapping[str, tuple[Milestone, ...]]
 SCORE_HEAD = ("arm", "step", "tokens", "dropped", "score", "value")
 
 
 def recovery_figure(report: Report) -> Iterator[Plan]:
-    """``benchmarks``, or nothing where no arm was measured in training."""
+    """Plan ``benchmarks`` if an arm was measured in training."""
     arms = {name: history for name, history in report.milestones.items() if history}
     if not arms:
         return
@@ -230,8 +230,7 @@ def by_score(arms: Milestones) -> Iterator[tuple[object, ...]]:
 
 
 def recoveries(arms: Milestones) -> list[str]:
-    """For every arm that dropped its encoding between two measurements a sentence: when each score
-    was back at :data:`RECOVERED` of what it was before."""
+    """Say for each arm with a drop when every score was back at :data:`RECOVERED` of its value."""
     return [
         f"{name}: {'; '.join(said)}."
         for name, history in arms.items()
@@ -276,17 +275,17 @@ def _is_back(value: float | None, reference: float, key: str) -> bool:
 
 
 def _falls(key: str) -> bool:
-    """Whether less is better."""
+    """Whether lower is better."""
     return key.startswith(f"{PERPLEXITY}/") or key.endswith(FALLING)
 
 
 def scored(one: Milestone) -> dict[str, float]:
-    """The scores of which more is better, as far as they are known."""
+    """Return the known scores where higher is better."""
     return {k: v for k, v in one.scores.items() if is_known(v) and not _falls(k)}
 
 
 def value_of(one: Milestone, key: str) -> float | None:
-    """A score, or the mean of all; None where it was not measured."""
+    """Return a score, or the mean of all; None if it was not measured."""
     if key != MEAN:
         return one.scores.get(key)
     values = scored(one)
@@ -294,7 +293,7 @@ def value_of(one: Milestone, key: str) -> float | None:
 
 
 def _score_lines(arms: Milestones) -> Figure:
-    """Scores in percent; perplexities where nothing else was measured."""
+    """Draw scores in percent, or perplexities if nothing else was measured."""
     unit = 100 if any(scored(history[-1]) for history in arms.values()) else 1
     series: list[Series] = []
     for number, (name, history) in enumerate(arms.items()):

@@ -1,4 +1,7 @@
-"""ENTROPYDOC"""
+"""Pictures of frequency entropies: all heads of some layers and of all, and single heads.
+
+They follow Fig. 1 to 3 and 5 to 10 of Probing Rotary Position Embeddings through Frequency Entropy.
+"""
 
 from __future__ import annotations
 

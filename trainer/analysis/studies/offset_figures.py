@@ -1,4 +1,4 @@
-"""OFFSETDOC"""
+"""Figures of rotary offset features: all pairs, single heads, and pairs in two models."""
 
 from __future__ import annotations
 

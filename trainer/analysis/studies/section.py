@@ -1,4 +1,4 @@
-"""SECTIONDOC"""
+"""Content of a study's section: text, findings, figures, tables and indicators."""
 
 from __future__ import annotations
 
