@@ -27,7 +27,7 @@ from trainer.errors import UserError
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.requests import Encoder
-from trainer.report.results import Milestone
+from trainer.evaluation.results import Milestone
 from trainer.runs.checkpoints import load_decoder, read_state, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.monitoring import BenchmarksConfig

@@ -21,11 +21,11 @@ from trainer.commands import train
 from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report
-from trainer.report.statistics import change, sign_test, wilson_interval
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report
+from trainer.evaluation.statistics import change, sign_test, wilson_interval
+from trainer.report.pages import write_sweep_report
+from trainer.report.sweep import terminal_sweep
 from trainer.report.sweep_figures import axes, sweep_figure
-from trainer.report.sweep_page import write_sweep_report
-from trainer.report.sweep_table import terminal_sweep
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import open_run_directory, plain

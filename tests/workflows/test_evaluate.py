@@ -18,6 +18,7 @@ from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.needles.task import NeedleTaskSettings
+from trainer.evaluation.results import Report
 from trainer.evaluation.ruler.tasks import RulerSettings
 from trainer.evaluation.settings import (
     ChoiceSettings,
@@ -28,7 +29,6 @@ from trainer.evaluation.settings import (
 )
 from trainer.model.backends import BACKENDS
 from trainer.model.decoder import Decoder
-from trainer.report.results import Report
 from trainer.runs.checkpoints import load_decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.memory import evaluation_memory

@@ -15,8 +15,8 @@ from tests.report.examples import report as reported
 from trainer.commands.train import read_config
 from trainer.errors import UserError
 from trainer.evaluation.measurements import Perplexity, Statements
+from trainer.evaluation.results import troubles
 from trainer.evaluation.sharing import Share
-from trainer.report.health import troubles
 from trainer.runs.checkpoint_files import MANIFEST
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import checkpoint_label, label, role

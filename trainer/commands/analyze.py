@@ -11,7 +11,7 @@ from trainer.stopping import stopping_at_once
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
-    from trainer.report.geometry.page import GeometryReport
+    from trainer.report.pages import GeometryReport
     from trainer.workflows.analysis_request import AnalysisRequest
 
 
@@ -52,8 +52,8 @@ def findings(report: GeometryReport) -> list[str]:
 
 def summary(report: GeometryReport) -> list[str]:
     """What changes with the length, and of what the page says more."""
-    from trainer.report.geometry.glance import glance
-    from trainer.report.words import counted
+    from trainer.analysis.studies.section import glance
+    from trainer.common.words import counted
 
     C, length = report.training_length, report.length
     indicators = glance([section.numbers for section in report.sections])

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from trainer.commands.console import WIDTH
 from trainer.evaluation.benchmarks import Score, Scored, comparisons
-from trainer.report.statistics import Comparison
+from trainer.evaluation.statistics import Comparison
 from trainer.workflows.benchmarks import run_benchmarks
 from trainer.workflows.evaluation_request import BenchmarkRequest
 

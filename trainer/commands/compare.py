@@ -35,7 +35,7 @@ def execute(request: CompareRequest) -> None:
 def show(sweep: Sweep, page: Path) -> None:
     """Print the table of a sweep, and where its page is."""
     from trainer.commands.console import report_console
-    from trainer.report.sweep_table import terminal_sweep
+    from trainer.report.sweep import terminal_sweep
 
     out = report_console()
     out.print(terminal_sweep(sweep, out.width))

@@ -11,10 +11,9 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from trainer.report.health import troubles
-from trainer.report.progress import console
-from trainer.report.results import Report
-from trainer.report.text import terminal_tables
+from trainer.common.progress import console
+from trainer.evaluation.results import Report, troubles
+from trainer.report.tables import terminal_tables
 
 WIDTH = 100
 

@@ -175,7 +175,7 @@ def write_job(job: Job) -> Path:
     """
     import yaml
 
-    from trainer.report.atomic import write_atomically
+    from trainer.common.files import write_atomically
     from trainer.runs.directory import plain, writable_problem
 
     settings, config = job.settings, job.config

@@ -128,7 +128,7 @@ def _answer(
 def _read(
     model: LanguageModel, tokens: Sequence[Sequence[int]], cuts: Sequence[int], new: int
 ) -> tuple[Tensor, KVCache]:
-    """Return logits ``[B, vocab]`` after equal-length prompts and the cache, see :class:`_Batch`."""
+    """Return logits ``[B, vocab]`` after equal-length prompts and the cache."""
     length = len(tokens[0])
     groups = len(tokens) // (len(cuts) + 1)
     cache = model.empty_cache(len(tokens), length + new - 1)

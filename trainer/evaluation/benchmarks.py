@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainer.evaluation.method_config import MethodsConfig
+from trainer.evaluation.outcomes import AS_IS
+from trainer.evaluation.statistics import Comparison, sign_test
 from trainer.positional.rescaling import RESCALINGS
-from trainer.report.outcomes import AS_IS
-from trainer.report.statistics import Comparison, sign_test
 
 NEED_A_FACTOR = (*RESCALINGS, "longrope", "temperature")
 """Parts that change nothing for a factor of 1."""

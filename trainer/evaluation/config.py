@@ -11,8 +11,8 @@ from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler.tasks import RulerSettings
-from trainer.report.results import PERPLEXITY, STATEMENTS
 
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from trainer.common.progress import Progress
+from trainer.common.words import counted
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import Method, Recipe
 from trainer.evaluation.passes import sequences_at_once
@@ -28,13 +30,11 @@ from trainer.evaluation.plan import (
     choice_key,
     plan_jobs,
 )
+from trainer.evaluation.results import Cell
 from trainer.evaluation.sharing import Claims, Share
 from trainer.evaluation.store import Store
 from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
-from trainer.report.progress import Progress
-from trainer.report.results import Cell
-from trainer.report.words import counted
 
 log = logging.getLogger(__name__)
 

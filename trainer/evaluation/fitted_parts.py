@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.common.words import counted
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting
@@ -21,7 +22,6 @@ from trainer.evaluation.settings import LongRopeSettings
 from trainer.evaluation.temperature import fit_coefficient, fit_line
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import Layout
-from trainer.report.words import counted
 
 
 def plain(value: Any) -> Any:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.common.progress import Progress
 from trainer.evaluation.requests import Request
 from trainer.model.cache import KVCache
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 from trainer.positional.layout import Layout
-from trainer.report.progress import Progress
 
 SHORTEST, ENOUGH = 0.75, 256
 """A row joins a batch of longer ones when it fills so much of their length, or when the batch has

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.common.files import write_atomically
 from trainer.formats import FIRST, check_format, read_plain
-from trainer.report.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 Floats = NDArray[np.floating[Any]]

@@ -11,13 +11,13 @@ from trainer.errors import did_you_mean
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.head_units import units
 from trainer.evaluation.method_config import LAYERS_KEY
+from trainer.evaluation.results import STATEMENTS
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, unknown_encodings
 from trainer.positional.encodings import ENCODINGS
 from trainer.positional.layout import layer_problems
 from trainer.recalibration.config import DropConfig
 from trainer.recalibration.schedule import ScheduleConfig
-from trainer.report.results import STATEMENTS
 from trainer.runs.layouts import layout_problems
 from trainer.runs.logger_config import LoggerConfig
 from trainer.runs.monitoring import MonitorConfig

@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from trainer.common.files import write_atomically
 from trainer.errors import UserError
 from trainer.formats import adapter, check_format, first_problem, read_content, read_plain
-from trainer.report.atomic import write_atomically
 from trainer.runs.config import RunConfig
 from trainer.runs.numbers import number_problems
 

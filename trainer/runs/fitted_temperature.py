@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from trainer.common.files import write_atomically
 from trainer.errors import UserError
 from trainer.formats import read_as
 from trainer.positional.layout import Layout, layer_problems
-from trainer.report.atomic import write_atomically
 
 FILE = "temperature.json"
 LARGEST_COEFFICIENT = 100

@@ -10,8 +10,8 @@ import torch
 
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.passes import IN_CACHE, Dtype, precision_of, prefill_chunk
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.model.config import ModelConfig
-from trainer.report.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import device_type
 

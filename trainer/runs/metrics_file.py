@@ -20,9 +20,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from trainer.common.files import write_atomically
 from trainer.errors import UserError
 from trainer.formats import read_content
-from trainer.report.atomic import write_atomically
 
 BUCKETS = 4
 """Parts of a sequence whose losses are logged apart."""

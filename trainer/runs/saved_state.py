@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from trainer.data.files import one_line
 from trainer.data.tokenizer import end_of_text, vocabulary_size
 from trainer.errors import UserError, kind_of
+from trainer.evaluation.results import Reach
 from trainer.formats import Count, adapter, first_problem, read_plain
 from trainer.model.config import ModelConfig
 from trainer.positional.stored_layout import StoredLayout, in_todays_form, read_layout
-from trainer.report.results import Reach
 from trainer.runs.metrics_file import BUCKETS
 from trainer.runs.numbers import number_problems
 

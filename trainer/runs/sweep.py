@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from trainer.common.files import write_atomically
 from trainer.errors import PreemptedError, UserError
 from trainer.formats import check_format, read_as
-from trainer.report.atomic import write_atomically
 from trainer.runs.directory import free_place
 
 RECORD = "sweep.json"

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from trainer.common.words import counted
 from trainer.cores import usual_threads
 from trainer.model.backend_choice import backend_problem
-from trainer.report.words import counted
 from trainer.runs.config import RunConfig
 from trainer.runs.phases import tokens_at
 from trainer.runs.ranks import Ranks, device_type, share_of_cores

@@ -15,10 +15,10 @@ from urllib.parse import urlparse
 
 from lightning.pytorch.loggers.logger import Logger
 
+from trainer.common.files import write_atomically
 from trainer.errors import UserError
-from trainer.report.atomic import write_atomically
-from trainer.report.outcomes import Result
-from trainer.report.reach import HEAD, Reaches, by_length
+from trainer.evaluation.outcomes import Result
+from trainer.evaluation.results import REACH_HEAD, Reaches, reach_rows
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import current_ranks, on_rank_zero
 
@@ -178,8 +178,8 @@ def log_table(
     dashboards: list[Any] = [x for x in loggers if type(x).__name__ == "WandbLogger"]
     for dashboard in dashboards:
         if reach:
-            history = [list(row) for row in by_length(reach)]
-            dashboard.log_table("length/history", list(HEAD), history)
+            history = [list(row) for row in reach_rows(reach)]
+            dashboard.log_table("length/history", list(REACH_HEAD), history)
         for name, path in (images or {}).items():
             dashboard.log_image(f"length/{name}", [str(path)])
     close(loggers)

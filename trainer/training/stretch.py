@@ -13,6 +13,7 @@ import lightning as L
 import numpy as np
 import torch
 
+from trainer.common.progress import Progress
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.data.tokenizer import vocabulary_size
@@ -21,7 +22,6 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.model.backends import cudnn_attention
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
-from trainer.report.progress import Progress
 from trainer.runs.checkpoint_files import damage_together
 from trainer.runs.checkpoints import check_same_model, description
 from trainer.runs.config import RunConfig

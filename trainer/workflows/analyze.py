@@ -16,14 +16,14 @@ from trainer.analysis.names import ALL, COMPARING, DROP, OFFSETS
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.drop import DropStudy
 from trainer.analysis.studies.offset_changes import OffsetChanges
+from trainer.analysis.studies.section import Section
 from trainer.analysis.studies.study import Study, Target, run
+from trainer.common.progress import Progress
+from trainer.common.words import counted
 from trainer.cores import usual_threads
 from trainer.errors import UserError, said_of
 from trainer.model.config import ModelConfig
-from trainer.report.geometry.page import GeometryReport, write_geometry_report
-from trainer.report.geometry.section import Section
-from trainer.report.progress import Progress
-from trainer.report.words import counted
+from trainer.report.pages import GeometryReport, write_geometry_report
 from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.descriptions import environment, without_home
 from trainer.runs.directory import writable_problem

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.common.files import write_atomically
 from trainer.cores import usual_threads
 from trainer.data.config import DataConfig
 from trainer.errors import UserError
@@ -26,12 +27,11 @@ from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.methods import CHOICE, Method, Recipe
 from trainer.evaluation.multiple_choice import missing_tasks
+from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import precision_of
 from trainer.evaluation.requests import Encoder
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
-from trainer.report.atomic import write_atomically
-from trainer.report.outcomes import AS_IS
 from trainer.runs.checkpoints import versions
 from trainer.runs.directory import free_place, writable_problem
 from trainer.runs.models import Candidate, distinct, find_candidate

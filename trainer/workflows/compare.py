@@ -10,10 +10,9 @@ from typing import Any
 
 from trainer.errors import UserError, did_you_mean, said_of
 from trainer.evaluation.keys import all_fields
-from trainer.report.results import Report, is_known
-from trainer.report.sweep import Sweep, SweptRun, reached
-from trainer.report.sweep_page import write_sweep_report
-from trainer.report.sweep_table import FINISHED
+from trainer.evaluation.results import Report, is_known
+from trainer.report.pages import write_sweep_report
+from trainer.report.sweep import FINISHED, Sweep, SweptRun, reached
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import FREE_TO_CHANGE, differences, plain, saved_run, writable_problem

@@ -11,8 +11,8 @@ import torch
 
 from trainer.errors import UserError
 from trainer.evaluation.keys import all_fields, fingerprint
-from trainer.report.results import Report
-from trainer.report.writing import write_renderings
+from trainer.evaluation.results import Report
+from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import reference_first
 from trainer.runs.directory import free_place, writable_problem
 from trainer.runs.job_files import say_run_directory

@@ -11,10 +11,10 @@ import lightning as L
 
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.errors import TransientError, UserError
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.results import Report
 from trainer.evaluation.sharing import Share
-from trainer.report.outcomes import Outcomes
-from trainer.report.results import Report
-from trainer.report.writing import write_renderings
+from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, spread_problems
 from trainer.runs.checkpoint_files import MANIFEST, damage_together
 from trainer.runs.checkpoints import BEFORE_DROP, step_name

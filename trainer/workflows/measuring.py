@@ -15,14 +15,14 @@ from trainer.data.tokenizer import same_tokens
 from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.plan import plan_cells
+from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report
 from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
-from trainer.report.observations import ROLES, observe
-from trainer.report.outcomes import AS_IS, Outcomes
-from trainer.report.results import STATEMENTS, Arm, Drop, Report
+from trainer.report.claims import ROLES, observe
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.memory import evaluation_problems

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.results import Report
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
-from trainer.report.outcomes import Outcomes
-from trainer.report.results import Report
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import saved_config

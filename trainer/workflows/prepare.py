@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from trainer.common.progress import Progress
+from trainer.common.words import counted
 from trainer.cores import cores
 from trainer.data.config import DataConfig
 from trainer.data.packing import packing_problems
@@ -17,8 +19,6 @@ from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.sources import describe
 from trainer.data.units import Advance
 from trainer.errors import UserError
-from trainer.report.progress import Progress
-from trainer.report.words import counted
 from trainer.runs.descriptions import without_home
 from trainer.workflows.prepare_request import PrepareRequest
 from trainer.workflows.training_text import readings, tokenizer_of_weights

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from trainer.common.words import counted
 from trainer.errors import UserError
 from trainer.evaluation.head_units import heads_problems
 from trainer.evaluation.keys import fingerprint
@@ -18,7 +19,6 @@ from trainer.evaluation.passes import Dtype, precision_of
 from trainer.evaluation.plan import Subject
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import layer_problems
-from trainer.report.words import counted
 from trainer.runs.models import DTYPES, Candidate
 
 log = logging.getLogger(__name__)

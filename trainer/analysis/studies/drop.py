@@ -20,15 +20,10 @@ from trainer.analysis.grids import bucket_means, position_edges
 from trainer.analysis.reading import Reading, read
 from trainer.analysis.recovery import recovery
 from trainer.analysis.studies.compared_heads import heads_part
-from trainer.analysis.studies.part import Part, joined
+from trainer.analysis.studies.drop_figures import indicator_figure, position_figure, recovery_figure
+from trainer.analysis.studies.section import Part, Picture, Section, joined
 from trainer.analysis.studies.study import Target
 from trainer.errors import UserError
-from trainer.report.geometry.drop_figures import (
-    indicator_figure,
-    position_figure,
-    recovery_figure,
-)
-from trainer.report.geometry.section import Picture, Section
 
 Curve = Sequence[tuple[int, float]]
 INDICATORS = {

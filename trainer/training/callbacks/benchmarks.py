@@ -27,9 +27,9 @@ from trainer.evaluation.multiple_choice import (
     score_questions,
 )
 from trainer.evaluation.requests import Encoder
+from trainer.evaluation.results import Milestone
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
-from trainer.report.results import Milestone
 from trainer.runs.config import RunConfig
 from trainer.runs.monitoring import BenchmarksConfig
 from trainer.runs.phases import phase_before

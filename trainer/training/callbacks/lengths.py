@@ -13,7 +13,7 @@ from trainer.data.needles import NeedleVocabulary
 from trainer.errors import UserError
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
-from trainer.report.results import Reach
+from trainer.evaluation.results import Reach
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import Ranks
 from trainer.training.callbacks.evaluating import evaluating

@@ -1,0 +1,1 @@
+"""Errors, files, progress and words, which every room uses."""
