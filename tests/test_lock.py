@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.lock import locked
 
 

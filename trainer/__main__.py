@@ -10,7 +10,7 @@ from trainer.commands import COMMANDS
 from trainer.commands.exit_codes import exit_codes, leaving_ranks
 from trainer.commands.other_trainer import check_other_trainer
 from trainer.commands.running import run_command
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 T = TypeVar("T")
 FIRST = 1

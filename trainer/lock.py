@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 log = logging.getLogger(__name__)
 

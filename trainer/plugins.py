@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 
 def load_plugins(paths: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from trainer.analysis.frequency_entropy import (
 )
 from trainer.analysis.pairs import pair_norms
 from trainer.analysis.short_time import WINDOWS, ShortTime
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))
 seeds = st.integers(0, 2**32 - 1)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.commands.malformed import files, runs
 from trainer.commands.configuration import compose_words
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
-from trainer.errors import UserError
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoint_files import MANIFEST, damage
 from trainer.runs.checkpoints import load_decoder, read_state

@@ -11,8 +11,8 @@ from tests.report.described import check_text
 from trainer.commands import benchmarks, evaluate
 from trainer.commands.benchmarks import table
 from trainer.commands.running import run_command
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.evaluation.benchmarks import Score, Scored
 from trainer.workflows import evaluation_request
 from trainer.workflows.benchmarks import Benchmarks

@@ -9,7 +9,7 @@ from trainer.commands.config_files import ConfigFiles
 from trainer.commands.configuration import compose_words
 from trainer.commands.evaluate import read
 from trainer.commands.running import run_command
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from trainer.commands.config_files import ConfigFiles
 from trainer.commands.configuration import compose_words
 from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_config
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 FILES = ConfigFiles()
 LENGTHS = ("default", "extension", "niah", "ruler", "longbench", "many_shot")

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.commands.console import print_report
 from trainer.commands.exit_codes import exit_codes
-from trainer.errors import PreemptedError, TransientError, UserError
+from trainer.common.errors import PreemptedError, TransientError, UserError
 from trainer.report.results import Observation, Report
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a")

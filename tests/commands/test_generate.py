@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from trainer.commands import generate as command
 from trainer.commands.configuration import compose_words
 from trainer.commands.running import run_command
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
-from trainer.errors import UserError
 from trainer.generation.generate import generate
 from trainer.workflows import generate as workflow
 from trainer.workflows.generation_request import GenerationRequest

@@ -16,7 +16,7 @@ from trainer.__main__ import main
 from trainer.commands import COMMANDS, analyze, evaluate, export, hydra_main, train
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.running import run_command
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig
 
 MODULES = {name: importlib.import_module(f"trainer.commands.{name}") for name in COMMANDS}

@@ -17,7 +17,7 @@ import yaml
 from trainer.commands import snapshot as snapshots
 from trainer.commands.running import run_command
 from trainer.commands.slurm import COMMAND
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.workflows import plan
 
 SLURM = Path(__file__).parents[2] / "slurm"

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.data.conftest import write_texts
+from trainer.common.errors import UserError
 from trainer.data import plan, preparing
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import corpus_at, prepare_corpus
@@ -21,7 +22,6 @@ from trainer.data.encoding import document_hash
 from trainer.data.plan import exact_thresholds
 from trainer.data.preparing import unprepared
 from trainer.data.tokenizer import END_OF_TEXT, load_tokenizer
-from trainer.errors import UserError
 
 BPE = TokenizerConfig(vocab_size=300)
 

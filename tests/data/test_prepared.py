@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from trainer.common.errors import TransientError, UserError
 from trainer.data import plan
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
@@ -25,7 +26,6 @@ from trainer.data.preparing import Preparation
 from trainer.data.shards import OPEN, Place, TokenStream, write_synchronised
 from trainer.data.sources import Listing
 from trainer.data.tokenizer import end_of_text, load_tokenizer, train_tokenizer
-from trainer.errors import TransientError, UserError
 
 BPE = TokenizerConfig(vocab_size=300)
 

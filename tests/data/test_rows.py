@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data import rows
 from trainer.data.files import find_files
 from trainer.data.rows import PIECE, BadRow, read_rows
-from trainer.errors import UserError
 
 TEXTS = ["one", "zwei ü", "three\nlines\u2028here"]
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from trainer.commands.configuration import compose_words
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.files import File
 from trainer.data.plan import request_of
@@ -19,7 +20,6 @@ from trainer.data.sources import (
     text_source,
 )
 from trainer.data.standard_library import stdlib_docs
-from trainer.errors import UserError
 
 
 @pytest.fixture(scope="module")

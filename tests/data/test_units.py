@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import write_texts
+from trainer.common.errors import UserError
 from trainer.data import batches, plan, units
 from trainer.data.config import TokenizerConfig
 from trainer.data.corpus import prepare_corpus
@@ -23,7 +24,6 @@ from trainer.data.plan import make_plan
 from trainer.data.prepared import open_prepared
 from trainer.data.preparing import Preparation
 from trainer.data.sources import list_source
-from trainer.errors import UserError
 from trainer.lock import locked
 
 BPE = TokenizerConfig(vocab_size=300)

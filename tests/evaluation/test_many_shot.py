@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.evaluation.many_shot import (
     ManyShotSettings,
     arithmetic,

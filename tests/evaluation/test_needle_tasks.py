@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.evaluation.test_haystack import TEXTS, TOKENIZERS
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT
-from trainer.errors import UserError
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.quiz import listed
 from trainer.evaluation.needles.task import NeedleTaskSettings

@@ -17,7 +17,7 @@ from trainer.analysis.offset_features import OffsetFeatureSearch
 from trainer.analysis.positional_bias import prefix_spreads
 from trainer.analysis.probe import probe
 from trainer.analysis.sinks import Sinks
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.generation.generate import generate
 from trainer.interchange.adapted.loading import read_adapted
 from trainer.interchange.adapted.model import AdaptedModel

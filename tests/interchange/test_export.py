@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.generation.generate import generate
 from trainer.interchange.export.custom.configuration_unrope import UnropeConfig
 from trainer.interchange.export.custom.modeling_unrope import UnropeForCausalLM, UnropeModel

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.export import directory as export_directory
 from trainer.interchange.export.directory import (
     destination_problem,

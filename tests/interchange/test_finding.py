@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.finding import find_pretrained
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.gguf import _config, _divided_frequencies, _hf_name, _tokenizer
 
 SIZES = {

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.golden.files import GOLDEN
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.adapted.model import AdaptedModel
 from trainer.interchange.drope_config import TARGETS
 from trainer.interchange.hf_config import ARCHITECTURES

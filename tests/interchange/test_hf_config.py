@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config, named_bos
 
 LLAMA = {

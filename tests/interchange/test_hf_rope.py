@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.positional.examples import encode, one_layer, slowed
 from tests.reference import turned
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.hf_rope import ROPE_TYPES, spectrum_from_rope_parameters
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS, position_interpolation

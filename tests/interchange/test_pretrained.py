@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.config import QKNormConfig
 from trainer.model.decoder import Decoder

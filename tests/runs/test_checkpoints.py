@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.program import run_ranks
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
-from trainer.errors import TransientError, UserError
+from trainer.common.errors import TransientError, UserError
 from trainer.runs import checkpoint_files, saved_state
 from trainer.runs import state as saved
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests, publish, visible_damage

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import OptimizerConfig, RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.directory import (

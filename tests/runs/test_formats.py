@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import check_format
 from trainer.runs.checkpoint_files import MANIFEST, damage, digests
 from trainer.runs.checkpoints import STATE, find_checkpoint, read_state, step_name

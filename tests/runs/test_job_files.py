@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer.commands.exit_codes import exit_codes
-from trainer.errors import TransientError, UserError
+from trainer.common.errors import TransientError, UserError
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import control_config, merged, parse, parse_without_weights

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import (

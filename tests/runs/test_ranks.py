@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.program import run_ranks
-from trainer.errors import PreemptedError, UserError
+from trainer.common.errors import PreemptedError, UserError
 from trainer.runs import ranks as ranks_module
 from trainer.runs.config import RunConfig, StrategyConfig, TrainerConfig
 from trainer.runs.ranks import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.training.test_run import checkpoint_of
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.config import ModelConfig
 from trainer.runs import starting_weights as module
 from trainer.runs.checkpoint_files import MANIFEST, digests

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import PreemptedError, UserError
+from trainer.common.errors import PreemptedError, UserError
 from trainer.runs.sweep import RECORD, Swept, failure, noting_failure, open_sweep, read_sweep
 
 

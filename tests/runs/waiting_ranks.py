@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer.errors import TransientError
+from trainer.common.errors import TransientError
 from trainer.runs.config import LoggerConfig, RunConfig, StrategyConfig
 from trainer.runs.ranks import init_distributed, limit_collectives, on_rank_zero
 from trainer.training import loggers

@@ -22,8 +22,8 @@ from tests.training.test_run import (
     checkpoint_of,
     rows_of,
 )
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
-from trainer.errors import UserError
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.requests import Encoder

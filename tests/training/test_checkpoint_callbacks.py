@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.program import run_ranks
-from trainer.errors import TransientError, UserError
+from trainer.common.errors import TransientError, UserError
 from trainer.runs.config import RunConfig, TrainerConfig
 from trainer.runs.ranks import Ranks
 from trainer.runs.timeouts import TimeoutConfig

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import lightning.pytorch.loggers
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.report.outcomes import Result
 from trainer.report.results import Reach
 from trainer.report.statistics import estimate

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from tests.small_runs import trained_in
 from tests.training.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
+from trainer.common.errors import PreemptedError, UserError
 from trainer.data.certificate import as_text
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.errors import PreemptedError, UserError
 from trainer.positional.rescaling import position_interpolation
 from trainer.runs import checkpoint_files
 from trainer.runs.checkpoint_files import MANIFEST

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from tests.training.test_run import assert_same_tensors, checkpoint_of, rows_of
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.mark import write_mark
 from trainer.runs.ownership import overwrite_problems
 from trainer.training import stretch

@@ -15,7 +15,7 @@ from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.configuration import compose_words
 from trainer.commands.train import read_config, read_run
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.interchange.families import made
 from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.study import Target, run
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
-from trainer.errors import UserError
 from trainer.evaluation.answering import answers
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings

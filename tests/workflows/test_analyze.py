@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.memory import needed_memory
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import parse

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.model.test_decoder import published
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.evaluation import multiple_choice, weighted_rope
 from trainer.evaluation.benchmarks import BenchmarkConfig, MultipleChoiceConfig
 from trainer.evaluation.loss import windows_with_common_ends

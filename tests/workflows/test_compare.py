@@ -18,7 +18,7 @@ from rich.console import Console
 
 from trainer.__main__ import main
 from trainer.commands import train
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.report.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report

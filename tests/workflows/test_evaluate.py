@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.report.examples import report as reported
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig
-from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Perplexity
 from trainer.evaluation.needles.task import NeedleTaskSettings

@@ -13,7 +13,7 @@ import yaml
 
 from tests.report.examples import report as reported
 from trainer.commands.train import read_config
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.sharing import Share
 from trainer.report.health import troubles

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
-from trainer.errors import UserError
 from trainer.runs.memory import cache_memory
 from trainer.workflows import generate
 from trainer.workflows.generate import Continuations, continue_prompts

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.errors import UserError
 from trainer.workflows import held_out
 from trainer.workflows.held_out import held_out_corpus
 

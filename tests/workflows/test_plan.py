@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
-from trainer.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.workflows import plan as plans

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from trainer.analysis.settings import AttenuationSettings
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.encoding import document_hash
-from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.needles.task import NeedleTaskSettings
 from trainer.evaluation.ruler.tasks import RulerSettings

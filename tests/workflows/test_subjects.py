@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.settings import (

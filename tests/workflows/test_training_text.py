@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.arms import arms_of
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse

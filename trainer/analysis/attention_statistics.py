@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.analysis.attention_rows import Rows
 from trainer.analysis.averages import Array, Averages
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 

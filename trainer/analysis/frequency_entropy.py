@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.pairs import of_pairs, pair_counts, pair_norms
 from trainer.analysis.short_time import USUAL, ShortTime
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 
 TAPERS: dict[str, Callable[..., Tensor]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 
 WINDOWS = ("hann", "hamming", "blackman", "rectangular")
 

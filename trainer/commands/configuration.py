@@ -25,7 +25,7 @@ from trainer.commands.config_files import (
 )
 from trainer.commands.keys import key_problem
 from trainer.commands.words import is_for_hydra, parse_words
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.runs.parsing import NAMED_BY_USERS
 
 Values = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands.command import Command, Named
 from trainer.commands.kinds import KINDS, kind_problem, request_schema
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.stopping import stopping_at_once
 
 if TYPE_CHECKING:

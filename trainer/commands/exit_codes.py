@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError, TransientError, UserError
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, TransientError, UserError
 from trainer.runs.job_files import say_mistake, tell_torchrun
 
 MISTAKE = 2

@@ -19,7 +19,7 @@ from trainer.commands.configuration import Composed, compose_with_hydra, compose
 from trainer.commands.exit_codes import MISTAKE, exit_codes
 from trainer.commands.options import COMPLETION
 from trainer.commands.words import expand, is_for_hydra, parse_words
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 
 

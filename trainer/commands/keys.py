@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 
 FREE_FORM = (
     "positional.encodings",

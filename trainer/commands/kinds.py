@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 
 LENGTHS = "lengths"
 KINDS = (LENGTHS, "multiple_choice", "harness")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 
 COMPLETION = "--shell-completion"
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 DISTRIBUTIONS = "trainer", "coqui_tts_trainer"
 """How the metadata directories of Coqui's packages begin."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from trainer.commands.command import Command
 from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_run
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.workflows.plan_request import PlanRequest
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from trainer.commands.command import Command
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.help import help_text
 from trainer.commands.options import split_options
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 
 def run_command(command: Command[Any], words: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from trainer.commands.config_files import ConfigFiles
 from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts
 from trainer.commands.snapshot import snapshot
 from trainer.commands.train import read_run
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed

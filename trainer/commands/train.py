@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command, Named
 from trainer.commands.kinds import OF_A_RUN, kind_problem
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path

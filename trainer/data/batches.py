@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
+from trainer.common.errors import UserError
 from trainer.data.config import SourceConfig
 from trainer.data.encoding import Encoded, Encoder, encode, start_worker
 from trainer.data.manifest import Split
 from trainer.data.plan import BYTES_PER_TOKEN, NAMED, SMALL, Plan, is_kept
 from trainer.data.rows import BadRow
-from trainer.errors import UserError
 
 BATCH = 1 << 18
 """Characters of the documents that are tokenised together."""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from trainer.common.errors import did_you_mean
 from trainer.data.order import PERIOD
-from trainer.errors import did_you_mean
 from trainer.formats import adapter
 
 LARGEST_VOCABULARY = 1_000_000

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.plan import digest
 from trainer.data.prepared import Prepared, is_prepared, open_prepared
@@ -16,7 +17,6 @@ from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.shards import TokenStream
 from trainer.data.sources import describe, is_here, list_source
 from trainer.data.tokenizer import load_tokenizer, same_tokens
-from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import UserError, kind_of
+from trainer.common.errors import UserError, kind_of
 
 
 class FlatFile:

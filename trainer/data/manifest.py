@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import Count, check_format, read_as, read_plain
 
 Split = Literal["train", "validation", "test"]

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.config import NeedlesConfig
 from trainer.data.order import Integers, uniforms
-from trainer.errors import UserError
 
 NAMES = (
     *("Alice", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Hugo"),

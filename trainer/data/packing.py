@@ -20,12 +20,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.common.errors import UserError
 from trainer.data.flat_file import FlatFile, wrong_bytes, wrong_size
 from trainer.data.manifest import Packing, Table, TableName, read_json
 from trainer.data.order import Integers
 from trainer.data.prepared import Prepared
 from trainer.data.shards import TokenStream, write_synchronised
-from trainer.errors import UserError
 from trainer.lock import locked
 
 

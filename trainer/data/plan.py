@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.config import SourceConfig, TokenizerConfig
 from trainer.data.encoding import Thresholds, document_hash
 from trainer.data.files import File
@@ -34,7 +35,6 @@ from trainer.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from trainer.errors import UserError
 
 RECIPE = 2
 """Changes where the same text would become other tokens."""

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError, kind_of
 from trainer.data.config import DataConfig
 from trainer.data.encoding import SPLITS
 from trainer.data.manifest import Manifest, Shard, read_json
 from trainer.data.plan import FORMAT, digest
 from trainer.data.shards import Place, TokenStream, checksum_problem, size_problem
 from trainer.data.tokenizer import vocabulary_size
-from trainer.errors import UserError, kind_of
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.cores import cores
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.packing import BestFitBlocks, is_packed, pack
@@ -28,7 +29,6 @@ from trainer.data.prepared import (
 )
 from trainer.data.sources import Listing, describe, is_here, source_problems
 from trainer.data.units import Report, prepare_units, said_in_one_line, write_manifest
-from trainer.errors import UserError
 from trainer.formats import adapter
 
 log = logging.getLogger(__name__)

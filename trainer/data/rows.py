@@ -17,8 +17,8 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trainer.common.errors import UserError
 from trainer.data.files import kind_of, one_line
-from trainer.errors import UserError
 
 READ = 1 << 20
 """Bytes read at a time."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import fsspec
 
+from trainer.common.errors import UserError, did_you_mean
 from trainer.data.config import SourceConfig
 from trainer.data.files import File, find_files, one_line
 from trainer.data.rows import BadRow, read_rows, whole_characters
 from trainer.data.standard_library import stdlib_docs, stdlib_version
-from trainer.errors import UserError, did_you_mean
 
 BUILT_IN = ("stdlib_docs", "files", "hub")
 TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}

@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trainer.common.errors import UserError
 from trainer.data.config import TokenizerConfig
-from trainer.errors import UserError
 from trainer.interchange.hub import cached_or_downloaded
 from trainer.interchange.tokenizer_file import tokenizer_from_file
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.common.errors import UserError
 from trainer.data.batches import Batch, Map, batches_of, encoders
 from trainer.data.config import SourceConfig
 from trainer.data.encoding import SPLITS
@@ -37,7 +38,6 @@ from trainer.data.shards import (
     write_synchronised,
 )
 from trainer.data.sources import read_source
-from trainer.errors import UserError
 from trainer.lock import locked
 
 log = logging.getLogger(__name__)

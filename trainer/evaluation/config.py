@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 from trainer.evaluation.longbench.tasks import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import MethodsConfig

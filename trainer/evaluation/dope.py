@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.analysis.pairs import Side, pair_counts
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.head_units import (
     heads_problems,
     rotating_heads,

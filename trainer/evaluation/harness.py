@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager, get_task_dict
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.evaluation.benchmarks import HarnessConfig, Score
 from trainer.evaluation.likelihood import Likelihood, log_likelihoods
 from trainer.evaluation.requests import Encoder, Request

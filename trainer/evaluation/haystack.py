@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.order import Integers
-from trainer.errors import UserError
 
 NEAR = 0.05
 """Share of an excerpt by which a place may miss its depth in favour of a sentence's or word's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.published_factors import KEY, PublishedFactors
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import longrope

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.factor_spaces import EveryPair, FromCriticalPair, Individual, Space
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.layouts import LongRopeFactors, with_factors

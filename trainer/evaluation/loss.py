@@ -10,9 +10,9 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
+from trainer.common.errors import UserError
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
-from trainer.errors import UserError
 from trainer.evaluation.passes import sequences_at_once
 from trainer.model.language_model import LanguageModel
 

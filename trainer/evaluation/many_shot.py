@@ -17,8 +17,8 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError, did_you_mean
 from trainer.data.order import Integers
-from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.final_answer import boxed, final_answer, normalised
 from trainer.evaluation.longbench.rows import read_rows
 from trainer.evaluation.prompts import Prompt, Task

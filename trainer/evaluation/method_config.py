@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trainer.analysis.short_time import USUAL
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.settings import (

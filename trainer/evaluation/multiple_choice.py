@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError, did_you_mean
 from trainer.data.config import DataConfig
 from trainer.data.prepared import cache_directory
-from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.benchmarks import MultipleChoiceConfig, Score, mean_score
 from trainer.evaluation.likelihood import log_likelihoods
 from trainer.evaluation.requests import Encoder, Pair

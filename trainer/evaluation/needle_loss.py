@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trainer.common.errors import UserError
 from trainer.data.order import Integers
-from trainer.errors import UserError
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.quiz import one_of_many
 from trainer.evaluation.passes import sequences_at_once

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import read_plain
 
 KEY = "evaluation.longrope.factors"

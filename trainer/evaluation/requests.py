@@ -9,8 +9,8 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
 

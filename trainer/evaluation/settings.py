@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.evaluation.published_factors import read_factors
 from trainer.positional.spectrum import MOST_COEFFICIENT, MOST_EXPONENT
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.shards import TokenStream
-from trainer.errors import UserError
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.longbench.tasks import longbench_tasks

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.analysis.attenuation import Gate, channel_factors, weights
 from trainer.analysis.frequency_entropy import frequency_entropies
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.hf_config import from_hf_config
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.positional.layout import Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.interchange.hub import no_hub
 from trainer.interchange.tensor_files import INDEX, weights_problem
 

@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.tensor_files import PIECE
 
 _NAMES = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.positional.layout import LayerEncoding, Layout

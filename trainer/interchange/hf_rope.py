@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.positional.encodings import geometric
 from trainer.positional.rescaling import (
     dynamic,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import adapter
 from trainer.interchange.hf_config import malformed
 from trainer.model.config import ModelConfig, QKNormConfig, SoftmaxConfig

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import read_plain
 from trainer.interchange.drope_config import from_drope_config, is_drope, is_unused
 from trainer.interchange.finding import find_pretrained

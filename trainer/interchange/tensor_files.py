@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import read_plain
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

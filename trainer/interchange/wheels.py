@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 
 def download_wheel(requirement: str, directory: Path) -> Path:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.config import SoftmaxConfig
 
 OTHER_FLASH = ("flash-attn-3", "flash_attn_3", "flash-attn-4")

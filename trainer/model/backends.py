@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.masks import Mask, bias, bounds_of
 from trainer.model.softmax import PLAIN, Softmax, capped, eager, recomputed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import (

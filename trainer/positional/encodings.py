@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.positional.spectrum import (
     MOST_COEFFICIENT,
     MOST_EXPONENT,

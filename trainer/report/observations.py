@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 from trainer.report.comparison import (
     Measured,
     certainly_exceeds,

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeGuard
 
 from pydantic import ValidationError
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import adapter, read_plain
 from trainer.report.atomic import write_atomically
 

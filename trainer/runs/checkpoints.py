@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import trainer
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.formats import FIRST, adapter, check_format, read_plain
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder

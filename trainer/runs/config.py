@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.common.errors import did_you_mean
 from trainer.data.config import DataConfig, TokenizerConfig
-from trainer.errors import did_you_mean
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.head_units import units
 from trainer.model.config import ModelConfig

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import read_content
 from trainer.report.atomic import write_atomically
 from trainer.runs.config import RunConfig

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import read_as
 from trainer.positional.layout import Layout
 from trainer.report.atomic import write_atomically

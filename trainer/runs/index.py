@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from trainer.errors import kind_of
+from trainer.common.errors import kind_of
 from trainer.formats import read_content
 
 FILE = ".metadata"

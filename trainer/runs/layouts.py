@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.recalibration.config import ChangeConfig

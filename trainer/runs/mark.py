@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import check_format, read_plain
 from trainer.report.atomic import write_atomically
 

@@ -20,7 +20,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import read_content
 from trainer.report.atomic import write_atomically
 

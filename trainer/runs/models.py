@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError, did_you_mean, said_of
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError, did_you_mean, said_of
 from trainer.interchange.adapted.loading import PREFIX, read_adapted
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.config import ModelConfig

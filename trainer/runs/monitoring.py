@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 from trainer.evaluation.config import task_names
 
 

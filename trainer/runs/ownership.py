@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.mark import MARK, check_mark
 
 _CHECKPOINT = r"(unused-)?(step-\d+|before-drop)|\.[^/]+\.(partial|removed)"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import singledispatch
 from typing import Any, Protocol, TypeVar
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.plugins import load_plugins
 from trainer.runs.branches import branch_problems
 from trainer.runs.config import NAME, RunConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.schedule import ScheduleConfig

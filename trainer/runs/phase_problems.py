@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 from trainer.positional.encodings import ENCODINGS
 from trainer.runs.config import NAME, RunConfig
 from trainer.runs.layouts import layout_problems

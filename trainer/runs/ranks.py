@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
+from trainer.common.errors import PreemptedError, TransientError, UserError
 from trainer.cores import core_numbers
-from trainer.errors import PreemptedError, TransientError, UserError
 from trainer.runs.config import RunConfig
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.lock import try_lock
 from trainer.stopping import runs
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import adapter, first_problem
 from trainer.runs.config import RunConfig
 from trainer.runs.numbers import number_problems

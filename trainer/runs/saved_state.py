@@ -14,9 +14,9 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError, kind_of
 from trainer.data.files import one_line
 from trainer.data.tokenizer import end_of_text, vocabulary_size
-from trainer.errors import UserError, kind_of
 from trainer.formats import Count, adapter, first_problem, read_plain
 from trainer.model.config import ModelConfig
 from trainer.positional.stored_layout import StoredLayout, in_todays_form, read_layout

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
 from trainer.data.certificate import as_text
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.errors import UserError
 from trainer.runs.checkpoint_files import damage_together
 from trainer.runs.checkpoints import (
     newest_sound_checkpoint,

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from trainer.errors import UserError, said_of
+from trainer.common.errors import UserError, said_of
 from trainer.interchange.pretrained import Pretrained, read_pretrained
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from trainer.errors import TransientError, UserError
+from trainer.common.errors import TransientError, UserError
 from trainer.model.decoder import Decoder
 from trainer.runs.index import read_index
 

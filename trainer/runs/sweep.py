@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from trainer.errors import PreemptedError, UserError
+from trainer.common.errors import PreemptedError, UserError
 from trainer.formats import check_format, read_as
 from trainer.report.atomic import write_atomically
 from trainer.runs.directory import free_place

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import saved_run
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 from trainer.formats import adapter
 
 S = TypeVar("S")

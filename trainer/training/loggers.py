@@ -15,7 +15,7 @@ from urllib.parse import urlparse
 
 from lightning.pytorch.loggers.logger import Logger
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.report.atomic import write_atomically
 from trainer.report.outcomes import Result
 from trainer.report.reach import HEAD, Reaches, by_length

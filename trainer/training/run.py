@@ -12,8 +12,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from trainer.common.errors import PreemptedError, UserError
 from trainer.data.corpus import Corpus
-from trainer.errors import PreemptedError, UserError
 from trainer.runs.checkpoints import step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.job_files import ask_for_requeue

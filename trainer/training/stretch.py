@@ -13,10 +13,10 @@ import lightning as L
 import numpy as np
 import torch
 
+from trainer.common.errors import PreemptedError, UserError
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Batch, as_batch, held_out_windows
 from trainer.data.tokenizer import vocabulary_size
-from trainer.errors import PreemptedError, UserError
 from trainer.interchange.pretrained import Pretrained
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout

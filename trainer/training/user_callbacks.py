@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 
 TARGET = "_target_"
 """The key that names the class, as Hydra has it."""

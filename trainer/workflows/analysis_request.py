@@ -8,8 +8,8 @@ from typing import Literal
 from trainer.analysis.names import ALL, kinds
 from trainer.analysis.settings import AttenuationSettings, NeedleSettings
 from trainer.analysis.short_time import ShortTime
+from trainer.common.errors import did_you_mean
 from trainer.data.config import DataConfig
-from trainer.errors import did_you_mean
 from trainer.evaluation.method_config import ON_TEXT, part_problems
 from trainer.workflows.request import request_problems
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
-from trainer.errors import UserError
 from trainer.runs.models import Candidate
 from trainer.workflows.analysis_request import AnalysisConfig
 

@@ -17,8 +17,8 @@ from trainer.analysis.studies.catalogue import STUDIES
 from trainer.analysis.studies.drop import DropStudy
 from trainer.analysis.studies.offset_changes import OffsetChanges
 from trainer.analysis.studies.study import Study, Target, run
+from trainer.common.errors import UserError, said_of
 from trainer.cores import usual_threads
-from trainer.errors import UserError, said_of
 from trainer.model.config import ModelConfig
 from trainer.report.geometry.page import GeometryReport, write_geometry_report
 from trainer.report.geometry.section import Section

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from trainer.common.errors import UserError
 from trainer.cores import usual_threads
 from trainer.data.config import DataConfig
-from trainer.errors import UserError
 from trainer.evaluation.benchmarks import (
     BenchmarkConfig,
     HarnessConfig,

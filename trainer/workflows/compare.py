@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean, said_of
+from trainer.common.errors import UserError, did_you_mean, said_of
 from trainer.evaluation.keys import all_fields
 from trainer.report.results import Report, is_known
 from trainer.report.sweep import Sweep, SweptRun, reached

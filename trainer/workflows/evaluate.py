@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from trainer.common.errors import UserError
 from trainer.cores import usual_threads
-from trainer.errors import UserError
 from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.report.results import Report
 from trainer.report.writing import write_renderings

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import lightning as L
 
+from trainer.common.errors import TransientError, UserError
 from trainer.data.corpus import Corpus, corpus_at
-from trainer.errors import TransientError, UserError
 from trainer.evaluation.sharing import Share
 from trainer.report.outcomes import Outcomes
 from trainer.report.results import Report

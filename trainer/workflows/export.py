@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.cores import usual_threads
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 from trainer.interchange.export.directory import Exported, destination_problem, export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
-from trainer.errors import UserError
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.longbench.rows import read_rows

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.cores import usual_threads
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 from trainer.generation.generate import generate
 from trainer.generation.text_stream import TextStream
 from trainer.model.language_model import LanguageModel

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.errors import UserError
 from trainer.runs.models import Candidate
 
 

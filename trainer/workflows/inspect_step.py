@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from trainer.common.errors import UserError
 from trainer.data.certificate import as_text, sample_hashes
-from trainer.errors import UserError
 from trainer.runs.models import find_candidate
 from trainer.runs.phases import phase_before, phases_of
 from trainer.runs.starting_point import data_fingerprints, samples_of

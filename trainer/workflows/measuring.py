@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.errors import UserError
 from trainer.evaluation.config import (
     EvaluationConfig,
 )

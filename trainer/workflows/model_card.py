@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.model.decoder import Decoder

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.errors import UserError
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
 from trainer.runs.arms import MAIN, arms_of

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from trainer.common.errors import UserError
 from trainer.cores import cores
 from trainer.data.config import DataConfig
 from trainer.data.packing import packing_problems
@@ -16,7 +17,6 @@ from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.sources import describe
 from trainer.data.units import Advance
-from trainer.errors import UserError
 from trainer.report.progress import Progress
 from trainer.report.words import counted
 from trainer.runs.descriptions import without_home

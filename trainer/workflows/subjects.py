@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.head_units import heads_problems
 from trainer.evaluation.keys import fingerprint
 from trainer.evaluation.method_config import MethodsConfig

@@ -9,10 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, SourceConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, same_tokens, vocabulary_size
-from trainer.errors import UserError
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT
-from trainer.errors import UserError
 from trainer.evaluation.longbench.task import middle_out
 from trainer.evaluation.longbench.tasks import LongBenchSettings, longbench_tasks
 

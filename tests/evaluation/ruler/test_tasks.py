@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.evaluation.ruler.conftest import BOS, DOCUMENTS
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.ruler.tasks import TASKS, RulerSettings, ruler_tasks
 from trainer.evaluation.scoring import string_match_all, string_match_part
 

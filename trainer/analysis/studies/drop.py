@@ -22,7 +22,7 @@ from trainer.analysis.recovery import recovery
 from trainer.analysis.studies.compared_heads import heads_part
 from trainer.analysis.studies.part import Part, joined
 from trainer.analysis.studies.study import Target
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.report.geometry.drop_figures import (
     indicator_figure,
     position_figure,

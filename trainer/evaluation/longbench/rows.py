@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.hub import cached_or_downloaded
 
 HUB_NAME = "THUDM/LongBench"

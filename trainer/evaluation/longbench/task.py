@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 from trainer.evaluation.longbench.kinds import Kind
 from trainer.evaluation.longbench.labels import label
 from trainer.evaluation.longbench.metrics import classification

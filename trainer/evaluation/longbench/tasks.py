@@ -9,7 +9,7 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS
 from trainer.evaluation.longbench.metrics import classification
 from trainer.evaluation.longbench.rows import KEY, Row, read_rows, root

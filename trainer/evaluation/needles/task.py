@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.quiz import TOKENS_PER_VALUE, DrawQuiz, Quiz
 from trainer.evaluation.prompts import Prompt, Score, Stop

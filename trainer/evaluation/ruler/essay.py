@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import cycle
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 SENTENCE_ENDS = tuple(mark + quote for mark in ".!?" for quote in ("", '"', "'", ")", "”", "’"))
 

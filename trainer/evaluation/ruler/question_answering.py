@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.ruler.question import Question
 
 INSTRUCTION = (

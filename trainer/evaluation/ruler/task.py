@@ -9,7 +9,7 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.prompts import Prompt, Score, Stop
 from trainer.evaluation.ruler.published import OneOrder, size, step
 from trainer.evaluation.ruler.question import Kind

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import did_you_mean
 from trainer.evaluation.prompts import Task
 from trainer.evaluation.ruler.essay import Essay
 from trainer.evaluation.ruler.niah import Needles

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.adapted.rotation import Rotation, Tables, complex_table
 from trainer.interchange.adapted.seam import Call
 from trainer.model.masks import Mask, allowed

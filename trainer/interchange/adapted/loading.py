@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import UserError, did_you_mean
 from trainer.interchange.hf_config import named_bos
 from trainer.interchange.own_config import is_own
 from trainer.interchange.pretrained import read_config, read_tokenizer

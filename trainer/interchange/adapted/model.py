@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.adapted.cache import as_transformers_cache, cache_name, empty_cache
 from trainer.interchange.adapted.checks import check_rotation, check_scores, check_tables, ends
 from trainer.interchange.adapted.rotation import (

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.adapted.cache import cache_name
 from trainer.interchange.adapted.rotation import Tables, no_rotation
 

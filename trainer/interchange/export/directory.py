@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.formats import read_plain
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.gate import TEXT, largest_difference, transformers_is_here

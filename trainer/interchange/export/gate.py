@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.cache import KVCache
 from trainer.model.decoder import Decoder
 

@@ -13,8 +13,8 @@ from typing import Any
 import lightning as L
 import numpy as np
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
-from trainer.errors import UserError
 from trainer.evaluation.benchmarks import HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.measurements import Measurement, Prompted

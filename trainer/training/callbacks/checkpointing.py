@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from trainer.errors import TransientError, UserError
+from trainer.common.errors import TransientError, UserError
 from trainer.runs.checkpoint_files import digests, publish, write_durably
 from trainer.runs.checkpoints import BEFORE_DROP, rotate, step_name
 from trainer.runs.config import RunConfig

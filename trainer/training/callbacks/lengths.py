@@ -8,9 +8,9 @@ from itertools import islice
 import lightning as L
 import torch
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary
-from trainer.errors import UserError
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.report.results import Reach
