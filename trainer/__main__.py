@@ -44,8 +44,8 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
     if not first or "=" in first or first.startswith(("-", "+", "~")):
         return "train", words
     listed = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
-    raise UserError(
-        f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} The commands:\n{listed}"
+    raise UserError.at(
+        "", f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} The commands:\n{listed}"
     )
 
 

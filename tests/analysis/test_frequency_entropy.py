@@ -138,7 +138,7 @@ def test_every_window_that_can_be_named_can_be_computed():
     ],
 )
 def test_impossible_frames_are_said(frames, said):
-    assert frames.problems() == [said]
+    assert [*map(str, frames.problems())] == [said]
 
 
 def test_without_a_hop_frames_overlap_by_half():

@@ -50,7 +50,7 @@ def sound_or_said(function):
     try:
         return function()
     except UserError as error:
-        problems = error.problems
+        problems = [*map(str, error.problems)]
     assert problems
     assert all(problem and "\n" not in problem for problem in problems)
     return None

@@ -106,7 +106,7 @@ def test_table_and_numbers(place, capsys):
 def test_mistakes(place, words, said):
     with pytest.raises(UserError) as error:
         run_command(evaluate.COMMAND, words)
-    (sentence,) = error.value.problems
+    (sentence,) = map(str, error.value.problems)
     assert said in sentence
     assert not (place / "evaluation").exists()
 

@@ -28,8 +28,8 @@ def own(tmp_path):
 def refused(module, *words):
     with pytest.raises(UserError) as error:
         run_command(module.COMMAND, list(words))
-    assert all("\n" not in problem for problem in error.value.problems)
-    return error.value.problems
+    assert all("\n" not in problem for problem in map(str, error.value.problems))
+    return tuple(map(str, error.value.problems))
 
 
 def test_an_option_of_ones_own_inherits_what_it_is(own):

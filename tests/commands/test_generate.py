@@ -117,7 +117,7 @@ def test_all_mistakes_are_reported_at_once():
     words = ["prompt=x", "max_new_token=3", "temperature=-1", "top_p=2", "threads=0", "seed=one"]
     with pytest.raises(UserError) as error:
         run_command(command.COMMAND, words)
-    said = "\n".join(error.value.problems)
+    said = "\n".join(map(str, error.value.problems))
     assert "Did you mean 'max_new_tokens'" in said
     for key in ("checkpoint", "temperature", "top_p", "threads", "seed"):
         assert f"{key}: " in said

@@ -41,7 +41,7 @@ def done(monkeypatch):
 def refused(name, *words):
     with pytest.raises(UserError) as error:
         run_command(MODULES[name].COMMAND, list(words))
-    return error.value.problems
+    return tuple(map(str, error.value.problems))
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "help"])
@@ -250,7 +250,7 @@ def test_multirun_names_a_launcher_that_is_not_there(done, place):
 
 def test_a_job_that_fails_ends_multirun_with_its_code(monkeypatch, capsys):
     def fail(request):
-        raise UserError(f"to: {request.to!r} is full.")
+        raise UserError.at("to", f"{request.to!r} is full.")
 
     monkeypatch.setattr(export, "COMMAND", replace(export.COMMAND, execute=fail))
     with pytest.raises(SystemExit) as stop:
@@ -280,7 +280,7 @@ def test_who_lacks_published_weights_hears_what_else_is_missing_and_what_shows_t
         main(["+experiment=drope_smollm", f"trainer.max_tokens={tokens}"])
     assert stop.value.code == 2
     said = capsys.readouterr().err.splitlines()
-    begins = ["model weights 'HuggingFaceTB/SmolLM-360M' are not on this machine", "data: "]
+    begins = ["model.from_pretrained: the weights 'HuggingFaceTB/SmolLM-360M' are not on", "data: "]
     begins.insert(1, "experiment: on any machine +experiment=drope_smollm2_135m_local drops")
     begins[1:1] = [f"trainer.max_tokens: {tokens:,} tokens take GPUs, and torch"] if told else []
     assert [line[: len(start) + 7] for line, start in zip(said, begins, strict=True)] == [

@@ -17,7 +17,7 @@ import yaml
 from trainer.commands import snapshot as snapshots
 from trainer.commands.running import run_command
 from trainer.commands.slurm import COMMAND
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.workflows import plan
 
 SLURM = Path(__file__).parents[2] / "slurm"
@@ -50,7 +50,7 @@ def problems(*words):
     with pytest.raises(UserError) as error:
         run_command(COMMAND, list(words))
     assert not Path("slurm_jobs").exists()
-    return error.value.problems
+    return tuple(map(str, error.value.problems))
 
 
 def fake_sbatch(place, monkeypatch, body):
@@ -433,7 +433,9 @@ def test_what_the_job_will_need_is_printed_with_it(capsys):
 
 def test_a_job_is_written_where_its_plan_cannot_be_made(monkeypatch, capsys):
     def refuse(request):
-        raise UserError("The vocabulary is not known.", "Nor is the text.")
+        raise UserError(
+            Problem("", "The vocabulary is not known."), Problem("", "Nor is the text.")
+        )
 
     monkeypatch.setattr("trainer.commands.plan.print_plan", refuse)
     script("name=mine", name="mine")

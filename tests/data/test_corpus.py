@@ -133,12 +133,14 @@ def test_a_mixture_has_the_texts_of_its_parts_and_one_tokenizer(config, tmp_path
 def test_what_a_mixture_cannot_be_is_named(changes, said):
     import re
 
-    (problem,) = DataConfig(mixture={"a": changes}).problems()
+    (problem,) = map(str, DataConfig(mixture={"a": changes}).problems())
     assert re.search(said, problem)
 
 
 def test_prepared_text_is_named_in_the_mixture_where_there_is_one():
-    (problem,) = DataConfig(prepared="x", mixture={"a": {"source": "stdlib_docs"}}).problems()
+    (problem,) = map(
+        str, DataConfig(prepared="x", mixture={"a": {"source": "stdlib_docs"}}).problems()
+    )
     assert problem.startswith("data.prepared: one text, but data.mixture names several")
 
 

@@ -180,7 +180,7 @@ def test_a_source_cannot_take_the_name_of_one_that_is_built_in():
 
 def test_a_password_in_an_address_is_refused():
     for address in ("https://me:secret@host/a.txt", "@s3://key:secret@bucket/list"):
-        (problem,) = DataConfig(source="files", files=[address]).problems()
+        (problem,) = map(str, DataConfig(source="files", files=[address]).problems())
         assert "~/.netrc" in problem
         assert "secret" not in problem
     for address in (

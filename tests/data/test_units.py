@@ -188,7 +188,7 @@ def test_malformed_rows_are_named_ten_at_once(config, tmp_path):
     path.write_text(path.read_text() + "{\n" * 14)
     with pytest.raises(UserError) as error:
         work_of(config).run(workers=1)
-    *named, last = error.value.problems
+    *named, last = map(str, error.value.problems)
     assert len(named) == 10
     assert "1.jsonl' line 41 is not JSON" in named[0]
     assert last.startswith("data.bad_rows: 10 of the first 90 rows are malformed")
@@ -303,7 +303,7 @@ def test_text_without_a_usable_row_says_why(tmp_path, config):
     config = replace(config, files=[str(tmp_path / "rows.jsonl")], min_characters=9, bad_rows=1.0)
     with pytest.raises(UserError) as error:
         work_of(config).run(workers=1)
-    first, second, whole = error.value.problems
+    first, second, whole = map(str, error.value.problems)
     assert "rows.jsonl' line 1 has no 'text' (data.text_field); it has 'body'" in first
     assert "line 2" in second
     assert "2 rows are malformed; 1 are empty; 3 have less than data.min_characters=9" in whole

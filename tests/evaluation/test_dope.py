@@ -378,7 +378,7 @@ def test_a_model_without_rotation_is_a_clear_error(tiny_decoder):
 
 def test_impossible_settings_are_named_together(model):
     settings = DopeSettings(r=0, heads=-1, seed=-1, sigma=-1.0)
-    assert [p.split(":")[0] for p in settings.problems()] == [
+    assert [p.split(":")[0] for p in map(str, settings.problems())] == [
         "evaluation.dope.r",
         "evaluation.dope.heads",
         "evaluation.dope.seed",

@@ -242,5 +242,5 @@ def test_lists_are_written_as_in_english():
 )
 def test_impossible_settings_are_named(change, message):
     assert SETTINGS.problems() == []
-    (problem,) = replace(SETTINGS, **change).problems()
+    (problem,) = map(str, replace(SETTINGS, **change).problems())
     assert re.match(message, problem)

@@ -94,10 +94,10 @@ def test_the_least_draw_takes_no_token_without_probability(monkeypatch, top_p):
     ],
 )
 def test_problems_are_said_in_one_sentence_each(sampling, said):
-    assert sampling.problems() == said
+    assert [*map(str, sampling.problems())] == said
 
 
 def test_problems_are_all_found():
-    assert [p.split(":")[0] for p in Sampling(-1, 0, -5).problems()] == [
+    assert [p.split(":")[0] for p in map(str, Sampling(-1, 0, -5).problems())] == [
         "temperature", "top_p", "seed",
     ]  # fmt: skip

@@ -333,7 +333,7 @@ def test_faults_of_a_directory_are_named(saved, tmp_path, monkeypatch):
     def said(directory):
         with pytest.raises(UserError) as caught:
             read_adapted(f"hf:{directory}")
-        (problem,) = caught.value.problems
+        (problem,) = map(str, caught.value.problems)
         return problem
 
     assert "none at" in said(f"{saved}x")

@@ -68,7 +68,7 @@ def test_what_is_wrong_with_a_drope_checkpoint_is_named(tmp_path):
     )
     with pytest.raises(UserError) as error:
         read_pretrained(path)
-    attention, scale, activation = error.value.problems
+    attention, scale, activation = map(str, error.value.problems)
     assert "attention_type: expected 'nope' or 'qk_norm_nope' or 'q_norm_nope'" in attention
     assert "softmax_scale: expected a number from 1e-06 to 1e+06, got -1." in scale
     assert "hidden_act='relu' is not supported" in activation

@@ -42,7 +42,7 @@ def test_head_size_is_a_share_of_the_width_unless_given():
     ],
 )
 def test_a_wrong_value_is_named(change, start):
-    (problem,) = replace(GOOD, **change).problems()
+    (problem,) = map(str, replace(GOOD, **change).problems())
     assert problem.startswith(start)
 
 

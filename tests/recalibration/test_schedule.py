@@ -97,7 +97,7 @@ def test_the_peak_multiplies_everything(schedule, step, by):
     ],
 )
 def test_a_wrong_value_is_named(change, start):
-    (problem,) = ScheduleConfig(**change).problems("schedule")
+    (problem,) = map(str, ScheduleConfig(**change).problems("schedule"))
     assert problem.startswith(start)
 
 

@@ -219,7 +219,7 @@ def test_what_differs_is_named_but_for_what_trains_nothing(place):
     with pytest.raises(UserError) as error:
         check_run_directory(RunConfig(run_dir=str(place), optimizer=changed, **free), finished=True)
     at = f"the run in {str(place)!r} has"
-    assert error.value.problems == (
+    assert tuple(map(str, error.value.problems)) == (
         f"optimizer.lr: {at} 0.0003, this command 1.0.",
         f"optimizer.eps: {at} 1e-08, this command 1.0.",
         "Choose another name=, or overwrite=true to start again; `python -m trainer evaluate "

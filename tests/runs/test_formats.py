@@ -68,7 +68,7 @@ READERS = {
 def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(newer, run, reader):
     with pytest.raises(UserError) as error:
         READERS[reader](newer, run)
-    (problem,) = error.value.problems
+    (problem,) = map(str, error.value.problems)
     assert problem.startswith("checkpoint: ")
     assert f"{step_name(12)}' has format 2, this version of unrope reads up to 1;" in problem
     assert "install a newer one, or give a checkpoint that an older one wrote." in problem

@@ -23,7 +23,7 @@ def place(tmp_path, monkeypatch):
     [
         (RuntimeError("out of memory\nand more"), "RuntimeError: out of memory"),
         (RuntimeError(), "RuntimeError:"),
-        (UserError("trainer: too large."), "trainer: too large."),
+        (UserError.at("trainer", "too large."), "trainer: too large."),
         (PreemptedError("Stopped."), None),
         (KeyboardInterrupt(), None),
     ],

@@ -191,7 +191,7 @@ def test_impossible_values_are_named(base, asked, changes, said):
     given = merged(asked, {"monitor": {"benchmarks": changes}})
     with pytest.raises(UserError) as caught:
         parse(RunConfig, merged(base, given | {"run_dir": "x"}))
-    (problem,) = caught.value.problems
+    (problem,) = map(str, caught.value.problems)
     assert said in problem
 
 

@@ -192,7 +192,7 @@ def test_what_is_wrong_is_one_sentence_before_anything_is_prepared(base, tmp_pat
     wrong["data"] = {"cache_dir": str(tmp_path / "cache")}
     with pytest.raises(UserError, match=said) as error:
         run_experiment(parse(RunConfig, merged(base, wrong)))
-    (problem,) = error.value.problems
+    (problem,) = map(str, error.value.problems)
     assert problem.startswith("callbacks.mine")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists()
@@ -203,7 +203,7 @@ def test_all_that_is_wrong_is_said_together():
     (missing,) = callback_problems(given)
     with pytest.raises(UserError) as error:
         make_callbacks(given)
-    _, same = error.value.problems
+    _, same = map(str, error.value.problems)
     assert "no_such" in missing
     assert "callbacks.b: its state has the key 'Shrink', as that of callbacks.a has" in same
     assert "state_key" in same

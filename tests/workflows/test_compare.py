@@ -146,7 +146,7 @@ def sweeps(tmp_path_factory):
             return
         started.append(config.run_dir)
         if started.count("runs/rate_0.001_always") == 1 == len(started) - 1:
-            raise UserError(f"trainer: {config.run_dir} does not fit.")
+            raise UserError.at("trainer", f"{config.run_dir} does not fit.")
         fabricate(config)
 
     with pytest.MonkeyPatch.context() as patch, chdir(place):
@@ -246,7 +246,7 @@ def test_a_run_that_failed_shows_nothing_of_a_report_from_before(place):
     report = Path(config.run_dir) / "report.json"
     assert compared(made).runs[0].state == "finished"
     with pytest.raises(UserError), noting_failure(made, config.run_dir):
-        raise UserError("evaluation: it does not fit.")
+        raise UserError.at("evaluation", "it does not fit.")
     (note,) = (made / "failed").iterdir()
     os.utime(report, ns=(1, 1))
     (found,) = compared(made).runs

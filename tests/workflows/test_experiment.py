@@ -213,7 +213,7 @@ def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monk
         run_experiment(parse(RunConfig, values))
     both = {"label", "length", "text"}
     said = [f"{check} of {'main, other' if check in both else 'x'}" for check in checks]
-    assert error.value.problems == (*said, f"writing to {tmp_path}")
+    assert tuple(map(str, error.value.problems)) == (*said, f"writing to {tmp_path}")
 
 
 PHASES = {"a": {"steps": 6}, "b": {"steps": 6, "batch_size": 3}}
@@ -261,7 +261,7 @@ def test_a_fault_in_a_control_or_a_later_phase_alone_is_refused_before_anything_
     values = merged(values, {"run_dir": str(tmp_path / "x"), **changes})
     with pytest.raises(UserError) as error:
         run_experiment(parse(RunConfig, values))
-    (problem,) = error.value.problems
+    (problem,) = map(str, error.value.problems)
     begin = "controls.odd" if in_a_control else ""
     assert problem.removeprefix(begin).lstrip(".:").startswith(SAID[wrong])
     assert problem.startswith(begin)

@@ -21,4 +21,4 @@ from trainer.workflows.export_request import ExportRequest
 )
 def test_what_is_missing_or_impossible_is_named(changes, said):
     request = ExportRequest(**{"checkpoint": "runs/x", "to": "out", **changes})
-    assert request.problems() == said
+    assert [*map(str, request.problems())] == said

@@ -188,7 +188,7 @@ def test_entries_of_the_vocabulary_are_given_or_those_of_the_tokenizer(planned, 
     model["tokenizer"] = {"path": "no/such/tokenizer.json"}
     with pytest.raises(UserError) as error:
         planned(model, **gpu)
-    assert error.value.problems == (
+    assert tuple(map(str, error.value.problems)) == (
         "model.vocab_size: not known before the text is prepared; give it, such as "
         "model.vocab_size=49152.",
     )

@@ -134,7 +134,7 @@ def test_a_model_has_an_embedding_for_every_token(monkeypatch):
             if size == 299:
                 with pytest.raises(UserError) as error:
                     check_vocabularies(arms, corpus)
-                (problem,) = error.value.problems
+                (problem,) = map(str, error.value.problems)
                 assert problem.startswith(f"{begin}model.vocab_size: 299 embeddings, but the")
             else:
                 check_vocabularies(arms, corpus)

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.common.errors import Problem
+
 Rule = tuple[str, Literal["below", "above"], float]
 """Which entropy, on which side of which threshold."""
 GATE = re.compile(r"(spectrum|sequence)\s*([<>])\s*(0?\.\d+|[01](?:\.\d*)?)")
@@ -48,34 +50,45 @@ class AttenuationSettings:
     tokens: list[int] | None = field(default_factory=lambda: [1024])
     texts: int = 1
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = []
         if not all(0 <= alpha <= 1 for alpha in self.alphas):
             found.append(
-                "analysis.attenuation.alphas: expected numbers from 0 to 1, got "
-                f"{list(self.alphas)}."
+                Problem(
+                    "analysis.attenuation.alphas",
+                    f"expected numbers from 0 to 1, got {list(self.alphas)}.",
+                )
             )
         for gate in self.gates:
             try:
                 rules(gate)
             except ValueError:
                 found.append(
-                    "analysis.attenuation.gates: expected an entropy and its threshold, as in "
-                    f"'spectrum<0.2' or 'spectrum>0.4+sequence<0.6', got {gate!r}."
+                    Problem(
+                        "analysis.attenuation.gates",
+                        "expected an entropy and its threshold, as in 'spectrum<0.2' or "
+                        f"'spectrum>0.4+sequence<0.6', got {gate!r}.",
+                    )
                 )
         if self.choice_length is not None and self.choice_length < 6:
             found.append(
-                "analysis.attenuation.choice_length: expected 6 tokens or more, got "
-                f"{self.choice_length}."
+                Problem(
+                    "analysis.attenuation.choice_length",
+                    f"expected 6 tokens or more, got {self.choice_length}.",
+                )
             )
         if self.tokens is not None and (not self.tokens or min(self.tokens) < 1):
             found.append(
-                "analysis.attenuation.tokens: expected numbers of tokens, or null for all, got "
-                f"{self.tokens}."
+                Problem(
+                    "analysis.attenuation.tokens",
+                    f"expected numbers of tokens, or null for all, got {self.tokens}.",
+                )
             )
         if self.texts < 1:
-            found.append(f"analysis.attenuation.texts: expected 1 or more, got {self.texts}.")
+            found.append(
+                Problem("analysis.attenuation.texts", f"expected 1 or more, got {self.texts}.")
+            )
         return found
 
 
@@ -95,11 +108,13 @@ class NeedleSettings:
     by: Literal["query", "key"] = "query"
     ranked_on: Literal["text", "prompt"] = "text"
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         if 0 <= self.depth <= 1:
             return []
         return [
-            "analysis.needle.depth: expected a number from 0 (beginning) to 1 (end), got "
-            f"{self.depth}."
+            Problem(
+                "analysis.needle.depth",
+                f"expected a number from 0 (beginning) to 1 (end), got {self.depth}.",
+            )
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 
 WINDOWS = ("hann", "hamming", "blackman", "rectangular")
 
@@ -23,18 +23,22 @@ class ShortTime:
         """Tokens from one frame to the next."""
         return self.hop or self.frame // 2
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each, with keys below that of the frames."""
         found = []
         if self.window not in WINDOWS:
             near = did_you_mean(self.window, WINDOWS)
             found.append(
-                f"window: expected one of {', '.join(WINDOWS)}, got {self.window!r}.{near}"
+                Problem(
+                    "window", f"expected one of {', '.join(WINDOWS)}, got {self.window!r}.", near
+                )
             )
         if self.frame < 2:
-            found.append(f"frame: expected 2 tokens or more, got {self.frame}.")
+            found.append(Problem("frame", f"expected 2 tokens or more, got {self.frame}."))
         elif self.hop is not None and not 1 <= self.hop <= self.frame:
-            found.append(f"hop: expected 1 to {self.frame} tokens, a frame, got {self.hop}.")
+            found.append(
+                Problem("hop", f"expected 1 to {self.frame} tokens, a frame, got {self.hop}.")
+            )
         return found
 
 

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.common.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 
 Place = tuple[str, str]
 """A group and an option of it; the group of the files that commands start from is empty."""
@@ -42,11 +42,14 @@ class ConfigFiles:
         if self.own is None:
             return
         if not self.own.is_dir():
-            raise UserError(f"--config-dir: there is no directory {str(self.own)!r}.")
+            raise UserError.at("--config-dir", f"there is no directory {str(self.own)!r}.")
         taken = ConfigFiles()
         problems = [
-            f"{path}: there is a {path.stem!r} in conf/{path.parent.name} already; give this "
-            "option another name."
+            Problem(
+                str(path),
+                f"there is a {path.stem!r} in conf/{path.parent.name} already; give this option "
+                "another name.",
+            )
             for path in sorted(self.own.glob("*/*.yaml"))
             if taken.find((path.parent.name, path.stem))
         ]
@@ -94,17 +97,17 @@ class ConfigFiles:
             group, option = place
             near = did_you_mean(option, self.options(group))
             where = f"{self.find(above[-1])}: defaults" if above else group
-            raise UserError(f"{where}: there is no {group} {option!r}.{near}")
+            raise UserError.at(where, f"there is no {group} {option!r}.", near)
         if place in above:
             circle = " -> ".join(name for _, name in (*above, place))
-            raise UserError(f"{path}: its defaults list leads back to itself ({circle}).")
+            raise UserError.at(str(path), f"its defaults list leads back to itself ({circle}).")
         found = []
         for (group, option), here in _parents(path, place[0]):
             if option == REQUIRED:
                 continue
             if group and group not in self.groups():
                 near = did_you_mean(group, self.groups())
-                raise UserError(f"{path}: defaults: there is no group {group!r}.{near}")
+                raise UserError.at(str(path), f"defaults: there is no group {group!r}.", near)
             chain = self.defaults_chain((group, option), (*above, place), own=own)
             found += chain if here or not own else []
         return [*found, path]
@@ -131,13 +134,13 @@ def read_file(path: Path) -> dict[str, Any]:
             values: Any = OmegaConf.to_container(content)
             return {str(key): value for key, value in values.items()}
     except RecursionError as error:
-        raise UserError(f"{path}: it is nested too deeply, or holds itself.") from error
+        raise UserError.at(str(path), "it is nested too deeply, or holds itself.") from error
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}{line}: {error.problem}.") from error
+        raise UserError.at(f"{path}{line}", f"{error.problem}.") from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
-    raise UserError(f"{path}: expected keys with values, got a list.")
+        raise UserError.at(str(path), " ".join(str(error).split())) from error
+    raise UserError.at(str(path), "expected keys with values, got a list.")
 
 
 def is_global(path: Path) -> bool:
@@ -151,7 +154,7 @@ def _parents(path: Path, group: str) -> Iterator[tuple[Place, bool]]:
     whether its keys become keys of the file's own group."""
     listed = read_file(path).get("defaults", [])
     if not isinstance(listed, list):
-        raise UserError(f"{path}: defaults: expected a list, got {listed!r}.")
+        raise UserError.at(str(path), f"defaults: expected a list, got {listed!r}.")
     for entry in listed:
         pairs = entry.items() if isinstance(entry, dict) else [("", entry)]
         for key, value in pairs:

@@ -14,7 +14,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    ConfigTypeError,
+    OmegaConfBaseException,
+)
 
 from trainer.commands.config_files import (
     REQUIRED,
@@ -25,7 +30,7 @@ from trainer.commands.config_files import (
 )
 from trainer.commands.keys import key_problem
 from trainer.commands.words import is_for_hydra, parse_words
-from trainer.common.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.runs.parsing import NAMED_BY_USERS
 
 Values = dict[str, Any]
@@ -43,7 +48,7 @@ class Composed:
 
     values: Values
     choices: dict[str, str]
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     words: tuple[str, ...] = ()
     files: ConfigFiles = field(default_factory=ConfigFiles)
     flags: tuple[str, ...] = ()
@@ -68,7 +73,7 @@ def compose_words(
     words: Sequence[str],
     root: str = "config",
     files: ConfigFiles | None = None,
-    found: Sequence[str] = (),
+    found: Sequence[Problem] = (),
 ) -> Composed:
     """What overrides such as ``+experiment=drope_demo data.files=[a.txt]`` stand for.
 
@@ -107,7 +112,7 @@ def _sorted(
     overrides: Sequence[Override],
     defaults: dict[str, str],
     files: ConfigFiles,
-    problems: list[str],
+    problems: list[Problem],
 ) -> tuple[dict[str, str], list[Override]]:
     """The words that choose an option, by their groups, and the others.
 
@@ -124,11 +129,11 @@ def _sorted(
             key = override.get_key_element()
             instead = "choose one" if group in groups else f"write {key}=[...] for a list"
             problems.append(
-                f"{word}: several values; {instead}, or --multirun for a job with each."
+                Problem(word, f"several values; {instead}, or --multirun for a job with each.")
             )
             swept.add(group)
         elif is_for_hydra(override):
-            problems.append(f"{word}: Hydra's own settings need --multirun.")
+            problems.append(Problem(word, "Hydra's own settings need --multirun."))
         elif group not in groups or isinstance(override.value(), dict):
             others.append(override)
         else:
@@ -138,11 +143,11 @@ def _sorted(
             chosen |= {} if faults else {group: word}
     for group, options in wanted.items():
         if len(options) > 1:
-            problems.append(f"{group}: expected one, got {', '.join(options)}.")
+            problems.append(Problem(group, f"expected one, got {', '.join(options)}."))
     for group in (g for g, default in defaults.items() if default == REQUIRED and g not in chosen):
         names = files.options(group)
         if group not in wanted and group not in swept:
-            problems.append(f"{group}: give +{group}=NAME, one of {', '.join(names)}.")
+            problems.append(Problem(group, f"give +{group}=NAME, one of {', '.join(names)}."))
         chosen[group] = f"{group}={names[0]}"
     return chosen, others
 
@@ -156,7 +161,9 @@ def plain_groups(words: Sequence[str], defaults: Container[str]) -> list[str]:
     ]
 
 
-def _group_problems(override: Override, defaults: dict[str, str], files: ConfigFiles) -> list[str]:
+def _group_problems(
+    override: Override, defaults: dict[str, str], files: ConfigFiles
+) -> list[Problem]:
     """What is wrong with ``experiment=x`` or ``model=x``."""
     group, option = override.key_or_group, str(override.value())
     if option not in files.options(group):
@@ -164,7 +171,7 @@ def _group_problems(override: Override, defaults: dict[str, str], files: ConfigF
         there = (
             "no group is null" if override.value() is None else f"there is no {group} {option!r}"
         )
-        return [f"{group}: {there}.{near}"]
+        return [Problem(group, f"{there}.", near)]
     try:
         path = files.defaults_chain((group, option))[-1]
     except UserError as error:
@@ -172,17 +179,20 @@ def _group_problems(override: Override, defaults: dict[str, str], files: ConfigF
     if group in defaults or (is_global(path) and override.is_add()):
         return []
     if is_global(path):
-        return [f"{group}: write +{group}={option} (with a plus, it adds to the defaults)."]
+        return [Problem(group, f"write +{group}={option} (with a plus, it adds to the defaults).")]
     if path.is_relative_to(config_directory()):
-        return [f"{group}: unknown group here.{did_you_mean(group, defaults)}"]
+        return [Problem(group, "unknown group here.", did_you_mean(group, defaults))]
     return [
-        f"{path}: expected '# @package _global_' as its first line, since its keys are those of "
-        "the whole configuration."
+        Problem(
+            str(path),
+            "expected '# @package _global_' as its first line, since its keys are those of the "
+            "whole configuration.",
+        )
     ]
 
 
 def compose_with_hydra(
-    root: str, lines: list[str], files: ConfigFiles, problems: Sequence[str] = ()
+    root: str, lines: list[str], files: ConfigFiles, problems: Sequence[Problem] = ()
 ) -> DictConfig:
     """What Hydra makes of overrides, settings of its own among them, such as its launcher.
 
@@ -197,13 +207,13 @@ def compose_with_hydra(
         with initialize_config_dir(version_base=None, config_dir=str(config_directory())):
             return compose(root, overrides=[*lines, *more], return_hydra_config=True)
     except RecursionError as error:
-        raise UserError(*problems, "A defaults list leads back to itself.") from error
+        raise UserError(*problems, Problem("", "A defaults list leads back to itself.")) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         said = str(error) or str(error.__cause__)
-        raise UserError(*problems, " ".join(said.split())) from error
+        raise UserError(*problems, Problem("", " ".join(said.split()))) from error
 
 
-def _apply(keys: list[Override], config: DictConfig, problems: Sequence[str]) -> None:
+def _apply(keys: list[Override], config: DictConfig, problems: Sequence[Problem]) -> None:
     """Set keys in a composed configuration as Hydra would have, had it been given them then.
 
     Raises:
@@ -212,18 +222,20 @@ def _apply(keys: list[Override], config: DictConfig, problems: Sequence[str]) ->
     try:
         ConfigLoaderImpl._apply_overrides_to_config(keys, config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        said = " ".join(str(error.__cause__ or error).split())
-        if "DictConfig with ListConfig" in said and (key := said.rpartition("full_key: ")[2]):
-            key = key.partition(" ")[0]
-            said = f"{key}: expected keys with values, as in {key}={{a: 1}}, got a list."
-        elif "is not in struct" in said and (key := said.rpartition("full_key: ")[2]):
-            said = f"{key.partition(' ')[0]}: not set yet; a plus before its word adds it."
-        raise UserError(*problems, said) from error
+        cause = error.__cause__ or error
+        key = str(getattr(cause, "full_key", None) or "")
+        if isinstance(cause, ConfigTypeError):
+            message = f"expected keys with values, as in {key}={{a: 1}}, got a list."
+        elif isinstance(cause, ConfigAttributeError | ConfigKeyError):
+            message = "not set yet; a plus before its word adds it."
+        else:
+            message = " ".join(str(cause).split())
+        raise UserError(*problems, Problem(key, message)) from error
 
 
 def _plain(
     config: DictConfig,
-    problems: Sequence[str] = (),
+    problems: Sequence[Problem] = (),
     files: ConfigFiles | None = None,
     choices: dict[str, str] | None = None,
 ) -> Values:
@@ -241,7 +253,7 @@ def _plain(
         where = next((f" ({p})" for p in reversed(paths) if _unresolved(read_file(p), last)), "")
         if "HydraConfig" in said:  # what ${hydra:...} reads
             said = "${hydra:...} has no value here; name a key, such as ${positional.layers[0]}"
-        raise UserError(*problems, f"{key}: {said}{where}.") from error
+        raise UserError(*problems, Problem(key, f"{said}{where}.")) from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, TransientError, UserError
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 from trainer.runs.job_files import say_mistake, tell_torchrun
 
 MISTAKE = 2
@@ -35,9 +35,9 @@ def exit_codes() -> Iterator[None]:
         _discard(sys.stdout)
         sys.exit(CLOSED_PIPE)
     except UserError as error:
-        if not tell_torchrun(error.problems):
+        if not tell_torchrun(error):
             _say(*(f"error: {problem}" for problem in error.problems))
-        if not isinstance(error, TransientError):
+        if not error.is_transient:
             say_mistake()
         sys.exit(MISTAKE)
     except OSError as error:  # of a disk that is full, a place that may not be read, and their like

@@ -19,12 +19,12 @@ from trainer.commands.configuration import Composed, compose_with_hydra, compose
 from trainer.commands.exit_codes import MISTAKE, exit_codes
 from trainer.commands.options import COMPLETION
 from trainer.commands.words import expand, is_for_hydra, parse_words
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 
 
 def run_jobs(
-    command: Command[Any], words: Sequence[str], files: ConfigFiles, found: Sequence[str]
+    command: Command[Any], words: Sequence[str], files: ConfigFiles, found: Sequence[Problem]
 ) -> None:
     """Check the words of all jobs, then start the first.
 
@@ -43,10 +43,12 @@ def run_jobs(
             problems |= dict.fromkeys(error.problems)
             continue
         if output in outputs:
-            problems[
-                f"--multirun: several jobs would write {output!r}; let its name hold what differs, "
-                "for instance 'name=run_${seed}' or 'to=out_${dtype}'."
-            ] = None
+            several_write = Problem(
+                "--multirun",
+                f"several jobs would write {output!r}; let its name hold what differs, for "
+                "instance 'name=run_${seed}' or 'to=out_${dtype}'.",
+            )
+            problems |= {several_write: None}
         outputs |= {output: job} if output else {}
     if problems:
         raise UserError(*problems)
@@ -75,7 +77,7 @@ def show(
     command: Command[Any],
     words: Sequence[str],
     files: ConfigFiles,
-    found: Sequence[str],
+    found: Sequence[Problem],
     options: Sequence[str],
 ) -> None:
     """Answer ``--cfg job`` and its like.
@@ -83,7 +85,7 @@ def show(
     Raises:
         UserError: a word is wrong.
     """
-    problems: Sequence[str] = found
+    problems: Sequence[Problem] = found
     if COMPLETION not in options:  # its words are no overrides
         overrides, malformed = parse_words(words)
         plain = [str(override.input_line) for override in overrides if not is_for_hydra(override)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 
 FREE_FORM = (
     "positional.encodings",
@@ -53,11 +53,11 @@ def _nearest(key: str, where: str, place: dict[str, Any], base: dict[str, Any]) 
             below = [f"{where}.{one}" if where else one for one in _below(word, place)]
             found = below or [*([word] if word in base else ()), *_below(word, base)]
             if len(found) <= MOST:
-                return f" Did you mean {' or '.join(found)}?"
+                return f"Did you mean {' or '.join(found)}?"
     return did_you_mean(key, here)
 
 
-def key_problem(override: Override, base: Any) -> str | None:
+def key_problem(override: Override, base: Any) -> Problem | None:
     """What is wrong with the key of ``a.b.c=value``: it must exist, or lie in a free-form group."""
     place = base
     path = override.key_or_group.split(".")
@@ -66,8 +66,9 @@ def key_problem(override: Override, base: Any) -> str | None:
             group, rest = ".".join(path[:depth]), ".".join(path[depth:])
             said = str(override.input_line).partition("=")[2]
             whole = f"null; write '{group}={{{rest}: {said}}}'"
-            return (
-                f"{group}.{rest}: {group} is {whole if place is None else 'a value, not a group'}."
+            return Problem(
+                f"{group}.{rest}",
+                f"{group} is {whole if place is None else 'a value, not a group'}.",
             )
         if key not in place:
             where = ".".join(path[:depth])
@@ -77,11 +78,11 @@ def key_problem(override: Override, base: Any) -> str | None:
             if free and (override.is_add() or override.is_force_add()):
                 return None
             if free and "mean" not in near:
-                return f"{'.'.join(path)}: not set yet; write +{override.input_line}"
+                return Problem(".".join(path), f"not set yet; write +{override.input_line}")
             prefix = f"{where}." if where else ""
-            return f"{prefix}{key}: unknown key.{near}"
+            return Problem(f"{prefix}{key}", "unknown key.", near)
         place = place[key]
     both = isinstance(place, dict) and isinstance(override.value(), dict)  # which are merged
     word = str(override.input_line).lstrip("+")
-    twice = f"{'.'.join(path)}: it has a value already; write {word} without the plus."
+    twice = Problem(".".join(path), f"it has a value already; write {word} without the plus.")
     return twice if override.is_add() and not both else None

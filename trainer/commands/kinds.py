@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 
 LENGTHS = "lengths"
 KINDS = (LENGTHS, "multiple_choice", "harness")
@@ -25,13 +25,18 @@ def request_schema(kind: str) -> type[Any]:
     }[kind]
 
 
-def kind_problem(name: str, kind: Any, kinds: Iterable[str]) -> str:
+def kind_problem(name: str, kind: Any, kinds: Iterable[str]) -> Problem:
     """What is wrong with an option whose kind is none of ``kinds``."""
     if kind is None:
-        return (
-            f"evaluation: {name!r} does not say what it is; begin its defaults list with an option "
-            f"that it changes, such as extension, or give it a kind: {', '.join(kinds)}."
+        return Problem(
+            "evaluation",
+            f"{name!r} does not say what it is; begin its defaults list with an option that "
+            f"it changes, such as extension, or give it a kind: {', '.join(kinds)}.",
         )
     if kind in KINDS:
-        return f"evaluation: {name!r} is for the evaluate command, not for the end of a run."
-    return f"evaluation.kind: {name!r} is of kind {kind!r}.{did_you_mean(str(kind), kinds)}"
+        return Problem(
+            "evaluation", f"{name!r} is for the evaluate command, not for the end of a run."
+        )
+    return Problem(
+        "evaluation.kind", f"{name!r} is of kind {kind!r}.", did_you_mean(str(kind), kinds)
+    )

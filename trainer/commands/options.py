@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.common.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 
 COMPLETION = "--shell-completion"
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
@@ -27,7 +27,7 @@ class Options:
     config_dir: Path | None
     flags: tuple[str, ...]
     hydra: tuple[str, ...]
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
 
 def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Options, list[str]]:
@@ -52,7 +52,9 @@ def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Opti
     try:
         given, rest = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
-        raise UserError(f"{(error.argument_name or '').split('/')[0]}: {error.message}.") from error
+        raise UserError.at(
+            (error.argument_name or "").split("/")[0], f"{error.message}."
+        ) from error
     overrides = [word for word in rest if not word.startswith("-")]
     hydra = [option for option in HYDRA if getattr(given, option[2:].replace("-", "_"))]
     if given.cfg:
@@ -61,14 +63,14 @@ def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Opti
     elif given.info:
         hydra.append(given.info)
     problems = [
-        f"unknown option {word!r}.{did_you_mean(word, names)}"
+        Problem("", f"unknown option {word!r}.", did_you_mean(word, names))
         for word in rest
         if word.startswith("-")
     ]
     if (given.package or given.resolve) and not given.cfg:
-        problems.append("--package, --resolve: only with --cfg job.")
+        problems.append(Problem("--package, --resolve", "only with --cfg job."))
     if given.multirun and hydra:
-        problems.append(f"--multirun: it cannot be joined with {hydra[0]}.")
+        problems.append(Problem("--multirun", f"it cannot be joined with {hydra[0]}."))
     own = overrides[:1] == ["help"]
     return Options(
         help=given.help or own,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from trainer.commands.command import Command
 from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_run
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.workflows.plan_request import PlanRequest
 
 if TYPE_CHECKING:
@@ -24,35 +24,41 @@ class _Own:
     exact: bool = False
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [f"slurm.{problem}" for problem in self.slurm.problems()]
+        found = [problem.under("slurm") for problem in self.slurm.problems()]
         if not 0 < self.mfu <= 1:
-            found.append(f"mfu: expected a share of the peak above 0 and up to 1, got {self.mfu}.")
+            found.append(
+                Problem("mfu", f"expected a share of the peak above 0 and up to 1, got {self.mfu}.")
+            )
         return found
 
 
-MISSING = "model weights", "model.from_run: '", "model.from_pretrained: there is no directory"
-"""How problems of weights begin that are still to be had, or to be trained."""
 OWN = ("gpu", "mfu", "exact", "slurm")
 
 
 def read(composed: Composed) -> PlanRequest:
     """The checked request; published weights need not be here, if the model's shape is given."""
+    from trainer.interchange.finding import MissingWeights
     from trainer.runs.arms import arm_problems, arms_of
     from trainer.runs.numbers import number_problems
     from trainer.runs.spread import spread_problems
+    from trainer.runs.starting_weights import FROM_RUN
     from trainer.runs.validation import validated
 
     own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
     problems += [*number_problems(own), *own.problems()]
     values = {key: value for key, value in composed.values.items() if key not in OWN}
-    missing: tuple[str, ...] = ()
+    missing: tuple[Problem, ...] = ()
     composed = replace(composed, values=values)
     try:
         config = read_run(composed, problems)
     except UserError as error:
-        weights = tuple(p for p in error.problems if p.startswith(MISSING))
+        weights = tuple(
+            problem
+            for problem in error.problems
+            if isinstance(problem, MissingWeights) or problem.key == FROM_RUN
+        )
         if not weights or len(weights) < len(error.problems):
             raise
         config, missing = read_run(composed, problems, weights=False), weights
@@ -60,8 +66,11 @@ def read(composed: Composed) -> PlanRequest:
     ranks = 1 if config.strategy.name == "single" else own.slurm.nodes * on_a_node
     if config.strategy.name == "single" and own.slurm.nodes > 1:
         problems.append(
-            f"strategy: 'single' uses one GPU, but slurm.nodes is {own.slurm.nodes}; choose "
-            "strategy=ddp, fsdp2 or hsdp."
+            Problem(
+                "strategy",
+                f"'single' uses one GPU, but slurm.nodes is {own.slurm.nodes}; choose "
+                "strategy=ddp, fsdp2 or hsdp.",
+            )
         )
     problems += arm_problems(
         arms_of(config, weights=not missing),

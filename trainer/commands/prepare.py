@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.commands.command import Command
 from trainer.commands.train import read_run
+from trainer.common.errors import Problem
 from trainer.stopping import stopping_at_once
 from trainer.workflows.prepare_request import PrepareConfig, PrepareRequest
 
@@ -33,7 +34,7 @@ def read(composed: Composed) -> PrepareRequest:
     own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
     problems += [*number_problems(own), *own.prepare.problems()]
     if own.verify and own.prepare.part != PrepareConfig.part:
-        problems.append("prepare.part: verify=true reads the whole text; leave it out.")
+        problems.append(Problem("prepare.part", "verify=true reads the whole text; leave it out."))
     config = read_run(replace(composed, values=values), problems)
     return PrepareRequest(config, own.prepare, own.verify)
 

@@ -10,7 +10,7 @@ from trainer.commands.command import Command
 from trainer.commands.config_files import ConfigFiles
 from trainer.commands.help import help_text
 from trainer.commands.options import split_options
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 
 
 def run_command(command: Command[Any], words: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
     from trainer.commands.configuration import compose_words
 
     if options.multirun and command.single:
-        raise UserError(*problems, f"--multirun: {command.single}")
+        raise UserError(*problems, Problem("--multirun", command.single))
     if options.multirun:
         hydra_main.run_jobs(command, overrides, files, problems)
     elif options.hydra:
@@ -46,5 +46,5 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         given = (*(word.removeprefix(key) for word in verbatim), *bare)
         request = command.read(replace(composed, flags=options.flags, verbatim=given))
         if command.wordless is not None and not words:
-            raise UserError(command.wordless(request))
+            raise UserError.at("", command.wordless(request))
         command.execute(request)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trainer.commands.snapshot import slurm_directory
+from trainer.common.errors import Problem
 
 if TYPE_CHECKING:
     from trainer.runs.config import RunConfig
@@ -70,10 +71,10 @@ class SlurmConfig:
 
         return replace(self, gpus_per_node=gpus_that_fit(config, self.nodes))
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"{key}: expected {least} or more, got {value}."
+            Problem(key, f"expected {least} or more, got {value}.")
             for key, least in (
                 *(("nodes", 1), ("gpus_per_node", 0)),
                 *(("cpus_per_task", 1), ("prepare", 0), ("max_retries", 0)),
@@ -81,21 +82,27 @@ class SlurmConfig:
             if (value := getattr(self, key)) is not None and value < least
         ]
         if not 1 <= self.signal_seconds <= 65535:
-            found.append(f"signal_seconds: expected 1 to 65535, got {self.signal_seconds}.")
+            found.append(
+                Problem("signal_seconds", f"expected 1 to 65535, got {self.signal_seconds}.")
+            )
         if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", str(self.time)):
-            found.append(f"time: expected minutes, 24:00:00 or 2-12:00:00, got {self.time!r}.")
+            found.append(
+                Problem("time", f"expected minutes, 24:00:00 or 2-12:00:00, got {self.time!r}.")
+            )
         mem = str(self.mem or 0)
         if mem.isprintable() and not re.fullmatch(r"\d+[KMGTkmgt]?", mem):
-            found.append(f"mem: expected MB, or a number with a unit as in 64G, got {self.mem!r}.")
+            found.append(
+                Problem("mem", f"expected MB, or a number with a unit as in 64G, got {self.mem!r}.")
+            )
         found += [
-            f"{key}: expected one line, got {value!r}."
+            Problem(key, f"expected one line, got {value!r}.")
             for key, given in asdict(self).items()
             if key != "setup"
             for value in (given if isinstance(given, list) else [given])
             if isinstance(value, str) and not value.isprintable()
         ]
         found += [
-            f"{key}: expected options such as --reservation=name, got {option!r}."
+            Problem(key, f"expected options such as --reservation=name, got {option!r}.")
             for key, options in (("extra", self.extra), ("prepare_options", self.prepare_options))
             for option in options
             if not option.startswith("-")

@@ -17,7 +17,7 @@ from trainer.commands.config_files import ConfigFiles
 from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts
 from trainer.commands.snapshot import snapshot
 from trainer.commands.train import read_run
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
@@ -56,7 +56,7 @@ def read(composed: Composed, trains: bool = True) -> Job:
     values = {key: value for key, value in composed.values.items() if key != "slurm"}
     group, found = validated(Slurm, {"slurm": composed.values["slurm"]})
     problems = [*found, *number_problems(group)]
-    problems += [f"slurm.{problem}" for problem in group.slurm.problems()]
+    problems += [problem.under("slurm") for problem in group.slurm.problems()]
     problems += _misfits(group.slurm, values) if trains else []
     config = read_run(replace(composed, values=values), problems)
     settings = group.slurm.on(config)
@@ -136,25 +136,31 @@ def _is_setting(word: str) -> bool:
     return re.match(r"[+~]*slurm[.=]", word) is not None
 
 
-def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[str]:
+def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[Problem]:
     """What a run may do by itself, but not as this job."""
     found = []
     if values["overwrite"]:
-        found.append("overwrite: true would start again whenever the job is requeued.")
+        found.append(Problem("overwrite", "true would start again whenever the job is requeued."))
     callbacks = values["callbacks"] if isinstance(values["callbacks"], dict) else {}
     for name, given in callbacks.items():
         target = given.get("_target_", "") if isinstance(given, dict) else ""
         module = str(target).partition(".")[0]
         if module and not module.startswith("unrope_plugin_") and not _found_by_a_job(module):
             found.append(
-                f"callbacks.{name}: a job does not look for {module!r} in the directory it was "
-                "submitted from; put that directory on PYTHONPATH and submit again."
+                Problem(
+                    f"callbacks.{name}",
+                    f"a job does not look for {module!r} in the directory it was submitted from; "
+                    "put that directory on PYTHONPATH and submit again.",
+                )
             )
     workers, _ = _workers(settings)
     if workers > 1 and values["strategy"]["name"] == "single":
         found.append(
-            f"strategy: 'single' uses one worker, and the job starts {workers}; choose "
-            "strategy=ddp, or slurm.nodes=1 slurm.gpus_per_node=1."
+            Problem(
+                "strategy",
+                f"'single' uses one worker, and the job starts {workers}; choose strategy=ddp, or "
+                "slurm.nodes=1 slurm.gpus_per_node=1.",
+            )
         )
     return found
 
@@ -205,12 +211,13 @@ def submit(command: list[str]) -> str:
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise UserError(
-            f"slurm: sbatch cannot be run here ({error.strerror}); on a login node of the cluster: "
-            f"{shlex.join(command)}"
+        raise UserError.at(
+            "slurm",
+            f"sbatch cannot be run here ({error.strerror}); on a login node of the cluster: "
+            f"{shlex.join(command)}",
         ) from error
     if result.returncode:
-        raise UserError(f"slurm: sbatch refused the job: {' '.join(result.stderr.split())}")
+        raise UserError.at("slurm", f"sbatch refused the job: {' '.join(result.stderr.split())}")
     return result.stdout.strip().partition(";")[0]  # "number;cluster" where there are several
 
 

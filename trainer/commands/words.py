@@ -10,10 +10,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from trainer.common.errors import Problem
+
 
 def parse_words(
     words: Sequence[str], experiments: Collection[str] = ()
-) -> tuple[list[Override], list[str]]:
+) -> tuple[list[Override], list[Problem]]:
     """The overrides, and a sentence for each word that is not well formed. Where it only lacks
     quotes, the override that it means is among them, so that nothing else is said to be missing."""
     parser = OverridesParser.create()
@@ -26,8 +28,8 @@ def parse_words(
             with suppress(HydraException):
                 meant = _quoted(word)
                 found.append(parser.parse_override(meant))
-                problems[-1] = (
-                    f"{word!r}: a value with such characters stands in quotes: '{meant}'."
+                problems[-1] = Problem(
+                    repr(word), f"a value with such characters stands in quotes: '{meant}'."
                 )
         else:
             if override.key_or_group:
@@ -37,11 +39,11 @@ def parse_words(
     return found, problems
 
 
-def _no_override(word: str, experiments: Collection[str]) -> str:
+def _no_override(word: str, experiments: Collection[str]) -> Problem:
     if word in experiments:
-        return f"{word!r}: an experiment is named by +experiment={word}."
+        return Problem(repr(word), f"an experiment is named by +experiment={word}.")
     quotes = "" if "=" in word else "; a value with blanks needs quotes, as in 'label=two words'"
-    return f"{word!r}: expected key=value, for instance seed=1{quotes}."
+    return Problem(repr(word), f"expected key=value, for instance seed=1{quotes}.")
 
 
 def _quoted(word: str) -> str:

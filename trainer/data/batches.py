@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.data.config import SourceConfig
 from trainer.data.encoding import Encoded, Encoder, encode, start_worker
 from trainer.data.manifest import Split
@@ -74,9 +74,12 @@ def _check_bad(batch: Batch, config: SourceConfig, rows: Iterator[str | BadRow])
             if len(batch.named) >= NAMED:
                 break
     raise UserError(
-        *(f"data: {named}" for named in batch.named),
-        f"data.bad_rows: {batch.bad} of the first {batch.rows:,} rows are malformed, and a share "
-        f"of {allowed:g} may be.",
+        *(Problem("data", named) for named in batch.named),
+        Problem(
+            "data.bad_rows",
+            f"{batch.bad} of the first {batch.rows:,} rows are malformed, and a share of "
+            f"{allowed:g} may be.",
+        ),
     )
 
 

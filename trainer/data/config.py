@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.data.order import PERIOD
 from trainer.formats import adapter
 
@@ -31,23 +31,32 @@ class NeedlesConfig:
     mentions: tuple[int, int] = (2, 20)
     weight: float = 10.0
 
-    def problems(self, sequence_length: int) -> list[str]:
+    def problems(self, sequence_length: int) -> list[Problem]:
         """What is impossible in sequences of that length, one sentence each."""
         if not 0 <= self.share <= 1:
-            return [f"data.needles.share: expected a share from 0 to 1, got {self.share}."]
+            return [
+                Problem("data.needles.share", f"expected a share from 0 to 1, got {self.share}.")
+            ]
         found = [
-            f"data.needles.{key}: expected smallest and largest, 1 <= smallest <= largest, "
-            f"got {list(value)}."
+            Problem(
+                f"data.needles.{key}",
+                f"expected smallest and largest, 1 <= smallest <= largest, got {list(value)}.",
+            )
             for key in ("names", "mentions")
             if not 1 <= (value := getattr(self, key))[0] <= value[1]
         ]
         if not found and self.share and 3 * self.mentions[1] >= sequence_length:
             found.append(
-                f"data.needles.mentions: {self.mentions[1]} statements of 3 tokens do not fit "
-                f"data.sequence_length {sequence_length}; at most {(sequence_length - 1) // 3}."
+                Problem(
+                    "data.needles.mentions",
+                    f"{self.mentions[1]} statements of 3 tokens do not fit data.sequence_length "
+                    f"{sequence_length}; at most {(sequence_length - 1) // 3}.",
+                )
             )
         if not self.weight > 0:
-            found.append(f"data.needles.weight: expected a positive number, got {self.weight}.")
+            found.append(
+                Problem("data.needles.weight", f"expected a positive number, got {self.weight}.")
+            )
         return found
 
 
@@ -95,38 +104,53 @@ class SourceConfig:
             return self.bad_rows
         return 0.001 if self.source == "hub" else 0.0
 
-    def source_problems(self, at: str) -> list[str]:
+    def source_problems(self, at: str) -> list[Problem]:
         """What is impossible; ``at`` is how the keys begin."""
         found = []
         if self.source == "files" and not self.files:
-            found.append(f"{at}.files: {at}.source is 'files', but no file is named.")
+            found.append(Problem(f"{at}.files", f"{at}.source is 'files', but no file is named."))
         found += [
-            f"{at}.files: an address with a password in it would be written into every run; leave "
-            "it to the environment or ~/.netrc."
+            Problem(
+                f"{at}.files",
+                "an address with a password in it would be written into every run; leave it to "
+                "the environment or ~/.netrc.",
+            )
             for path in self.files
             if re.match(r"@?\w+(::\w+)*://[^/@]*:[^/@]*@", path)
         ]
         if self.allow_patterns and not any(path.startswith("@") for path in self.files):
             found.append(
-                f"{at}.allow_patterns: they choose from a list, and {at}.files names none, as "
-                "@LIST does; a glob may stand there itself."
+                Problem(
+                    f"{at}.allow_patterns",
+                    f"they choose from a list, and {at}.files names none, as @LIST does; a glob "
+                    "may stand there itself.",
+                )
             )
         if self.source == "hub" and not self.hub_name:
-            found.append(f"{at}.hub_name: {at}.source is 'hub', but no dataset is named.")
+            found.append(
+                Problem(f"{at}.hub_name", f"{at}.source is 'hub', but no dataset is named.")
+            )
         if not (0 < self.validation < 1 and 0 < self.test < 1 and self.validation + self.test < 1):
             found.append(
-                f"{at}.validation, {at}.test: expected positive shares that leave documents to "
-                f"train on, got {self.validation} and {self.test}."
+                Problem(
+                    f"{at}.validation",
+                    "expected positive shares that, with those of test, leave documents to train "
+                    f"on, got {self.validation} and {self.test}.",
+                )
             )
         found += [
-            f"{at}.{key}: expected 1 or more tokens, got {getattr(self, key)}."
+            Problem(f"{at}.{key}", f"expected 1 or more tokens, got {getattr(self, key)}.")
             for key in ("validation_tokens", "test_tokens")
             if getattr(self, key) < 1
         ]
         if self.min_characters < 0:
-            found.append(f"{at}.min_characters: expected 0 or more, got {self.min_characters}.")
+            found.append(
+                Problem(f"{at}.min_characters", f"expected 0 or more, got {self.min_characters}.")
+            )
         if self.bad_rows is not None and not 0 <= self.bad_rows <= 1:
-            found.append(f"{at}.bad_rows: expected a share from 0 to 1, got {self.bad_rows}.")
+            found.append(
+                Problem(f"{at}.bad_rows", f"expected a share from 0 to 1, got {self.bad_rows}.")
+            )
         return found
 
 
@@ -158,48 +182,64 @@ class DataConfig(SourceConfig):
     num_workers: int = 0
     cache_dir: str | None = None
 
-    def source_problems(self, at: str) -> list[str]:
+    def source_problems(self, at: str) -> list[Problem]:
         """Nothing of a source is read where the text is prepared."""
         return [] if self.prepared else super().source_problems(at)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = []
         if not 2 <= self.sequence_length < 1 << 31:
             found.append(
-                f"data.sequence_length: expected 2 to 2^31 - 1 tokens, got {self.sequence_length}."
+                Problem(
+                    "data.sequence_length",
+                    f"expected 2 to 2^31 - 1 tokens, got {self.sequence_length}.",
+                )
             )
         if self.num_workers < 0:
-            found.append(f"data.num_workers: expected 0 or more, got {self.num_workers}.")
+            found.append(
+                Problem("data.num_workers", f"expected 0 or more, got {self.num_workers}.")
+            )
         if self.shuffle_group is not None and self.shuffle_group < 1:
-            found.append(f"data.shuffle_group: expected 1 or more, got {self.shuffle_group}.")
+            found.append(
+                Problem("data.shuffle_group", f"expected 1 or more, got {self.shuffle_group}.")
+            )
         found += [
-            f"data.{key}: a name cannot hold a NUL character."
+            Problem(f"data.{key}", "a name cannot hold a NUL character.")
             for key in ("cache_dir", "prepared")
             if "\0" in (getattr(self, key) or "")
         ]
         if self.restart_positions and not self.document_mask:
-            found.append("data.restart_positions: needs data.document_mask=true.")
+            found.append(Problem("data.restart_positions", "needs data.document_mask=true."))
         if self.mixture and self.prepared:
-            found.append("data.prepared: one text, but data.mixture names several; name it there.")
+            found.append(
+                Problem("data.prepared", "one text, but data.mixture names several; name it there.")
+            )
         found += self._mixture_problems() if self.mixture else self.source_problems("data")
         return found + self.needles.problems(self.sequence_length)
 
-    def _mixture_problems(self) -> list[str]:
+    def _mixture_problems(self) -> list[Problem]:
         found = []
         keys = [*(f.name for f in fields(SourceConfig)), "prepared", "weight"]
         weights: dict[str, float] = {}
         for name, changes in self.mixture.items():
             at = f"data.mixture.{name}"
             if not isinstance(changes, Mapping):
-                found.append(f"{at}: expected a weight and a source's keys, got {changes!r}.")
+                found.append(
+                    Problem(at, f"expected a weight and a source's keys, got {changes!r}.")
+                )
                 continue
             unknown = [key for key in changes if key not in keys]
-            found += [f"{at}.{key}: unknown key.{did_you_mean(str(key), keys)}" for key in unknown]
+            found += [
+                Problem(f"{at}.{key}", "unknown key.", did_you_mean(str(key), keys))
+                for key in unknown
+            ]
             weight = changes.get("weight", 1.0)
             number = isinstance(weight, int | float) and not isinstance(weight, bool)
             if not number or not 0 < weight < float("inf"):
-                found.append(f"{at}.weight: expected a positive number, got {weight!r}.")
+                found.append(
+                    Problem(f"{at}.weight", f"expected a positive number, got {weight!r}.")
+                )
             else:
                 weights[name] = weight
             own = {k: v for k, v in changes.items() if k in keys and k != "weight"}
@@ -207,15 +247,21 @@ class DataConfig(SourceConfig):
                 adapter(DataConfig).validate_python(own)
             except ValidationError as error:
                 found += [
-                    f"{at}.{e['loc'][0]}: got {e['input']!r}; {e['msg'][0].lower()}{e['msg'][1:]}."
+                    Problem(
+                        f"{at}.{e['loc'][0]}",
+                        f"got {e['input']!r}; {e['msg'][0].lower()}{e['msg'][1:]}.",
+                    )
                     for e in error.errors()
                 ]
             else:
                 found += [] if unknown else self.of(name).source_problems(at)
         least = sum(weights.values()) / PERIOD
         return found + [
-            f"data.mixture.{name}.weight: {weight:g} is less than one of {PERIOD:,} samples, in "
-            f"which shares are exact; give {least:.2g} or more."
+            Problem(
+                f"data.mixture.{name}.weight",
+                f"{weight:g} is less than one of {PERIOD:,} samples, in which shares are exact; "
+                f"give {least:.2g} or more.",
+            )
             for name, weight in weights.items()
             if weight < least
         ]
@@ -245,18 +291,26 @@ class TokenizerConfig:
     vocab_size: int = 1024
     sample_megabytes: int = 64
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = []
         if self.path == "":
-            found.append("tokenizer.path: expected a file, or null to train one, got ''.")
+            found.append(
+                Problem("tokenizer.path", "expected a file, or null to train one, got ''.")
+            )
         if self.path is None and not 257 <= self.vocab_size <= LARGEST_VOCABULARY:
             found.append(
-                "tokenizer.vocab_size: expected 257 entries, which hold every byte, to "
-                f"{LARGEST_VOCABULARY:,}; got {self.vocab_size}."
+                Problem(
+                    "tokenizer.vocab_size",
+                    f"expected 257 entries, which hold every byte, to {LARGEST_VOCABULARY:,}; got "
+                    f"{self.vocab_size}.",
+                )
             )
         if self.sample_megabytes < 1:
             found.append(
-                f"tokenizer.sample_megabytes: expected 1 or more, got {self.sample_megabytes}."
+                Problem(
+                    "tokenizer.sample_megabytes",
+                    f"expected 1 or more, got {self.sample_megabytes}.",
+                )
             )
         return found

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.common.errors import UserError, kind_of
+from trainer.common.errors import UserError, is_transient
 
 
 class FlatFile:
@@ -37,13 +37,14 @@ class FlatFile:
             raise self._error(error) from error
 
     def _error(self, error: OSError) -> UserError:
-        return kind_of(error)(f"data: {str(self.path)!r} cannot be read: {error.strerror}.")
+        message = f"{str(self.path)!r} cannot be read: {error.strerror}."
+        return UserError.at("data", message, transient=is_transient(error))
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """``count`` numbers from ``start`` on.
 
         Raises:
-            UserError: they are not there, or too large; TransientError: the disk fails.
+            UserError: they are not there, or too large, or the disk fails.
         """
         found = np.empty(count, self.dtype)
         into, done = found.view(np.uint8).data, 0
@@ -54,12 +55,13 @@ class FlatFile:
             except OSError as error:
                 raise self._error(error) from error
             if not read:
-                raise UserError(f"data: {str(self.path)!r} cannot be read: it ends early.")
+                raise UserError.at("data", f"{str(self.path)!r} cannot be read: it ends early.")
             done += read
         if self.below is not None and count and (largest := int(found.max())) >= self.below:
-            raise UserError(
-                f"data: {str(self.path)!r} is damaged: it holds the id {largest}, and those of the "
-                f"tokenizer end at {self.below - 1}; remove the directory and prepare it again."
+            raise UserError.at(
+                "data",
+                f"{str(self.path)!r} is damaged: it holds the id {largest}, and those of the "
+                f"tokenizer end at {self.below - 1}; remove the directory and prepare it again.",
             )
         return found
 

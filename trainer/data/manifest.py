@@ -88,9 +88,11 @@ def read_json(path: Path, kind: type[T], newest: int | None = None, what: str = 
         plain = read_plain(path)
         if not isinstance(plain, dict) or "format" not in plain:
             raise ValueError("it has no format")
-        check_format(plain["format"], newest, what, "remove the directory to prepare it again")
+        check_format(
+            plain["format"], newest, "data", what, "remove the directory to prepare it again"
+        )
         if plain["format"] < newest:
-            raise UserError(
-                f"{what} has format {plain['format']}, which is no longer read; remove it."
+            raise UserError.at(
+                "data", f"{what} has format {plain['format']}, which is no longer read; remove it."
             )
     return read_as(path, kind)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trainer.common.errors import Problem
 from trainer.evaluation.method_config import MethodsConfig
 from trainer.positional.rescaling import RESCALINGS
 from trainer.report.outcomes import AS_IS
@@ -42,26 +43,33 @@ class BenchmarkConfig(MethodsConfig):
         """The one factor."""
         return [self.factor]
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"evaluation.{key}: expected 1 or more, got {value}."
+            Problem(f"evaluation.{key}", f"expected 1 or more, got {value}.")
             for key in ("limit", "max_length", "batch_tokens")
             if (value := getattr(self, key)) is not None and value < 1
         ]
         if not self.tasks:
-            found.append("evaluation.tasks: expected one or more, for instance [arc_easy,piqa].")
+            found.append(
+                Problem("evaluation.tasks", "expected one or more, for instance [arc_easy,piqa].")
+            )
         return found + self.method_problems() + self._factor_problems()
 
-    def _factor_problems(self) -> list[str]:
+    def _factor_problems(self) -> list[Problem]:
         if not 1 <= self.factor <= 1e6:
-            return [f"evaluation.factor: expected a number from 1 on, got {self.factor:g}."]
+            return [
+                Problem("evaluation.factor", f"expected a number from 1 on, got {self.factor:g}.")
+            ]
         idle = [part for part in self.parts if part in NEED_A_FACTOR]
         if self.factor > 1 or not idle:
             return []
         return [
-            f"evaluation.factor: 1 leaves nothing to do for {', '.join(idle)}; expected how many "
-            "times the training length they are set for, for instance 4."
+            Problem(
+                "evaluation.factor",
+                f"1 leaves nothing to do for {', '.join(idle)}; expected how many times the "
+                "training length they are set for, for instance 4.",
+            )
         ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.evaluation.longbench.tasks import LongBenchSettings
 from trainer.evaluation.many_shot import ManyShotSettings
 from trainer.evaluation.method_config import MethodsConfig
@@ -54,21 +54,23 @@ class EvaluationConfig(MethodsConfig):
         """The lengths."""
         return self.lengths
 
-    def problems(self, training_length: int | None = None) -> list[str]:
+    def problems(self, training_length: int | None = None) -> list[Problem]:
         """What is impossible (for models of that training length), one sentence each."""
         found = []
         if not self.lengths or min(self.lengths) <= 0:
             found.append(
-                "evaluation.lengths: expected positive multiples of the training length, got "
-                f"{self.lengths}."
+                Problem(
+                    "evaluation.lengths",
+                    f"expected positive multiples of the training length, got {self.lengths}.",
+                )
             )
         if not self.tasks:
-            found.append("evaluation.tasks: expected one or more, got none.")
+            found.append(Problem("evaluation.tasks", "expected one or more, got none."))
         for key in ("windows", "last", "batch_tokens"):
             if (value := getattr(self, key)) is not None and value < 1:
-                found.append(f"evaluation.{key}: expected 1 or more, got {value}.")
+                found.append(Problem(f"evaluation.{key}", f"expected 1 or more, got {value}."))
         found += [
-            f"evaluation.tasks: unknown task {name!r}.{did_you_mean(name, task_names())}"
+            Problem("evaluation.tasks", f"unknown task {name!r}.", did_you_mean(name, task_names()))
             for name in self.tasks
             if name not in task_names()
         ]
@@ -77,34 +79,45 @@ class EvaluationConfig(MethodsConfig):
             found += group.problems()
         return found or ([] if training_length is None else self._misfits(training_length))
 
-    def _misfits(self, training_length: int) -> list[str]:
+    def _misfits(self, training_length: int) -> list[Problem]:
         """What is impossible for models of that training length."""
         shortest = round(training_length * min(self.lengths))
         longest = training_length * max(self.lengths)
         if shortest < 2 or longest >= 1 << 31:
             return [
-                "evaluation.lengths: expected multiples of the training length that make 2 to "
-                f"2^31 - 1 tokens, got {self.lengths} of {training_length}."
+                Problem(
+                    "evaluation.lengths",
+                    "expected multiples of the training length that make 2 to 2^31 - 1 tokens, got "
+                    f"{self.lengths} of {training_length}.",
+                )
             ]
         found = [] if STATEMENTS not in self.tasks else self._statement_problems(training_length)
         found += self.choice_problems(training_length, self.methods or ())
         if self.last is not None and self.last > shortest and PERPLEXITY in self.tasks:
             found.append(
-                f"evaluation.last: {self.last} tokens are more than the shortest length of "
-                f"{shortest} has; give that or less, or null."
+                Problem(
+                    "evaluation.last",
+                    f"{self.last} tokens are more than the shortest length of {shortest} has; "
+                    "give that or less, or null.",
+                )
             )
         return found
 
-    def _statement_problems(self, training_length: int) -> list[str]:
+    def _statement_problems(self, training_length: int) -> list[Problem]:
         """Whether the statements fit the shortest length, and which key is wrong where not."""
         shortest, least = round(training_length * min(self.lengths)), 3 * self.needles.needles + 2
         statements = f"{self.needles.needles} statements of 3 tokens"
         if least > training_length:
-            return [f"evaluation.needles.needles: {statements} do not fit {shortest} tokens."]
+            return [
+                Problem("evaluation.needles.needles", f"{statements} do not fit {shortest} tokens.")
+            ]
         if least > shortest:
             return [
-                f"evaluation.lengths: {min(self.lengths):g} of {training_length} tokens is "
-                f"{shortest}, too few for {statements}; expected {least} tokens or more, or fewer "
-                "evaluation.needles.needles."
+                Problem(
+                    "evaluation.lengths",
+                    f"{min(self.lengths):g} of {training_length} tokens is {shortest}, too few "
+                    f"for {statements}; expected {least} tokens or more, or fewer "
+                    "evaluation.needles.needles.",
+                )
             ]
         return []

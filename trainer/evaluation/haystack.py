@@ -102,9 +102,10 @@ class Haystack:
         """
         room = len(self.tokens) - length
         if room < 0:
-            raise UserError(
-                f"evaluation.text: expected at least {length} tokens for one haystack, got "
-                f"{len(self.tokens)}; give more text or shorter lengths."
+            raise UserError.at(
+                "evaluation.text",
+                f"expected at least {length} tokens for one haystack, got {len(self.tokens)}; "
+                "give more text or shorter lengths.",
             )
         last = np.searchsorted(self._starts, room, side="right")
         begin = self._starts[random.integers(last)]

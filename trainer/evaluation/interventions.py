@@ -12,8 +12,8 @@ from trainer.positional.layout import LayerEncoding, Layout
 def require_rotation(layout: Layout, key: str) -> None:
     """Raises UserError, which names ``key``, where no head rotates."""
     if not layout.rotates:
-        raise UserError(
-            f"{key}: expected a model with a rotary encoding, got one without rotation in any head."
+        raise UserError.at(
+            key, "expected a model with a rotary encoding, got one without rotation in any head."
         )
 
 

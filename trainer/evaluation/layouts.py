@@ -71,15 +71,17 @@ def check_published(layout: Layout, published: PublishedFactors) -> None:
     """
     C, original = layout.training_length, published.original_length
     if original not in (None, C):
-        raise UserError(
-            f"{KEY}: expected original_max_position_embeddings of {C}, the tokens that the model "
-            f"was trained at, got {original}."
+        raise UserError.at(
+            KEY,
+            f"expected original_max_position_embeddings of {C}, the tokens that the model was "
+            f"trained at, got {original}.",
         )
     pairs = {len(spectrum.inv_freq) for spectrum in layout.spectra if spectrum.rotates}
     if other := sorted(pairs - {len(published.long)}):
-        raise UserError(
-            f"{KEY}: expected {other[0]} factors, one for each pair that rotates, got "
-            f"{len(published.long)}."
+        raise UserError.at(
+            KEY,
+            f"expected {other[0]} factors, one for each pair that rotates, got "
+            f"{len(published.long)}.",
         )
 
 

@@ -86,7 +86,7 @@ def fitted_factors(
     """
     model, text = fitting.model, fitting.text
     if not layout.rotates:
-        raise UserError("evaluation.methods: longrope needs heads that rotate; none does.")
+        raise UserError.at("evaluation.methods", "longrope needs heads that rotate; none does.")
     length = round(factor * model.layout.training_length)
 
     def of_text() -> float:

@@ -17,7 +17,7 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.data.order import Integers
 from trainer.evaluation.final_answer import boxed, final_answer, normalised
 from trainer.evaluation.longbench.rows import read_rows
@@ -49,30 +49,34 @@ class ManyShotSettings:
     new_tokens: int | None = None
     seed: int = 42
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"evaluation.many_shot.tasks: unknown task {name!r}.{did_you_mean(name, TASKS)}"
+            Problem(
+                "evaluation.many_shot.tasks", f"unknown task {name!r}.", did_you_mean(name, TASKS)
+            )
             for name in self.tasks
             if name not in TASKS
         ]
         found += [
-            f"evaluation.many_shot.{key}: expected 1 or more, got {value}."
+            Problem(f"evaluation.many_shot.{key}", f"expected 1 or more, got {value}.")
             for key in ("trials", "new_tokens")
             if (value := getattr(self, key)) is not None and value < 1
         ]
         if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
             found.append(
-                "evaluation.many_shot.depths: expected numbers from 0 (beginning) to 1 (end), got "
-                f"{self.depths}."
+                Problem(
+                    "evaluation.many_shot.depths",
+                    f"expected numbers from 0 (beginning) to 1 (end), got {self.depths}.",
+                )
             )
         if self.file is not None and not Path(self.file).is_file():
-            found.append(f"{FILE_KEY}: there is no file {self.file!r}.")
+            found.append(Problem(FILE_KEY, f"there is no file {self.file!r}."))
         return found
 
 
 @dataclass(frozen=True)
-class Problem:
+class SolvedProblem:
     """``answer``: the final one; None: the boxed one at the end of the solution."""
 
     problem: str
@@ -80,31 +84,32 @@ class Problem:
     answer: str | None = None
 
 
-def arithmetic() -> list[Problem]:
+def arithmetic() -> list[SolvedProblem]:
     """All sums and differences of two two-digit numbers."""
     return [
-        Problem(f"What is {a} {sign} {b}?", f"{a} {sign} {b} = {result}.", str(result))
+        SolvedProblem(f"What is {a} {sign} {b}?", f"{a} {sign} {b} = {result}.", str(result))
         for a in range(10, 100)
         for b in range(10, 100)
         for sign, result in (("+", a + b), ("-", a - b))
     ]
 
 
-def read_problems(file: str) -> list[Problem]:
+def read_problems(file: str) -> list[SolvedProblem]:
     """The problems of a file, each once, with an answer.
 
     Raises:
         UserError: the file or a line is malformed, or no solution has a boxed answer.
     """
-    found: dict[str, Problem] = {}
-    for row in read_rows(Path(file), Problem, FILE_KEY):
+    found: dict[str, SolvedProblem] = {}
+    for row in read_rows(Path(file), SolvedProblem, FILE_KEY):
         answer = boxed(row.solution) if row.answer is None else row.answer
         if answer is None:
-            raise UserError(
-                f"{FILE_KEY}: {file!r} has no answer to {row.problem[:60]!r}: expected the key "
-                r"'answer', or \boxed{...} in 'solution'."
+            raise UserError.at(
+                FILE_KEY,
+                f"{file!r} has no answer to {row.problem[:60]!r}: expected the key "
+                r"'answer', or \boxed{...} in 'solution'.",
             )
-        found.setdefault(row.problem, Problem(row.problem, row.solution, answer))
+        found.setdefault(row.problem, SolvedProblem(row.problem, row.solution, answer))
     return list(found.values())
 
 
@@ -112,7 +117,7 @@ def read_problems(file: str) -> list[Problem]:
 class _Pool:
     """Problems and their tokens: ``examples`` solved, ``questions`` not."""
 
-    problems: Sequence[Problem]
+    problems: Sequence[SolvedProblem]
     tokenizer: Tokenizer
 
     @cached_property
@@ -170,9 +175,10 @@ class ManyShotTask:
         room = length - len(before) - len(question) - self.new_tokens
         if self.name == "zero_shot":
             if room < 0:
-                raise UserError(
-                    f"evaluation.lengths: zero_shot needs {length - room} tokens or more with "
-                    f"this tokenizer, got {length}."
+                raise UserError.at(
+                    "evaluation.lengths",
+                    f"zero_shot needs {length - room} tokens or more with this tokenizer, got "
+                    f"{length}.",
                 )
             return [Prompt((*before, *question), answers, self.new_tokens)]
         if self.name == "many_shot_skip":
@@ -202,14 +208,16 @@ class ManyShotTask:
                 chosen.append(index)
                 room -= sizes[index]
         if room > longest:
-            raise UserError(
-                f"evaluation.lengths: the {len(sizes)} solved problems of {self.name} leave {room} "
-                f"of {length} tokens empty; give more ({FILE_KEY}) or shorter lengths."
+            raise UserError.at(
+                "evaluation.lengths",
+                f"the {len(sizes)} solved problems of {self.name} leave {room} of {length} tokens "
+                f"empty; give more ({FILE_KEY}) or shorter lengths.",
             )
         if not chosen:
-            raise UserError(
-                f"evaluation.lengths: {self.name} needs {length + shortest - room} tokens or more "
-                f"for a question, its answer and an example, got {length}."
+            raise UserError.at(
+                "evaluation.lengths",
+                f"{self.name} needs {length + shortest - room} tokens or more for a question, its "
+                f"answer and an example, got {length}.",
             )
         return np.array(chosen)
 

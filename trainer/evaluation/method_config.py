@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trainer.analysis.short_time import USUAL
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.settings import (
@@ -88,39 +88,49 @@ class MethodsConfig(ABC):
         """Their parts, each once."""
         return list(dict.fromkeys(part for name in self.names for part in name.split("+")))
 
-    def method_problems(self) -> list[str]:
+    def method_problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = []
         if not self.names:
-            found.append("evaluation.methods: expected one or more, got none.")
+            found.append(Problem("evaluation.methods", "expected one or more, got none."))
         if self.fit_windows < 1:
-            found.append(f"evaluation.fit_windows: expected 1 or more, got {self.fit_windows}.")
+            found.append(
+                Problem("evaluation.fit_windows", f"expected 1 or more, got {self.fit_windows}.")
+            )
         intervenes = self.dope.removal == "zero" or self.dope.variant == "by_gaussian"
         for name in self.names:
             found += part_problems(name)
             if intervenes and {"dope", "weighted_rope"} <= {*name.split("+")}:
                 found.append(
-                    f"evaluation.methods: in {name!r} both parts change the same heads, which does "
-                    "not combine; name them one by one, or set evaluation.dope.removal=unrotate "
-                    "with another variant than by_gaussian."
+                    Problem(
+                        "evaluation.methods",
+                        f"in {name!r} both parts change the same heads, which does not combine; "
+                        "name them one by one, or set evaluation.dope.removal=unrotate with "
+                        "another variant than by_gaussian.",
+                    )
                 )
         if "weighted_rope" in self.parts and not self.weighted_rope:
-            found.append("evaluation.weighted_rope: expected one rule or more, got none.")
+            found.append(
+                Problem("evaluation.weighted_rope", "expected one rule or more, got none.")
+            )
         for group in (self.temperature, self.dynamic_ntk, self.longrope, self.dope):
             found += group.problems()
         for rule in self.weighted_rope:
             found += rule.problems()
         return found + self.choice.problems(choice_texts())
 
-    def choice_problems(self, training_length: int, methods: Sequence[str]) -> list[str]:
+    def choice_problems(self, training_length: int, methods: Sequence[str]) -> list[Problem]:
         """What these methods cannot choose on, for models of that training length."""
         parts = {part for name in methods for part in name.split("+")}
         rules = self.weighted_rope if "weighted_rope" in parts else ()
         found = []
         if self.temperature.lengths is not None and "temperature" in parts:
             found += [
-                f"evaluation.temperature.lengths: {length:g} times the training length of "
-                f"{training_length} tokens is no more than that; nothing is fitted there."
+                Problem(
+                    "evaluation.temperature.lengths",
+                    f"{length:g} times the training length of {training_length} tokens is no more "
+                    "than that; nothing is fitted there.",
+                )
                 for length in self.temperature.lengths
                 if round(length * training_length) <= training_length
             ]
@@ -130,21 +140,26 @@ class MethodsConfig(ABC):
         tokens = round(shortest * training_length)
         if parts & {"dope", "weighted_rope"} and tokens < least:
             found.append(
-                f"evaluation.choice.length: a text to choose on has {least:,} tokens or more, and "
-                f"{shortest:g} times the training length of {training_length} is {tokens}; here "
-                f"that is {least / training_length:.3g} or more."
+                Problem(
+                    "evaluation.choice.length",
+                    f"a text to choose on has {least:,} tokens or more, and {shortest:g} times "
+                    f"the training length of {training_length} is {tokens}; here that is "
+                    f"{least / training_length:.3g} or more.",
+                )
             )
         return found
 
 
-def part_problems(name: str) -> list[str]:
+def part_problems(name: str) -> list[Problem]:
     """What is wrong with a method's name, one sentence each."""
     parts = name.split("+")
     found = [
-        f"evaluation.methods: unknown method {part!r}.{did_you_mean(part, PARTS)}"
+        Problem("evaluation.methods", f"unknown method {part!r}.", did_you_mean(part, PARTS))
         for part in parts
         if part not in PARTS
     ]
     if len(set(parts)) < len(parts) or ("none" in parts and len(parts) > 1):
-        found.append(f"evaluation.methods: {name!r} does one thing twice, or 'none' and more.")
+        found.append(
+            Problem("evaluation.methods", f"{name!r} does one thing twice, or 'none' and more.")
+        )
     return found

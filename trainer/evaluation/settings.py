@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.common.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.evaluation.published_factors import read_factors
 from trainer.positional.spectrum import MOST_COEFFICIENT, MOST_EXPONENT
 
@@ -36,21 +36,28 @@ class TemperatureSettings:
     rope_id_coefficient: float = 0.1
     rope_id_exponent: float = 2.0
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = []
         if not self.grid or not all(0 <= c <= 100 for c in self.grid):
             found.append(
-                "evaluation.temperature.grid: expected one or more coefficients from 0 to 100, got "
-                f"{self.grid}."
+                Problem(
+                    "evaluation.temperature.grid",
+                    f"expected one or more coefficients from 0 to 100, got {self.grid}.",
+                )
             )
         if self.lengths is not None and not (self.lengths and all(s > 1 for s in self.lengths)):
             found.append(
-                "evaluation.temperature.lengths: expected multiples of the training length above "
-                f"1, or null for those evaluated, got {self.lengths}."
+                Problem(
+                    "evaluation.temperature.lengths",
+                    "expected multiples of the training length above 1, or null for those "
+                    f"evaluated, got {self.lengths}.",
+                )
             )
         found += [
-            f"evaluation.temperature.{key}: expected a number from 0 to {most}, got {value}."
+            Problem(
+                f"evaluation.temperature.{key}", f"expected a number from 0 to {most}, got {value}."
+            )
             for key, most in (
                 ("rope_id_coefficient", MOST_COEFFICIENT),
                 ("rope_id_exponent", MOST_EXPONENT),
@@ -68,13 +75,16 @@ class DynamicNtkSettings:
 
     alpha: float | None = None
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         if self.alpha is None or 1 <= self.alpha <= 1e6:
             return []
         return [
-            "evaluation.dynamic_ntk.alpha: expected a number from 1 to 1,000,000, or null for the "
-            f"length over the training length, got {self.alpha}."
+            Problem(
+                "evaluation.dynamic_ntk.alpha",
+                "expected a number from 1 to 1,000,000, or null for the length over the training "
+                f"length, got {self.alpha}.",
+            )
         ]
 
 
@@ -99,10 +109,10 @@ class LongRopeSettings:
         found = {"evaluations": self.evaluations, "windows": self.windows, "seed": self.seed}
         return found if self.search == "perplexity" else {"search": self.search, **found}
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"evaluation.longrope.{key}: expected 1 or more, got {value}."
+            Problem(f"evaluation.longrope.{key}", f"expected 1 or more, got {value}.")
             for key in ("evaluations", "windows")
             if (value := getattr(self, key)) < 1
         ]
@@ -132,26 +142,36 @@ class ChoiceSettings:
     length: float | None = None
     texts: int = 4
 
-    def problems(self, texts: Collection[str]) -> list[str]:
+    def problems(self, texts: Collection[str]) -> list[Problem]:
         """What is impossible, one sentence each; ``texts``: what there is."""
         found = []
         if self.text not in texts:
             near = did_you_mean(self.text, texts)
-            found.append(f"evaluation.choice.text: there is no text {self.text!r}.{near}")
+            found.append(
+                Problem("evaluation.choice.text", f"there is no text {self.text!r}.", near)
+            )
         if (self.text == "file") != (self.file is not None):
             found.append(
-                "evaluation.choice.file: expected a file where evaluation.choice.text is 'file', "
-                f"and null elsewhere, got {self.file!r} with {self.text!r}."
+                Problem(
+                    "evaluation.choice.file",
+                    "expected a file where evaluation.choice.text is 'file', and null elsewhere, "
+                    f"got {self.file!r} with {self.text!r}.",
+                )
             )
         elif self.file is not None and not Path(self.file).is_file():
-            found.append(f"evaluation.choice.file: there is no file {self.file!r}.")
+            found.append(Problem("evaluation.choice.file", f"there is no file {self.file!r}."))
         if self.length is not None and not 0 < self.length <= 1e6:
             found.append(
-                "evaluation.choice.length: expected a positive multiple of the training length, or "
-                f"null for the one evaluated, got {self.length}."
+                Problem(
+                    "evaluation.choice.length",
+                    "expected a positive multiple of the training length, or null for the one "
+                    f"evaluated, got {self.length}.",
+                )
             )
         if self.texts < 1:
-            found.append(f"evaluation.choice.texts: expected 1 or more, got {self.texts}.")
+            found.append(
+                Problem("evaluation.choice.texts", f"expected 1 or more, got {self.texts}.")
+            )
         return found
 
 
@@ -190,19 +210,24 @@ class DopeSettings:
     sigma: float | None = None
     seed: int = 0
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = []
         if self.r is not None and self.r < 1:
-            found.append(f"evaluation.dope.r: expected 1 or more, or null for all, got {self.r}.")
+            found.append(
+                Problem("evaluation.dope.r", f"expected 1 or more, or null for all, got {self.r}.")
+            )
         if self.heads < 0:
-            found.append(f"evaluation.dope.heads: expected 0 or more, got {self.heads}.")
+            found.append(Problem("evaluation.dope.heads", f"expected 0 or more, got {self.heads}."))
         if self.seed < 0:
-            found.append(f"evaluation.dope.seed: expected 0 or more, got {self.seed}.")
+            found.append(Problem("evaluation.dope.seed", f"expected 0 or more, got {self.seed}."))
         if self.sigma is not None and not 0 <= self.sigma <= 1e6:
             found.append(
-                "evaluation.dope.sigma: expected a number from 0 on, or null for that of the "
-                f"retained heads, got {self.sigma}."
+                Problem(
+                    "evaluation.dope.sigma",
+                    "expected a number from 0 on, or null for that of the retained heads, got "
+                    f"{self.sigma}.",
+                )
             )
         return found
 
@@ -217,10 +242,12 @@ class WeightedRopeSettings:
     tau: float = 0.6
     alpha: float = 0.1
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         return [
-            f"evaluation.weighted_rope.{key}: expected a number from 0 to 1, got {value}."
+            Problem(
+                f"evaluation.weighted_rope.{key}", f"expected a number from 0 to 1, got {value}."
+            )
             for key in ("tau", "alpha")
             if not 0 <= (value := getattr(self, key)) <= 1
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.shards import TokenStream
@@ -82,13 +82,13 @@ def make_tasks(
             found += [Prompted(task, tokenizer) for task in tasks]
             notes += missing
     if not found:
-        raise UserError(*(f"evaluation.tasks: {note}" for note in notes))
+        raise UserError(*(Problem("evaluation.tasks", note) for note in notes))
     return found, notes
 
 
 def check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
     """Find prompts that do not fit before anything is measured, for all tasks at once."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     for task in tasks:
         try:
             for length in lengths:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.formats import adapter
 from trainer.interchange.hf_config import malformed
 from trainer.model.config import ModelConfig, QKNormConfig, SoftmaxConfig
@@ -69,7 +69,7 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
     """
     problems = malformed(values)
     problems += [
-        f"{key}: expected {' or '.join(map(repr, allowed))}, got {values.get(key)!r}."
+        Problem(key, f"expected {' or '.join(map(repr, allowed))}, got {values.get(key)!r}.")
         for key, allowed in (
             ("qkv_bias", (True, False)),
             ("qk_norm_kind", _KINDS),
@@ -78,7 +78,7 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
         if values.get(key) not in allowed
     ]
     if problems:
-        raise UserError(*(f"{name}: {problem}" for problem in problems))
+        raise UserError(*(problem.in_file(name) for problem in problems))
     config = ModelConfig(
         hidden_size=values["hidden_size"],
         intermediate_size=values["intermediate_size"],
@@ -94,12 +94,13 @@ def from_own_config(values: Mapping[str, Any], name: str) -> tuple[ModelConfig, 
         qk_norm=QKNormConfig("never", values["qk_norm_kind"], values["qk_norm_targets"]),
     )
     if problems := config.problems():
-        raise UserError(*(f"{name}: {p.removeprefix('model.')}" for p in problems))
+        keys = {f"model.{key}": key for key in vars(config)}
+        raise UserError(*(problem.renamed(keys).in_file(name) for problem in problems))
     shape = config.num_hidden_layers, config.num_key_value_heads, config.head_size
     try:
         layout = read_layout(values.get("layout"), *shape)
     except ValueError as error:
-        raise UserError(f"{name}: {error}.") from None
+        raise UserError.at(name, f"{error}.") from None
     _check_slopes(values.get("alibi_slopes"), config, layout, name)
     norms = {layer.qk_norm for layer in layout.layers}
     # Norms in some layers only: the other layers get theirs at a later drop.
@@ -116,7 +117,7 @@ def _softmax(given: Any, name: str) -> SoftmaxConfig:
             raise ValueError
         return adapter(SoftmaxConfig).validate_python(given or {})
     except ValueError:
-        raise UserError(f"{name}: softmax: expected {', '.join(known)}, got {given!r}.") from None
+        raise UserError.at(name, f"softmax: expected {', '.join(known)}, got {given!r}.") from None
 
 
 def _check_slopes(given: Any, config: ModelConfig, layout: Layout, name: str) -> None:
@@ -129,6 +130,6 @@ def _check_slopes(given: Any, config: ModelConfig, layout: Layout, name: str) ->
         )
     )
     if any(spectrum.alibi for spectrum in layout.spectra) and not fits:
-        raise UserError(
-            f"{name}: alibi_slopes: expected those of ALiBi for {len(ours)} heads, got {given!r}."
+        raise UserError.at(
+            name, f"alibi_slopes: expected those of ALiBi for {len(ours)} heads, got {given!r}."
         )

@@ -22,7 +22,9 @@ def download_wheel(requirement: str, directory: Path) -> Path:
     )
     wheels = list(directory.glob("*.whl"))
     if result.returncode or not wheels:
-        raise UserError(f"pip could not download {requirement}: {result.stderr.strip()[-300:]}")
+        raise UserError.at(
+            "", f"pip could not download {requirement}: {result.stderr.strip()[-300:]}"
+        )
     return wheels[0]
 
 
@@ -31,4 +33,4 @@ def check_sum(path: Path, sha256: str) -> None:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != sha256:
-        raise UserError(f"{path.name} has the SHA-256 {digest}, not {sha256}.")
+        raise UserError.at("", f"{path.name} has the SHA-256 {digest}, not {sha256}.")

@@ -149,9 +149,10 @@ def _packed(
 ) -> Tensor:
     """All rows as one row of documents."""
     if q.shape[2] != k.shape[2]:
-        raise UserError(
-            "model.attention_backend: document masks do not work with a KV cache in kernels of "
-            "variable length; choose 'sdpa'."
+        raise UserError.at(
+            "model.attention_backend",
+            "document masks do not work with a KV cache in kernels of variable length; choose "
+            "'sdpa'.",
         )
     B, T = q.shape[0], q.shape[2]
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.common.errors import Problem
+
 
 @dataclass(frozen=True)
 class QKNormConfig:
@@ -107,10 +109,10 @@ class ModelConfig:
         block = self.hidden_size * (heads + 3 * self.intermediate_size)
         return self.num_hidden_layers * block
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible about this shape, one sentence each."""
         found = [
-            f"model.{key}: expected a positive number, got {value}."
+            Problem(f"model.{key}", f"expected a positive number, got {value}.")
             for key in (
                 "hidden_size",
                 "intermediate_size",
@@ -125,12 +127,15 @@ class ModelConfig:
             if (value := getattr(self, key)) is not None and value <= 0
         ]
         found += [
-            f"model.{key}: expected at most {most:,}, got {value}."
+            Problem(f"model.{key}", f"expected at most {most:,}, got {value}.")
             for key, most in LARGEST.items()
             if (value := getattr(self, key)) is not None and value > most
         ]
         found += [
-            f"model.softmax.{key}: expected a number from 0.001, or null for none, got {value}."
+            Problem(
+                f"model.softmax.{key}",
+                f"expected a number from 0.001, or null for none, got {value}.",
+            )
             for key in ("softcap", "final_softcap")
             if (value := getattr(self.softmax, key)) is not None and value < 0.001
         ]
@@ -138,17 +143,26 @@ class ModelConfig:
             return found
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             found.append(
-                f"model.num_attention_heads: {self.num_attention_heads} heads do not divide "
-                f"hidden_size {self.hidden_size}; choose a divisor or set model.head_dim."
+                Problem(
+                    "model.num_attention_heads",
+                    f"{self.num_attention_heads} heads do not divide hidden_size "
+                    f"{self.hidden_size}; choose a divisor or set model.head_dim.",
+                )
             )
         elif self.head_size % 2:
             found.append(
-                f"model.head_dim: {self.head_size} is odd, but channels rotate in pairs; "
-                f"use {self.head_size + 1} or {self.head_size - 1}."
+                Problem(
+                    "model.head_dim",
+                    f"{self.head_size} is odd, but channels rotate in pairs; use "
+                    f"{self.head_size + 1} or {self.head_size - 1}.",
+                )
             )
         if self.num_attention_heads % self.num_key_value_heads:
             found.append(
-                f"model.num_key_value_heads: {self.num_key_value_heads} does not divide "
-                f"num_attention_heads {self.num_attention_heads}."
+                Problem(
+                    "model.num_key_value_heads",
+                    f"{self.num_key_value_heads} does not divide num_attention_heads "
+                    f"{self.num_attention_heads}.",
+                )
             )
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trainer.common.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import (
@@ -39,10 +39,13 @@ class TemperatureConfig:
         """Whether the factor is 1 everywhere."""
         return self.coefficient == 0 and self.scale == 1
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"positional.temperature.{key}: expected a number from {least} to {most}, got {value}."
+            Problem(
+                f"positional.temperature.{key}",
+                f"expected a number from {least} to {most}, got {value}.",
+            )
             for key, least, most in (
                 ("coefficient", 0, MOST_COEFFICIENT),
                 ("exponent", 0, MOST_EXPONENT),
@@ -52,8 +55,11 @@ class TemperatureConfig:
         ]
         if self.reference is not None and self.reference < 1:
             found.append(
-                "positional.temperature.reference: expected tokens, 1 or more, or null for the "
-                f"training length, got {self.reference}."
+                Problem(
+                    "positional.temperature.reference",
+                    "expected tokens, 1 or more, or null for the training length, got "
+                    f"{self.reference}.",
+                )
             )
         return found
 
@@ -71,9 +77,10 @@ class TemperatureConfig:
         if not self.reaches(spectrum):
             return spectrum
         if not spectrum.temperature.is_none:
-            raise UserError(
-                "positional.temperature: an encoding has a temperature of its own; set its "
-                "positional.encodings.NAME.temperature=0, or leave this one out."
+            raise UserError.at(
+                "positional.temperature",
+                "an encoding has a temperature of its own; set its "
+                "positional.encodings.NAME.temperature=0, or leave this one out.",
             )
         values = (self.coefficient, self.exponent, self.scale, self.per)
         return replace(spectrum, temperature=Temperature(*values, self.reference, self.steps))
@@ -100,7 +107,7 @@ class PositionalConfig:
     temperature: TemperatureConfig = field(default_factory=TemperatureConfig)
 
 
-def unknown_encodings(config: PositionalConfig) -> list[str]:
+def unknown_encodings(config: PositionalConfig) -> list[Problem]:
     """One sentence for every name that no encoding is registered under."""
     kinds = {
         name: str(config.encodings.get(name, {}).get("type", name))
@@ -108,7 +115,7 @@ def unknown_encodings(config: PositionalConfig) -> list[str]:
     }
     choices = {*ENCODINGS, *(name for name, kind in kinds.items() if kind in ENCODINGS)}
     return [
-        f"positional: unknown encoding {kind!r}.{did_you_mean(kind, choices)}"
+        Problem("positional", f"unknown encoding {kind!r}.", did_you_mean(kind, choices))
         for kind in dict.fromkeys(kinds.values())
         if kind not in ENCODINGS
     ]
@@ -144,23 +151,30 @@ def build_layout(
 
     for key in ("layers", "windows"):
         if not getattr(config, key):
-            problems.append(f"positional.{key}: expected at least one entry, got an empty list.")
+            problems.append(
+                Problem(f"positional.{key}", "expected at least one entry, got an empty list.")
+            )
     used = {*config.layers, *config.heads}
     named = dict.fromkeys([*config.layers, *config.heads, *config.encodings])
     spectra = {name: spectrum(name) for name in named}
     for window in config.windows:
         if window is not None and not 1 <= window <= training_length:
             problems.append(
-                f"positional.windows: a window of {window} tokens does not fit the training length "
-                f"of {training_length}; expected 1 to {training_length}, or null for none."
+                Problem(
+                    "positional.windows",
+                    f"a window of {window} tokens does not fit the training length of "
+                    f"{training_length}; expected 1 to {training_length}, or null for none.",
+                )
             )
     reached = {*config.layers[:num_layers], *config.heads}
     of_free = config.temperature.heads == "free" and not config.temperature.is_none
     if of_free and not any(s and config.temperature.reaches(s) for s in map(spectra.get, reached)):
         problems.append(
-            "positional.temperature.heads: no head of these layers is free of rotation; expected "
-            f"'all', or an encoding that does not rotate among the first {num_layers} of "
-            "positional.layers."
+            Problem(
+                "positional.temperature.heads",
+                "no head of these layers is free of rotation; expected 'all', or an encoding "
+                f"that does not rotate among the first {num_layers} of positional.layers.",
+            )
         )
     counts: dict[str, int] = {}
     for name, share in config.heads.items():
@@ -170,15 +184,18 @@ def build_layout(
             counts[name] = round(heads)
         elif not 0 <= share <= 1:
             problems.append(
-                f"positional.heads.{name}: expected a share from 0 to 1, got {share:g}."
+                Problem(f"positional.heads.{name}", f"expected a share from 0 to 1, got {share:g}.")
             )
         else:
             problems.append(
-                f"positional.heads.{name}: {share:g} of {num_key_value_heads} key-value heads is "
-                "not a whole number of them."
+                Problem(
+                    f"positional.heads.{name}",
+                    f"{share:g} of {num_key_value_heads} key-value heads is not a whole number of "
+                    "them.",
+                )
             )
     if sum(counts.values()) > num_key_value_heads:
-        problems.append("positional.heads: the shares add up to more than 1.")
+        problems.append(Problem("positional.heads", "the shares add up to more than 1."))
     if problems:
         raise UserError(*dict.fromkeys(problems))
 

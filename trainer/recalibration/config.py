@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.common.errors import Problem
 from trainer.recalibration.schedule import ScheduleConfig
 
 
@@ -51,42 +52,58 @@ class ChangeConfig:
         found += [f"pairs {' or '.join(pairs)}"] if pairs else []
         return f" of {', '.join(found)}" if found else ""
 
-    def change_problems(self, key: str, num_layers: int, num_heads: int, steps: int) -> list[str]:
+    def change_problems(
+        self, key: str, num_layers: int, num_heads: int, steps: int
+    ) -> list[Problem]:
         """What is impossible in a model of so many layers and key-value heads, one sentence each;
         ``key``: where the group stands; ``steps``: that are left."""
         found = []
         for name, count, what in (("layers", num_layers, "layer"), ("heads", num_heads, "head")):
             chosen = getattr(self, name)
             if chosen == []:
-                found.append(f"{key}.{name}: an empty list drops nothing; null means all {name}.")
+                found.append(
+                    Problem(f"{key}.{name}", f"an empty list drops nothing; null means all {name}.")
+                )
             found += [
-                f"{key}.{name}: {what} {i} does not exist in a model of {count} "
-                f"{'layers' if name == 'layers' else 'key-value heads'}."
+                Problem(
+                    f"{key}.{name}",
+                    f"{what} {i} does not exist in a model of {count} "
+                    f"{'layers' if name == 'layers' else 'key-value heads'}.",
+                )
                 for i in chosen or []
                 if not -count <= i < count
             ]
         for name in ("slower_than", "faster_than"):
             if (value := getattr(self, name)) is not None and not value > 0:
-                found.append(f"{key}.{name}: expected a number of tokens, got {value}.")
+                found.append(Problem(f"{key}.{name}", f"expected a number of tokens, got {value}."))
         slower, faster = self.slower_than, self.faster_than
         if slower is not None and faster is not None and slower < faster:
             found.append(
-                f"{key}.slower_than: pairs slower than {slower:g} or faster than "
-                f"{faster:g} are all; give one of them, or a slower_than above "
-                "faster_than."
+                Problem(
+                    f"{key}.slower_than",
+                    f"pairs slower than {slower:g} or faster than {faster:g} are all; give one of "
+                    "them, or a slower_than above faster_than.",
+                )
             )
         if self.to != "nope" and (self.of_pairs or self.anneal_steps):
             found.append(
-                f"{key}.to: pairs, and what shrinks over steps, are dropped to nope alone, got "
-                f"{self.to!r}."
+                Problem(
+                    f"{key}.to",
+                    "pairs, and what shrinks over steps, are dropped to nope alone, got "
+                    f"{self.to!r}.",
+                )
             )
         if not 0 <= self.anneal_steps <= steps:
             found.append(
-                f"{key}.anneal_steps: expected 0 to {steps}, the steps that are left, got "
-                f"{self.anneal_steps}."
+                Problem(
+                    f"{key}.anneal_steps",
+                    f"expected 0 to {steps}, the steps that are left, got {self.anneal_steps}.",
+                )
             )
         if self.anneal == "heads" and self.anneal_steps and (self.heads or self.of_pairs):
-            found.append(f"{key}.anneal: 'heads' goes through all heads; leave out the choice.")
+            found.append(
+                Problem(f"{key}.anneal", "'heads' goes through all heads; leave out the choice.")
+            )
         return found
 
 
@@ -125,26 +142,33 @@ class DropConfig(ChangeConfig):
         num_layers: int,
         num_heads: int,
         trained: bool = False,
-    ) -> list[str]:
+    ) -> list[Problem]:
         """What is impossible for a run of that length and shape, one sentence each.
 
         ``trained``: the run begins with trained weights, which may drop before the first step.
         """
         found = self.schedule.problems("drop.schedule")
         if self.at is not None and self.at_tokens is not None:
-            found.append("drop: give either drop.at or drop.at_tokens, not both.")
+            found.append(Problem("drop", "give either drop.at or drop.at_tokens, not both."))
         step = self.step(max_steps, tokens_per_step)
         first = 0 if trained else 1
         if step is not None and not first <= step < max_steps:
             key = "at" if self.at_tokens is None else "at_tokens"
             found.append(
-                f"drop.{key}: {getattr(self, key)} is step {step}, but the run has steps {first} "
-                f"to {max_steps - 1} to drop at (trainer.max_steps is {max_steps}); give such a "
-                "step, a fraction between 0 and 1, or null for no drop."
+                Problem(
+                    f"drop.{key}",
+                    f"{getattr(self, key)} is step {step}, but the run has steps {first} to "
+                    f"{max_steps - 1} to drop at (trainer.max_steps is {max_steps}); give such a "
+                    "step, a fraction between 0 and 1, or null for no drop.",
+                )
             )
             step = None
         left = max_steps - step if step is not None else max_steps
         found += self.change_problems("drop", num_layers, num_heads, left)
         if self.effect_sequences < 1:
-            found.append(f"drop.effect_sequences: expected 1 or more, got {self.effect_sequences}.")
+            found.append(
+                Problem(
+                    "drop.effect_sequences", f"expected 1 or more, got {self.effect_sequences}."
+                )
+            )
         return found

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.common.errors import Problem
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -22,15 +24,17 @@ class ScheduleConfig:
     final: float = 0.1
     decay_fraction: float = 0.2
 
-    def problems(self, key: str) -> list[str]:
+    def problems(self, key: str) -> list[Problem]:
         """What is impossible, one sentence each; ``key`` is where the group stands."""
         found = []
         if self.peak <= 0:
-            found.append(f"{key}.peak: expected a positive number, got {self.peak}.")
+            found.append(Problem(f"{key}.peak", f"expected a positive number, got {self.peak}."))
         if self.warmup_steps < 0:
-            found.append(f"{key}.warmup_steps: expected 0 or more, got {self.warmup_steps}.")
+            found.append(
+                Problem(f"{key}.warmup_steps", f"expected 0 or more, got {self.warmup_steps}.")
+            )
         found += [
-            f"{key}.{name}: expected a fraction from 0 to 1, got {value}."
+            Problem(f"{key}.{name}", f"expected a fraction from 0 to 1, got {value}.")
             for name in ("final", "decay_fraction")
             if not 0 <= (value := getattr(self, name)) <= 1
         ]

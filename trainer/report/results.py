@@ -248,13 +248,13 @@ class Report(Json):
         try:
             return cls.from_dict(read_plain(path))
         except OSError as error:
-            raise UserError(f"Cannot read the report {path}: {error.strerror}.") from error
+            raise UserError.at("", f"Cannot read the report {path}: {error.strerror}.") from error
         except ValidationError as error:
             problem = error.errors()[0]
             where = ".".join(map(str, problem["loc"])) or "the report"
-            raise UserError(f"{path} is not a report: {where}: {problem['msg']}.") from error
+            raise UserError.at("", f"{path} is not a report: {where}: {problem['msg']}.") from error
         except (ValueError, TypeError) as error:
-            raise UserError(f"{path} is not a report: {error}.") from error
+            raise UserError.at("", f"{path} is not a report: {error}.") from error
 
 
 def _plain(value: Any) -> Any:

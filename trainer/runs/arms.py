@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from trainer.common.errors import Problem
 from trainer.runs.config import RunConfig
 from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config
@@ -15,7 +16,7 @@ from trainer.runs.phases import phases_of
 
 MAIN = "main"
 """What the run itself is called among its arms."""
-Check = Callable[[RunConfig], Sequence[str]]
+Check = Callable[[RunConfig], Sequence[Problem]]
 """What is wrong with a configuration, one sentence each."""
 
 
@@ -37,7 +38,7 @@ def arm_problems(
     arms: Mapping[str, RunConfig],
     of_run: Sequence[Check] = (),
     of_phase: Sequence[Check] = (),
-) -> list[str]:
+) -> list[Problem]:
     """Return what is wrong with any arm; what is wrong with a control alone is said under its name.
 
     Args:
@@ -50,7 +51,7 @@ def arm_problems(
         found[name] += [problem for check in of_phase for problem in check(config)]
     shared = {*found[MAIN]}
     named = [
-        problem if name == MAIN or problem in shared else f"controls.{name}.{problem}"
+        problem if name == MAIN or problem in shared else problem.under(f"controls.{name}")
         for name, problems in found.items()
         for problem in problems
     ]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.head_units import units
@@ -83,7 +83,7 @@ class RunConfig:
             return sum(steps[: drops.index(True)]) if any(drops) else None
         return self.drop.step(self.trainer.max_steps, self.tokens_per_step)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """All that is impossible in and between the groups, one sentence each."""
         model_problems = self.model.problems()
         drop_problems = self.drop.problems(
@@ -95,15 +95,20 @@ class RunConfig:
         )
         if self.drop.to not in {*ENCODINGS, *self.positional.encodings}:
             near = did_you_mean(self.drop.to, ENCODINGS)
-            drop_problems.append(f"drop.to: unknown encoding {self.drop.to!r}.{near}")
+            drop_problems.append(Problem("drop.to", f"unknown encoding {self.drop.to!r}.", near))
         found = []
         if not NAME.fullmatch(self.name):
             found.append(
-                f"name: {self.name!r} names a directory under runs/; expected letters, digits and "
-                "._+- only (run_dir= may be any path)."
+                Problem(
+                    "name",
+                    f"{self.name!r} names a directory under runs/; expected letters, digits and "
+                    "._+- only (run_dir= may be any path).",
+                )
             )
         if not self.run_dir:
-            found.append("run_dir: expected a directory, got nothing; leave it out for runs/NAME.")
+            found.append(
+                Problem("run_dir", "expected a directory, got nothing; leave it out for runs/NAME.")
+            )
         found += [
             *model_problems,
             *self.data.problems(),
@@ -120,31 +125,45 @@ class RunConfig:
         ]
         if self.evaluation.enabled and "none" not in (self.evaluation.methods or ["none"]):
             found.append(
-                "evaluation.methods: expected 'none' among them; a run is reported as it is first."
+                Problem(
+                    "evaluation.methods",
+                    "expected 'none' among them; a run is reported as it is first.",
+                )
             )
         dope = self.evaluation.dope
         heads = units(self.model, dope) * self.model.num_hidden_layers
         if self.evaluation.enabled and "dope" in self.evaluation.parts and dope.heads > heads:
             found.append(
-                f"evaluation.dope.heads: expected at most {heads}, the heads of the model, got "
-                f"{dope.heads}."
+                Problem(
+                    "evaluation.dope.heads",
+                    f"expected at most {heads}, the heads of the model, got {dope.heads}.",
+                )
             )
         unheard = set(self.evaluation.tasks) == {STATEMENTS} and not self.data.needles.share
         if self.evaluation.enabled and unheard:
             found.append(
-                "evaluation.tasks: nothing but statements, which the training text does not carry; "
-                "set data.needles.share, or add perplexity."
+                Problem(
+                    "evaluation.tasks",
+                    "nothing but statements, which the training text does not carry; set "
+                    "data.needles.share, or add perplexity.",
+                )
             )
         if self.model.attention_backend == "flash" and self.trainer.precision == "fp32":
             found.append(
-                "model.attention_backend: 'flash' computes in 16 bits only; set "
-                "trainer.precision=bf16, or choose 'auto' or 'sdpa'."
+                Problem(
+                    "model.attention_backend",
+                    "'flash' computes in 16 bits only; set trainer.precision=bf16, or choose "
+                    "'auto' or 'sdpa'.",
+                )
             )
         no_drop = self.drop.at is None and self.drop.at_tokens is None and self.drop_step is None
         if self.model.qk_norm.when == "after_drop" and no_drop:
             found.append(
-                "model.qk_norm.when: 'after_drop', but there is no drop; set drop.at, or choose "
-                "'never' or 'always'."
+                Problem(
+                    "model.qk_norm.when",
+                    "'after_drop', but there is no drop; set drop.at, or choose 'never' or "
+                    "'always'.",
+                )
             )
         found += unknown_encodings(self.positional)
         if not model_problems and self.data.sequence_length > 1:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.formats import read_content
 from trainer.report.atomic import write_atomically
 from trainer.runs.config import RunConfig
@@ -79,9 +79,10 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
             raise UserError(*problems)
         return
     if is_used and not record.exists():
-        raise UserError(
-            f"run_dir: {config.run_dir!r} holds other files and no run (no config.yaml); choose "
-            "another run_dir."
+        raise UserError.at(
+            "run_dir",
+            f"{config.run_dir!r} holds other files and no run (no config.yaml); choose another "
+            "run_dir.",
         )
     if record.exists():
         # Keys that are newer than the run have their defaults in it.
@@ -90,11 +91,16 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
         if differing := differences(saved, plain(config), free):
             raise UserError(
                 *(
-                    f"{key}: the run in {config.run_dir!r} has {old!r}, this command {new!r}."
+                    Problem(
+                        key, f"the run in {config.run_dir!r} has {old!r}, this command {new!r}."
+                    )
                     for key, old, new in differing
                 ),
-                "Choose another name=, or overwrite=true to start again; "
-                f"`python -m trainer evaluate checkpoint={config.run_dir}` evaluates a run anew.",
+                Problem(
+                    "",
+                    "Choose another name=, or overwrite=true to start again; `python -m trainer "
+                    f"evaluate checkpoint={config.run_dir}` evaluates a run anew.",
+                ),
             )
 
 
@@ -130,13 +136,15 @@ def _saved(record: Path) -> dict[str, Any]:
         saved = yaml.safe_load(read_content(record).decode("utf-8"))
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"run_dir: {str(record)!r} is damaged{line}: {error.problem}.") from None
+        raise UserError.at(
+            "run_dir", f"{str(record)!r} is damaged{line}: {error.problem}."
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"run_dir: {str(record)!r} is damaged: {' '.join(str(error).split())}."
+        raise UserError.at(
+            "run_dir", f"{str(record)!r} is damaged: {' '.join(str(error).split())}."
         ) from None
     if not isinstance(saved, dict):
-        raise UserError(f"run_dir: {str(record)!r} is damaged: it holds no configuration.")
+        raise UserError.at("run_dir", f"{str(record)!r} is damaged: it holds no configuration.")
     return saved
 
 
@@ -157,7 +165,7 @@ def differences(
     return found
 
 
-def writable_problem(directory: str, key: str = "run_dir") -> str | None:
+def writable_problem(directory: str, key: str = "run_dir") -> Problem | None:
     """Why a directory cannot be made, or None; leaves nothing behind."""
     place = Path(directory)
     try:
@@ -165,13 +173,13 @@ def writable_problem(directory: str, key: str = "run_dir") -> str | None:
             place = place.resolve(strict=True)
         while not place.is_dir():
             if place.exists() or place.is_symlink():
-                return f"{key}: {str(place)!r} is a file; give the name of a directory."
+                return Problem(key, f"{str(place)!r} is a file; give the name of a directory.")
             place = place.parent
         with tempfile.TemporaryDirectory(dir=place):
             return None
     except (OSError, RuntimeError) as error:  # a link in a circle is a RuntimeError
         reason = getattr(error, "strerror", None) or "its links go in a circle"
-        return f"{key}: {directory!r} cannot be written ({reason})."
+        return Problem(key, f"{directory!r} cannot be written ({reason}).")
 
 
 class LogFile(logging.FileHandler):

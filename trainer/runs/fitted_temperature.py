@@ -76,6 +76,6 @@ def _read(path: Path) -> FittedTemperature:
     try:
         return read_as(path, FittedTemperature)
     except ValueError as error:
-        raise UserError(
-            f"checkpoint: {str(path)!r} holds no temperature ({error}); remove it to go without."
+        raise UserError.at(
+            "checkpoint", f"{str(path)!r} holds no temperature ({error}); remove it to go without."
         ) from error

@@ -34,9 +34,9 @@ def check_mark(directory: Path, key: str = "run_dir") -> None:
         content = read_plain(mark)
         found, program = content["format"], content.get("program")
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(
-            f"{key}: {str(mark)!r} is damaged; it should hold a format number."
+        raise UserError.at(
+            key, f"{str(mark)!r} is damaged; it should hold a format number."
         ) from None
     if program != PROGRAM:
-        raise UserError(f"{key}: {str(mark)!r} is of another program, {program!r}.")
-    check_format(found, FORMAT, f"{key}: {str(directory)!r}", "choose another run")
+        raise UserError.at(key, f"{str(mark)!r} is of another program, {program!r}.")
+    check_format(found, FORMAT, key, repr(str(directory)), "choose another run")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from trainer.common.errors import Problem
 from trainer.model.config import ModelConfig
 from trainer.report.results import PERPLEXITY
 from trainer.runs.config import RunConfig
@@ -37,7 +38,7 @@ def cache_memory(config: ModelConfig, rows: int, tokens: int) -> int:
     return config.num_hidden_layers * rows * tokens * a_token
 
 
-def memory_problems(config: RunConfig, ranks: int) -> list[str]:
+def memory_problems(config: RunConfig, ranks: int) -> list[Problem]:
     """What cannot fit into the memory of this machine, one sentence each; ``ranks``: processes of
     the run. Estimates are of the least that is needed."""
     model, run, length = config.model, config.trainer, config.data.sequence_length
@@ -49,22 +50,27 @@ def memory_problems(config: RunConfig, ranks: int) -> list[str]:
     state, free = 12 * weights_of(shape) // shards, free_memory(device)
     if state > free and not config.strategy.cpu_offload:
         found.append(
-            f"model: {weights_of(shape):,} weights with gradients and optimizer need at least "
-            f"{gib(state)}, and {gib(free)} are free; choose a smaller model, or more devices."
+            Problem(
+                "model",
+                f"{weights_of(shape):,} weights with gradients and optimizer need at least "
+                f"{gib(state)}, and {gib(free)} are free; choose a smaller model, or more devices.",
+            )
         )
     micro = run.micro_batch_size or run.batch_size // ranks
     kept = 1 if config.strategy.activation_checkpointing == "full" else 4
     activations = 2 * micro * length * model.hidden_size * model.num_hidden_layers * kept
     if not found and state + activations > free:
         found.append(
-            f"trainer.micro_batch_size: {micro} sequences of {length} tokens need at least "
-            f"{gib(activations)} of activations, and {gib(free)} are free; choose fewer or "
-            "shorter ones."
+            Problem(
+                "trainer.micro_batch_size",
+                f"{micro} sequences of {length} tokens need at least {gib(activations)} of "
+                f"activations, and {gib(free)} are free; choose fewer or shorter ones.",
+            )
         )
     return found + _held_text_problems(config)
 
 
-def _held_text_problems(config: RunConfig) -> list[str]:
+def _held_text_problems(config: RunConfig) -> list[Problem]:
     """Windows of held-out text that are held at once, 8 bytes a token; a batch with its weights has
     five such numbers a token."""
     length, evaluation, monitor = config.data.sequence_length, config.evaluation, config.monitor
@@ -77,7 +83,10 @@ def _held_text_problems(config: RunConfig) -> list[str]:
         held["monitor.windows"] = monitor.windows * length * sum(monitor.lengths)
     free = free_memory("cpu")
     return [
-        f"{key}: held-out text of {gib(8 * tokens)} at once, and {gib(free)} are free; choose less."
+        Problem(
+            key,
+            f"held-out text of {gib(8 * tokens)} at once, and {gib(free)} are free; choose less.",
+        )
         for key, tokens in held.items()
         if 8 * tokens > free
     ]

@@ -75,9 +75,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 raise ValueError("there is no step")
             rows.append(values)
     except (ValueError, TypeError, csv.Error) as error:
-        raise UserError(
-            f"run_dir: {str(path)!r} is damaged in row {len(rows) + 1} ({error}); restore it, or "
-            "remove it to go on without the rows until now."
+        raise UserError.at(
+            "run_dir",
+            f"{str(path)!r} is damaged in row {len(rows) + 1} ({error}); restore it, or remove it "
+            "to go on without the rows until now.",
         ) from error
     return rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.evaluation.config import task_names
 
 
@@ -43,35 +43,50 @@ class BenchmarksConfig:
             before // self.every_tokens < tokens // self.every_tokens
         )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"monitor.benchmarks.{key}: expected 1 or more, got {value}."
+            Problem(f"monitor.benchmarks.{key}", f"expected 1 or more, got {value}.")
             for key in ("every", "every_tokens", "limit")
             if (value := getattr(self, key)) is not None and value < 1
         ]
         given = [*self.tasks, *self.multiple_choice, *self.harness]
         if self.every is not None and self.every_tokens is not None:
-            found.append("monitor.benchmarks.every_tokens: give steps (every) or tokens, not both.")
+            found.append(
+                Problem(
+                    "monitor.benchmarks.every_tokens", "give steps (every) or tokens, not both."
+                )
+            )
         if self.enabled and not given:
             found.append(
-                "monitor.benchmarks: expected tasks, multiple_choice or harness to name one or "
-                "more, for instance monitor.benchmarks.multiple_choice=[piqa]."
+                Problem(
+                    "monitor.benchmarks",
+                    "expected tasks, multiple_choice or harness to name one or more, for "
+                    "instance monitor.benchmarks.multiple_choice=[piqa].",
+                )
             )
         if given and not self.enabled:
             found.append(
-                "monitor.benchmarks.every: expected the steps (or every_tokens) between them, for "
-                "instance 1000."
+                Problem(
+                    "monitor.benchmarks.every",
+                    "expected the steps (or every_tokens) between them, for instance 1000.",
+                )
             )
         found += [
-            f"monitor.benchmarks.tasks: unknown task {name!r}.{did_you_mean(name, task_names())}"
+            Problem(
+                "monitor.benchmarks.tasks",
+                f"unknown task {name!r}.",
+                did_you_mean(name, task_names()),
+            )
             for name in self.tasks
             if name not in task_names()
         ]
         if not self.lengths or min(self.lengths) <= 0:
             found.append(
-                "monitor.benchmarks.lengths: expected positive multiples of the training length, "
-                f"got {self.lengths}."
+                Problem(
+                    "monitor.benchmarks.lengths",
+                    f"expected positive multiples of the training length, got {self.lengths}.",
+                )
             )
         return found
 
@@ -97,18 +112,20 @@ class MonitorConfig:
     probe_sequences: int = 2
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"monitor.{key}: expected 1 or more, got {value}."
+            Problem(f"monitor.{key}", f"expected 1 or more, got {value}.")
             for key in ("lengths_every", "windows", "probe_every", "probe_sequences")
             if (value := getattr(self, key)) is not None and value < 1
         ]
         if not self.lengths or min(self.lengths) < 1:
             found.append(
-                "monitor.lengths: expected multiples of the training length, 1 or more, "
-                f"got {self.lengths}."
+                Problem(
+                    "monitor.lengths",
+                    f"expected multiples of the training length, 1 or more, got {self.lengths}.",
+                )
             )
         if self.trials < 0:
-            found.append(f"monitor.trials: expected 0 or more, got {self.trials}.")
+            found.append(Problem("monitor.trials", f"expected 0 or more, got {self.trials}."))
         return found + self.benchmarks.problems()

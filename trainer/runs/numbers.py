@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from trainer.common.errors import Problem
 from trainer.model.config import LARGEST
 
 MOST = {
@@ -24,19 +25,19 @@ MOST = {
 """Largest values by the name of a key, where larger ones hang or fail late."""
 
 
-def number_problems(value: Any, path: str = "") -> Iterator[str]:
+def number_problems(value: Any, path: str = "") -> Iterator[Problem]:
     """A sentence for every number at any depth that is not finite or too large, and for every seed
     that is none; ``value`` is a dataclass, or what stands in one."""
     key = path.rpartition(".")[2].partition("[")[0]
     if isinstance(value, bool):
         return
     if isinstance(value, int) and (key == "seed" and not 0 <= value <= 1 << 62):
-        yield f"{path}: expected a whole number from 0 to 2^62, got {value}."
+        yield Problem(path, f"expected a whole number from 0 to 2^62, got {value}.")
     elif isinstance(value, int | float):
         if not math.isfinite(value):
-            yield f"{path}: expected a finite number, got {value}."
+            yield Problem(path, f"expected a finite number, got {value}.")
         elif abs(value) > MOST.get(key, 1 << 62 if isinstance(value, int) else math.inf):
-            yield f"{path}: expected at most {MOST.get(key, 1 << 62):,}, got {value}."
+            yield Problem(path, f"expected at most {MOST.get(key, 1 << 62):,}, got {value}.")
     elif is_dataclass(value):
         for field in fields(value):
             if field.name != "controls":  # each is checked as the run that it makes

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.runs.mark import MARK, check_mark
 
 _CHECKPOINT = r"(unused-)?(step-\d+|before-drop)|\.[^/]+\.(partial|removed)"
@@ -34,16 +34,21 @@ _OWN = re.compile(
 MOST_NAMED = 5
 
 
-def overwrite_problems(directory: Path) -> list[str]:
+def overwrite_problems(directory: Path) -> list[Problem]:
     """Why a directory may not be replaced, one sentence each: it was not made by this program, or
     somebody put files of their own into it."""
     if directory.is_symlink():
-        return [f"overwrite: {str(directory)!r} is a link; give the directory that it names."]
+        return [
+            Problem("overwrite", f"{str(directory)!r} is a link; give the directory that it names.")
+        ]
     if not (directory / MARK).is_file():
         return [
-            f"overwrite: {str(directory)!r} is not marked as a run of this program (it has no "
-            f"{MARK}), so nothing is deleted. Remove it yourself or choose another run_dir; a run "
-            "of an older version is marked when it is resumed."
+            Problem(
+                "overwrite",
+                f"{str(directory)!r} is not marked as a run of this program (it has no {MARK}), "
+                "so nothing is deleted. Remove it yourself or choose another run_dir; a run of "
+                "an older version is marked when it is resumed.",
+            )
         ]
     try:
         check_mark(directory)
@@ -63,7 +68,10 @@ def overwrite_problems(directory: Path) -> list[str]:
     if foreign:
         named = ", ".join(repr(str(directory / name)) for name in sorted(foreign)[:MOST_NAMED])
         problems.append(
-            f"overwrite: not made by this program, so nothing is deleted: {named}{more}; move "
-            "what you want to keep elsewhere first."
+            Problem(
+                "overwrite",
+                f"not made by this program, so nothing is deleted: {named}{more}; move what you "
+                "want to keep elsewhere first.",
+            )
         )
     return problems

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import singledispatch
 from typing import Any, Protocol, TypeVar
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.plugins import load_plugins
 from trainer.runs.branches import branch_problems
 from trainer.runs.config import NAME, RunConfig
@@ -23,7 +23,7 @@ NAMED_BY_USERS = "controls", "callbacks", "phases"
 class Schema(Protocol):
     """A dataclass that knows what is impossible in it."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         ...
 
@@ -31,7 +31,7 @@ class Schema(Protocol):
 T = TypeVar("T", bound=Schema)
 
 
-def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) -> T:
+def parse(schema: type[T], values: dict[str, Any], found: Sequence[Problem] = ()) -> T:
     """Plain values as a checked dataclass; ``found`` are problems already known.
 
     ``plugins`` are run first, so that what they add can be named. A run's configuration gets what
@@ -58,16 +58,16 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[str] = ()) ->
     return config
 
 
-def _place_in(problem: str) -> list[str]:
+def _place_in(problem: Problem) -> list[str]:
     """The keys, from the outermost on, to what a problem is about; a list is one value."""
-    return problem.partition(": ")[0].partition("[")[0].split(".")
+    return problem.key.split("[")[0].split(".")
 
 
 DEPENDENT = ("positional", "drop", "phases", "controls", "evaluation", "monitor")
 """Groups in which sizes of the model, of its text and of its steps decide on what is possible."""
 
 
-def _apart_from(numbers: Sequence[str], impossible: Sequence[str]) -> list[str]:
+def _apart_from(numbers: Sequence[Problem], impossible: Sequence[Problem]) -> list[Problem]:
     """What is impossible whatever should have stood where the problems of ``numbers`` are."""
     groups = {_place_in(number)[0] for number in numbers}
     unsure = {*groups, *(DEPENDENT if groups & {"model", "data", "trainer"} else ())}
@@ -75,18 +75,22 @@ def _apart_from(numbers: Sequence[str], impossible: Sequence[str]) -> list[str]:
 
 
 @singledispatch
-def _completed(config: Any, values: dict[str, Any], known: Sequence[str]) -> tuple[Any, list[str]]:
+def _completed(
+    config: Any, values: dict[str, Any], known: Sequence[Problem]
+) -> tuple[Any, list[Problem]]:
     """The configuration with what follows from it, and what is impossible in it."""
     return config, config.problems()
 
 
 @_completed.register
-def _(config: RunConfig, values: dict[str, Any], known: Sequence[str]) -> tuple[Any, list[str]]:
+def _(
+    config: RunConfig, values: dict[str, Any], known: Sequence[Problem]
+) -> tuple[Any, list[Problem]]:
     config = with_lengths(config)
     try:
         config = with_trained_shape(config)
     except UserError as error:
-        return config, [*error.problems, *_apart_from(["model: "], config.problems())]
+        return config, [*error.problems, *_apart_from([Problem("model", "")], config.problems())]
     problems = config.problems() + phase_problems(config)
     values = values | {"controls": config.controls}  # without what was found wrong already
     for name, changes in config.controls.items():
@@ -94,7 +98,7 @@ def _(config: RunConfig, values: dict[str, Any], known: Sequence[str]) -> tuple[
     return config, problems
 
 
-def parse_without_weights(values: dict[str, Any], found: Sequence[str] = ()) -> RunConfig:
+def parse_without_weights(values: dict[str, Any], found: Sequence[Problem] = ()) -> RunConfig:
     """As :func:`parse`, with the shape that ``values`` give and not that of published weights."""
     config, problems = validated(RunConfig, values)
     if numbers := list(number_problems(config)):
@@ -111,44 +115,51 @@ def _control_problems(
     config: RunConfig,
     name: str,
     changes: dict[str, Any],
-    known: list[str],
-) -> list[str]:
+    known: list[Problem],
+) -> list[Problem]:
     if not NAME.fullmatch(name):
         return [
-            f"controls: {name!r} names a directory in the run's; expected letters, digits and ._+- "
-            "only."
+            Problem(
+                "controls",
+                f"{name!r} names a directory in the run's; expected letters, digits and ._+- only.",
+            )
         ]
     own = [key for key in ("run_dir", "controls") if key in changes]
     branch = changes.get("branch")
-    misplaced = [f"{key}: a control has none of its own." for key in own]
+    misplaced = [Problem(key, "a control has none of its own.") for key in own]
     if found := misplaced or _branch_problems(config, branch):
-        return [f"controls.{name}.{problem}" for problem in found]
+        return [problem.under(f"controls.{name}") for problem in found]
     try:
         control = control_config(values, name)
     except UserError as error:
-        return [f"controls.{name}: {p}" for p in error.problems if p not in known]
+        return [p.under(f"controls.{name}") for p in error.problems if p not in known]
     at = config.drop_step if branch == "drop" else branch
     apart = [] if at is None else branch_problems(config, control, at)
-    return [f"controls.{name}.{p}" for p in _ignored_changes(control, changes) or apart]
+    return [p.under(f"controls.{name}") for p in _ignored_changes(control, changes) or apart]
 
 
-def _branch_problems(config: RunConfig, branch: Any) -> list[str]:
+def _branch_problems(config: RunConfig, branch: Any) -> list[Problem]:
     """What is wrong with the place where a control branches off."""
     is_step = isinstance(branch, int) and not isinstance(branch, bool)
     if branch not in (None, "drop") and not is_step:
-        return [f"branch: expected 'drop', a step or nothing, got {branch!r}."]
+        return [Problem("branch", f"expected 'drop', a step or nothing, got {branch!r}.")]
     if branch == "drop" and config.drop_step is None:
-        return ["branch: the run has no drop to branch from; set drop.at, or leave it out."]
+        return [
+            Problem("branch", "the run has no drop to branch from; set drop.at, or leave it out.")
+        ]
     last = config.trainer.max_steps if config.drop_step is None else config.drop_step
     if is_step and not 1 <= branch <= last:
         return [
-            f"branch: expected a step from 1 to {last}, until which the run is as every branch "
-            f"begins, got {branch}."
+            Problem(
+                "branch",
+                f"expected a step from 1 to {last}, until which the run is as every branch "
+                f"begins, got {branch}.",
+            )
         ]
     return []
 
 
-def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[str]:
+def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[Problem]:
     """What a control changes of a model whose weights it begins with."""
     sources = [key for key in ("from_run", "from_pretrained") if getattr(control.model, key)]
     groups = "model", "tokenizer"

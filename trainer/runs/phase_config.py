@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.positional.rescaling import RESCALINGS
 from trainer.recalibration.config import ChangeConfig
 from trainer.recalibration.schedule import ScheduleConfig
@@ -22,16 +22,19 @@ class RescaleConfig:
     method: str = "yarn"
     factor: float | None = None
 
-    def problems(self, key: str) -> list[str]:
+    def problems(self, key: str) -> list[Problem]:
         """What is impossible, one sentence each; ``key``: where the group stands."""
         found = []
         if self.method not in RESCALINGS:
             near = did_you_mean(self.method, RESCALINGS)
-            found.append(f"{key}.method: unknown method {self.method!r}.{near}")
+            found.append(Problem(f"{key}.method", f"unknown method {self.method!r}.", near))
         if self.factor is not None and not 1 < self.factor <= LARGEST_FACTOR:
             found.append(
-                f"{key}.factor: expected more than 1, which changes nothing, and at most "
-                f"{LARGEST_FACTOR:,}, got {self.factor:g}."
+                Problem(
+                    f"{key}.factor",
+                    "expected more than 1, which changes nothing, and at most "
+                    f"{LARGEST_FACTOR:,}, got {self.factor:g}.",
+                )
             )
         return found
 
@@ -48,19 +51,23 @@ class UntilConfig:
     patience: int = 3
     back_within: float | None = None
 
-    def problems(self, key: str, changes: bool) -> list[str]:
+    def problems(self, key: str, changes: bool) -> list[Problem]:
         """What is impossible, one sentence each; ``changes``: whether its phase changes a model."""
         found = [
-            f"{key}.{name}: expected 1 or more, got {value}."
+            Problem(f"{key}.{name}", f"expected 1 or more, got {value}.")
             for name in ("every", "patience")
             if (value := getattr(self, name)) < 1
         ]
         if self.flat is None and self.back_within is None:
-            found.append(f"{key}: give {key}.flat or {key}.back_within, in nats per token.")
+            found.append(Problem(key, f"give {key}.flat or {key}.back_within, in nats per token."))
         if self.flat is not None and self.flat <= 0:
-            found.append(f"{key}.flat: expected a positive number of nats, got {self.flat}.")
+            found.append(
+                Problem(f"{key}.flat", f"expected a positive number of nats, got {self.flat}.")
+            )
         if self.back_within is not None and not changes:
-            found.append(f"{key}.back_within: the phase drops and rescales nothing; give flat.")
+            found.append(
+                Problem(f"{key}.back_within", "the phase drops and rescales nothing; give flat.")
+            )
         return found
 
 
@@ -90,20 +97,22 @@ class PhaseConfig:
     until: UntilConfig | None = None
     log_every: int | None = None
 
-    def problems(self, key: str, texts: list[str]) -> list[str]:
+    def problems(self, key: str, texts: list[str]) -> list[Problem]:
         """What is impossible whatever the run is, one sentence each; ``texts``: names of those that
         are mixed, none where there is one alone."""
         if self.steps is None and self.tokens is None:
-            return [f"{key}: how long is it? Give {key}.steps or {key}.tokens."]
+            return [Problem(key, f"how long is it? Give {key}.steps or {key}.tokens.")]
         counted = "steps" if self.tokens is None else "tokens"  # which the steps are made of
         found = [
-            f"{key}.{name}: expected 1 or more, got {value}."
+            Problem(f"{key}.{name}", f"expected 1 or more, got {value}.")
             for name in (counted, "batch_size", "micro_batch_size", "log_every")
             if (value := getattr(self, name)) is not None and value < 1
         ]
         length = self.sequence_length
         if length is not None and not 2 <= length < 1 << 31:
-            found.append(f"{key}.sequence_length: expected 2 to 2^31 - 1 tokens, got {length}.")
+            found.append(
+                Problem(f"{key}.sequence_length", f"expected 2 to 2^31 - 1 tokens, got {length}.")
+            )
         if self.weights is not None:
             found += self._weight_problems(f"{key}.weights", self.weights, texts)
         if self.schedule is not None:
@@ -114,21 +123,24 @@ class PhaseConfig:
             changes = self.drop is not None or self.rescale is not None
             found += self.until.problems(f"{key}.until", changes)
         if self.rescale is not None and self.drop is not None:
-            found.append(f"{key}.rescale: give it a phase apart from {key}.drop.")
+            found.append(Problem(f"{key}.rescale", f"give it a phase apart from {key}.drop."))
         return found
 
     @staticmethod
-    def _weight_problems(key: str, weights: dict[str, float], texts: list[str]) -> list[str]:
+    def _weight_problems(key: str, weights: dict[str, float], texts: list[str]) -> list[Problem]:
         if not texts:
-            return [f"{key}: there is one text; data.mixture names several."]
+            return [Problem(key, "there is one text; data.mixture names several.")]
         found = [
-            f"{key}.{name}: no text of data.mixture.{did_you_mean(name, texts)}"
+            Problem(f"{key}.{name}", "no text of data.mixture.", did_you_mean(name, texts))
             for name in weights
             if name not in texts
         ]
         found += [
-            f"{key}.{name}: expected a positive number, got {weight}; leave out what is not read."
+            Problem(
+                f"{key}.{name}",
+                f"expected a positive number, got {weight}; leave out what is not read.",
+            )
             for name, weight in weights.items()
             if weight <= 0
         ]
-        return found or ([] if weights else [f"{key}: nothing is read; name a text."])
+        return found or ([] if weights else [Problem(key, "nothing is read; name a text.")])

@@ -26,10 +26,10 @@ def saved_config(values: dict[str, Any], what: str) -> RunConfig:
         config = adapter(RunConfig).validate_python(values)
     except ValidationError as error:
         if not {e["loc"][0] for e in error.errors()} <= {*CHANGED_SINCE}:
-            raise UserError(f"{what}: {first_problem(error)}.") from error
+            raise UserError.at(what, f"{first_problem(error)}.") from error
         rest = {key: value for key, value in values.items() if key not in CHANGED_SINCE}
         config = adapter(RunConfig).validate_python(rest)
     numbers = [*number_problems(config), *config.trainer.problems(), *config.data.problems()]
     if numbers:
-        raise UserError(f"{what}: {numbers[0]}")
+        raise UserError.at(what, f"{numbers[0]}")
     return config

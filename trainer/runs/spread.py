@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from trainer.common.errors import Problem
 from trainer.runs.arms import arms_of, phase_configs
 from trainer.runs.config import RunConfig
 from trainer.runs.training_config import StrategyConfig
 
 
-def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[str]:
+def spread_problems(config: RunConfig, processes: int, on_a_node: int) -> list[Problem]:
     """What is impossible with that many processes, one sentence each."""
     run, found = config.trainer, []
     share = processes * (run.micro_batch_size or 1)
     if run.batch_size % share:
         near = max(run.batch_size // share, 1) * share
         found.append(
-            f"trainer.batch_size: {run.batch_size} sequences do not divide into micro-batches of "
-            f"{run.micro_batch_size or 1} on {processes} ranks; the nearest that does is {near}."
+            Problem(
+                "trainer.batch_size",
+                f"{run.batch_size} sequences do not divide into micro-batches of "
+                f"{run.micro_batch_size or 1} on {processes} ranks; the nearest that does is "
+                f"{near}.",
+            )
         )
     size = shard_size(config.strategy, processes, on_a_node)
     if config.strategy.name == "hsdp" and processes % size:
         found.append(
-            f"strategy.shard_size: {size} does not divide the {processes} ranks; by default it is "
-            "the number of ranks on a node."
+            Problem(
+                "strategy.shard_size",
+                f"{size} does not divide the {processes} ranks; by default it is the number of "
+                "ranks on a node.",
+            )
         )
     return found
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from trainer.common.errors import UserError, said_of
+from trainer.common.errors import UserError, renaming
 from trainer.interchange.pretrained import Pretrained, read_pretrained
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -36,12 +36,12 @@ def starting_weights(config: ModelConfig) -> Pretrained | None:
         UserError: there is none, it is damaged, or both are given.
     """
     if config.from_pretrained is not None and config.from_run is not None:
-        raise UserError("model.from_run: model.from_pretrained is given too; leave out one.")
+        raise UserError.at("model", "from_pretrained and from_run are given; leave out one.")
     if config.from_pretrained is not None:
         return read_pretrained(config.from_pretrained)
     if config.from_run is None:
         return None
-    with said_of(FROM_RUN, "checkpoint"):
+    with renaming(checkpoint=FROM_RUN):
         return _of_run(config.from_run)
 
 
@@ -58,7 +58,7 @@ def encodings_of(given: str) -> tuple[PositionalConfig, str | None]:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    with said_of(FROM_RUN, "checkpoint"):
+    with renaming(checkpoint=FROM_RUN):
         path = _checkpoint(given)
         state = read_state(path, hashed=False)
     what = f"{FROM_RUN}: the configuration in {str(path)!r}"
@@ -112,8 +112,8 @@ class _Saved:
 
 def _checkpoint(given: str) -> Path:
     if not given:
-        raise UserError(
-            "model.from_run: expected a run directory or a checkpoint, got nothing; null begins "
-            "from nothing."
+        raise UserError.at(
+            "model.from_run",
+            "expected a run directory or a checkpoint, got nothing; null begins from nothing.",
         )
     return find_checkpoint(given)

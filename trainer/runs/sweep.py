@@ -68,8 +68,8 @@ def read_sweep(place: Path) -> list[Swept]:
     try:
         found = read_as(path, _Record)
     except (OSError, ValueError) as error:
-        raise UserError(f"runs: {str(path)!r} is damaged: {error}.") from None
-    check_format(found.format, FORMAT, f"runs: {str(path)!r}", "name the runs themselves")
+        raise UserError.at("runs", f"{str(path)!r} is damaged: {error}.") from None
+    check_format(found.format, FORMAT, "runs", repr(str(path)), "name the runs themselves")
     return found.runs
 
 

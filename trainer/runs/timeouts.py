@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from trainer.common.errors import Problem
+
 
 @dataclass(frozen=True)
 class TimeoutConfig:
@@ -16,10 +18,10 @@ class TimeoutConfig:
     collective: float = 600.0
     one_rank: float = 7200.0
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         return [
-            f"strategy.timeouts.{field.name}: expected seconds, got {value}."
+            Problem(f"strategy.timeouts.{field.name}", f"expected seconds, got {value}.")
             for field in fields(self)
             if not (value := getattr(self, field.name)) > 0
         ]

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.common.errors import Problem
 from trainer.runs.timeouts import TimeoutConfig
 
 TIME = re.compile(r"(\d+):([0-5]\d):([0-5]\d)")
@@ -29,17 +30,21 @@ class OptimizerConfig:
     muon_lr: float = 0.02
     muon_momentum: float = 0.95
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"optimizer.{key}: expected a positive number, got {value}."
+            Problem(f"optimizer.{key}", f"expected a positive number, got {value}.")
             for key in ("lr", "eps", "muon_lr")
             if (value := getattr(self, key)) <= 0
         ]
         if self.weight_decay < 0:
-            found.append(f"optimizer.weight_decay: expected 0 or more, got {self.weight_decay}.")
+            found.append(
+                Problem("optimizer.weight_decay", f"expected 0 or more, got {self.weight_decay}.")
+            )
         if not all(0 <= b < 1 for b in (*self.betas, self.muon_momentum)):
-            found.append("optimizer.betas, optimizer.muon_momentum: expected numbers in [0, 1).")
+            found.append(
+                Problem("optimizer.betas, optimizer.muon_momentum", "expected numbers in [0, 1).")
+            )
         return found
 
 
@@ -96,37 +101,45 @@ class TrainerConfig:
     gc_every: int | None = 1000
     profile_steps: list[int] = field(default_factory=list)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"trainer.{key}: expected 1 or more, got {value}."
+            Problem(f"trainer.{key}", f"expected 1 or more, got {value}.")
             for key in COUNTS
             if (value := getattr(self, key)) is not None and value < 1
         ]
         if self.gradient_clip < 0 or self.z_loss < 0:
-            found.append("trainer.gradient_clip, trainer.z_loss: expected 0 or more.")
+            found.append(Problem("trainer.gradient_clip, trainer.z_loss", "expected 0 or more."))
         if self.keep_best < 0:
-            found.append(f"trainer.keep_best: expected 0 or more, got {self.keep_best}.")
+            found.append(Problem("trainer.keep_best", f"expected 0 or more, got {self.keep_best}."))
         found += [
-            f"trainer.{key}: expected {unit}, got {value}."
+            Problem(f"trainer.{key}", f"expected {unit}, got {value}.")
             for key, unit in (("step_timeout", "seconds"), ("checkpoint_minutes", "minutes"))
             if (value := getattr(self, key)) is not None and not value > 0
         ]
         if self.max_time is not None and not TIME.fullmatch(self.max_time):
             found.append(
-                "trainer.max_time: expected hours:minutes:seconds such as 23:50:00, got "
-                f"{self.max_time!r}."
+                Problem(
+                    "trainer.max_time",
+                    f"expected hours:minutes:seconds such as 23:50:00, got {self.max_time!r}.",
+                )
             )
         steps = self.profile_steps
         if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= self.max_steps):
             found.append(
-                f"trainer.profile_steps: expected the first and the last of steps 1 to "
-                f"{self.max_steps}, such as [10, 13], got {steps}."
+                Problem(
+                    "trainer.profile_steps",
+                    f"expected the first and the last of steps 1 to {self.max_steps}, such as "
+                    f"[10, 13], got {steps}.",
+                )
             )
         if not found and self.batch_size % (self.micro_batch_size or self.batch_size):
             found.append(
-                f"trainer.micro_batch_size: {self.micro_batch_size} does not divide "
-                f"trainer.batch_size {self.batch_size}."
+                Problem(
+                    "trainer.micro_batch_size",
+                    f"{self.micro_batch_size} does not divide trainer.batch_size "
+                    f"{self.batch_size}.",
+                )
             )
         return found
 
@@ -162,13 +175,18 @@ class StrategyConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = self.timeouts.problems()
         if self.shard_size is not None and (self.name != "hsdp" or self.shard_size < 1):
-            found.append("strategy.shard_size: a number of ranks, for strategy=hsdp only.")
+            found.append(
+                Problem("strategy.shard_size", "a number of ranks, for strategy=hsdp only.")
+            )
         if self.cpu_offload and self.name not in ("fsdp2", "hsdp"):
             found.append(
-                f"strategy.cpu_offload: strategy={self.name} does not shard; choose fsdp2 or hsdp."
+                Problem(
+                    "strategy.cpu_offload",
+                    f"strategy={self.name} does not shard; choose fsdp2 or hsdp.",
+                )
             )
         return found

@@ -9,17 +9,17 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
 
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.formats import adapter
 
 S = TypeVar("S")
 
 
-def _unknown_keys(schema: Any, values: Any, path: str) -> list[str]:
+def _unknown_keys(schema: Any, values: Any, path: str) -> list[Problem]:
     """Keys that the dataclass does not have, at any depth, groups that are no mappings, words that
     are meant to be none, and true and false where there are none, which are no 1 and 0."""
     if not isinstance(values, dict):
-        return [f"{path}: expected a group of keys, got {values!r}."]
+        return [Problem(path, f"expected a group of keys, got {values!r}.")]
     hints = _hints(schema)
     found = []
     for key, value in values.items():
@@ -27,15 +27,15 @@ def _unknown_keys(schema: Any, values: Any, path: str) -> list[str]:
         first, _, rest = str(key).partition(".")
         if key not in hints and first in hints and rest:
             nested = str(key).replace(".", ": {") + ": ..." + "}" * str(key).count(".")
-            found.append(f"{where}: a key with dots; write {nested}.")
+            found.append(Problem(where, f"a key with dots; write {nested}."))
         elif key not in hints:
-            found.append(f"{where}: unknown key.{did_you_mean(str(key), hints)}")
+            found.append(Problem(where, "unknown key.", did_you_mean(str(key), hints)))
         elif value == "None" and type(None) in get_args(hints[key]) and key != "prompt":
-            found.append(where + OF_PYTHON)
+            found.append(Problem(where, OF_PYTHON))
         elif _truth(value) and _leaves(hints[key]).isdisjoint({bool, Any}):
             words = sorted(leaf for leaf in _leaves(hints[key]) if isinstance(leaf, str))
             instead = f"; expected {', '.join(words)}." if words else ", which mean nothing here."
-            found.append(where + NO_TRUTH + instead)
+            found.append(Problem(where, NO_TRUTH + instead))
         elif dataclasses.is_dataclass(hints[key]):
             found += _unknown_keys(hints[key], value, where)
         elif get_origin(hints[key]) is dict:  # groups by name
@@ -50,8 +50,8 @@ def _unknown_keys(schema: Any, values: Any, path: str) -> list[str]:
     return found
 
 
-OF_PYTHON = ": got 'None', which is Python's word; nothing is written null."
-NO_TRUTH = ": got true or false"
+OF_PYTHON = "got 'None', which is Python's word; nothing is written null."
+NO_TRUTH = "got true or false"
 _hints = cache(get_type_hints)
 """The types of a dataclass's fields, looked up once."""
 
@@ -74,7 +74,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _type_problem(error: Any) -> str:
+def _type_problem(error: Any) -> Problem:
     """One sentence for one of pydantic's findings."""
     expected = error["msg"][0].lower() + error["msg"][1:]
     hint = ""
@@ -84,7 +84,7 @@ def _type_problem(error: Any) -> str:
         hint = f" Of this one alone it is {_place(error)}=[{error['input']}]."
     elif error["type"] == "tuple_type":
         expected = "expected a list in brackets"
-    return f"{_place(error)}: got {error['input']!r}; {expected}.{hint}"
+    return Problem(_place(error), f"got {error['input']!r}; {expected}.", hint)
 
 
 def _place(error: Any) -> str:
@@ -99,24 +99,21 @@ def _quoted(expected: str) -> list[str]:
     return [word for i, word in enumerate(expected.split("'")) if i % 2]
 
 
-def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[str]]:
+def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[Problem]]:
     """``values`` as the dataclass ``schema``, and a sentence for every unknown key and wrong type.
 
     Keys of a wrong type have their defaults in the result, so that the rest can be checked too.
     """
     problems = _unknown_keys(schema, values, "")
-    wrong = [p for p in problems if p.endswith(OF_PYTHON) or NO_TRUTH in p]
-    misplaced = (problem.partition(": ") for problem in wrong)
-    values = without(values, [where.split(".") for where, *_ in misplaced])
+    wrong = [p.key for p in problems if p.message.startswith((OF_PYTHON, NO_TRUTH))]
+    values = without(values, [key.split(".") for key in wrong])
     try:
         found = adapter(schema).validate_python(values)
     except ValidationError as error:
         # One for each place: of a union each arm has its say, of a group the keys have had theirs.
         found_at = {_place(e): _type_problem(e) for e in error.errors()}
         problems += [
-            text
-            for where, text in found_at.items()
-            if not any(p.startswith(f"{where}: ") for p in problems)
+            text for where, text in found_at.items() if not any(p.key == where for p in problems)
         ]
         values = without(values, [e["loc"] for e in error.errors()])
         try:

@@ -15,7 +15,7 @@ from urllib.parse import urlparse
 
 from lightning.pytorch.loggers.logger import Logger
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.report.atomic import write_atomically
 from trainer.report.outcomes import Result
 from trainer.report.reach import HEAD, Reaches, by_length
@@ -97,11 +97,15 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
     return logger
 
 
-def logger_problems(config: RunConfig) -> list[str]:
+def logger_problems(config: RunConfig) -> list[Problem]:
     """What a configured dashboard lacks, one sentence each."""
     if not config.logger.tensorboard or any(map(find_spec, ("tensorboard", "tensorboardX"))):
         return []
-    return ["logger.tensorboard: TensorBoard is not installed; pip install 'unrope[tensorboard]'."]
+    return [
+        Problem(
+            "logger.tensorboard", "TensorBoard is not installed; pip install 'unrope[tensorboard]'."
+        )
+    ]
 
 
 def dashboard_name(config: RunConfig) -> str:

@@ -87,9 +87,10 @@ def train(
         if trained.broken is not None:
             rewinds += 1
             if rewinds == MAX_REWINDS:
-                raise UserError(
-                    f"trainer.rewind_after: the run went back {MAX_REWINDS} times and diverges "
-                    "again; lower the learning rate, or look at the text."
+                raise UserError.at(
+                    "trainer.rewind_after",
+                    f"the run went back {MAX_REWINDS} times and diverges again; lower the "
+                    "learning rate, or look at the text.",
                 )
             left_out = start.state.get("skips", []) if skips is None else skips
             skips = rewind_run(config, *trained.broken, left_out)

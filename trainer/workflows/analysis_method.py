@@ -24,7 +24,7 @@ def use_method(model: LanguageModel, of: Candidate, name: str, length: int) -> s
     made = recipe(name, of.layout, EvaluationConfig(methods=[name]), own=of.computed_by is None)
     if isinstance(made, tuple):
         why, titles = made
-        raise UserError(f"analysis.method: {of.name} {why.format(titles)}.")
+        raise UserError.at("analysis.method", f"{of.name} {why.format(titles)}.")
     # Such a method asks for no text and keeps no choice.
     unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
     C = of.layout.training_length

@@ -8,7 +8,7 @@ from typing import Literal
 from trainer.analysis.names import ALL, kinds
 from trainer.analysis.settings import AttenuationSettings, NeedleSettings
 from trainer.analysis.short_time import ShortTime
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.data.config import DataConfig
 from trainer.evaluation.method_config import ON_TEXT, part_problems
 from trainer.workflows.request import request_problems
@@ -44,41 +44,44 @@ class AnalysisConfig:
     method: str | None = None
     file: str | None = None
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"analysis.{key}: expected {least} or more, got {value}."
+            Problem(f"analysis.{key}", f"expected {least} or more, got {value}.")
             for key, least in (("length", 2), ("texts", 1))
             if (value := getattr(self, key)) is not None and value < least
         ]
         if self.kind not in kinds():
             near = did_you_mean(self.kind, kinds())
-            found.append(f"analysis.kind: there is no analysis {self.kind!r}.{near}")
+            found.append(Problem("analysis.kind", f"there is no analysis {self.kind!r}.", near))
         found += [
-            f"analysis.chosen: expected pairs [layer, head], got {pair}."
+            Problem("analysis.chosen", f"expected pairs [layer, head], got {pair}.")
             for pair in self.chosen
             if len(pair) != 2
         ]
         if self.prefixes and min(self.prefixes) < 6:
-            found.append(f"analysis.prefixes: expected 6 tokens or more, got {self.prefixes}.")
+            found.append(
+                Problem("analysis.prefixes", f"expected 6 tokens or more, got {self.prefixes}.")
+            )
         of_frames = self.frequency_entropy.problems()
-        found += [f"analysis.frequency_entropy.{problem}" for problem in of_frames]
+        found += [problem.under("analysis.frequency_entropy") for problem in of_frames]
         found += self._method_problems()
         return found + self.attenuation.problems() + self.needle.problems()
 
-    def _method_problems(self) -> list[str]:
+    def _method_problems(self) -> list[Problem]:
         if self.method is None:
             return []
         found = [
-            f"analysis.method: {part!r} needs text or another reading of the model; expected one "
-            "of the methods that change its layout alone, such as pi, yarn or dynamic_ntk_alpha."
+            Problem(
+                "analysis.method",
+                f"{part!r} needs text or another reading of the model; expected one of the "
+                "methods that change its layout alone, such as pi, yarn or dynamic_ntk_alpha.",
+            )
             for part in self.method.split("+")
             if part in (*ON_TEXT, "crop", "none")
         ]
-        said = (
-            problem.removeprefix("evaluation.methods") for problem in part_problems(self.method)
-        )
-        return found or [f"analysis.method{problem}" for problem in said]
+        keys = {"evaluation.methods": "analysis.method"}
+        return found or [problem.renamed(keys) for problem in part_problems(self.method)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class AnalysisRequest:
     plugins: list[str] = field(default_factory=list)
     analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         common = request_problems(self.checkpoint, self.threads, self.text)
         return self.analysis.problems() + common

@@ -146,8 +146,8 @@ def _fit_text(
             candidate.layout.training_length,
         )
     except UserError as error:
-        problems = (p.replace("evaluation.lengths", "evaluation.factor") for p in error.problems)
-        raise UserError(*problems) from error
+        keys = {"evaluation.lengths": "evaluation.factor"}
+        raise UserError(*(problem.renamed(keys) for problem in error.problems)) from error
 
 
 def _notes(

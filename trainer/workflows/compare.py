@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.common.errors import UserError, did_you_mean, said_of
+from trainer.common.errors import UserError, did_you_mean, renaming
 from trainer.evaluation.keys import all_fields
 from trainer.report.results import Report, is_known
 from trainer.report.sweep import Sweep, SweptRun, reached
@@ -32,7 +32,7 @@ NOT_OF_TRIALS = {
 """Settings of an evaluation on which trials and windows do not depend, with the reason."""
 
 
-@said_of("runs", "run_dir")
+@renaming(run_dir="runs")
 def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
     """Put the runs beside each other, write table, figure and page, return them with the page.
 
@@ -61,7 +61,7 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
     return sweep, write_sweep_report(sweep, made_now(), Path(request.output or place))
 
 
-@said_of("runs", "run_dir")
+@renaming(run_dir="runs")
 def compared(place: Path) -> Sweep:
     """The runs of the sweep in ``place``, there or yet to come, beside each other.
 
@@ -88,8 +88,10 @@ def _runs_of(place: Path) -> list[Swept]:
     if not (place / "config.yaml").is_file():
         beside = [path.name for path in place.parent.glob("*") if path.is_dir()]
         near = did_you_mean(place.name, beside) if not place.exists() else ""
-        raise UserError(
-            f"runs: {str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD}).{near}"
+        raise UserError.at(
+            "runs",
+            f"{str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD}).",
+            near,
         )
     return [Swept(str(place))]
 
@@ -162,9 +164,10 @@ def _report(place: Path) -> Report | None:
     try:
         return Report.read(path) if path.is_file() else None
     except UserError as error:
-        raise UserError(
-            f"runs: {error} Remove it; the command that trained the run then makes it again, "
-            "without training."
+        raise UserError.at(
+            "runs",
+            f"{error} Remove it; the command that trained the run then makes it again, without "
+            "training.",
         ) from None
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trainer.common.errors import Problem
+
 
 @dataclass(frozen=True)
 class CompareRequest:
@@ -14,8 +16,8 @@ class CompareRequest:
     runs: list[str] = field(default_factory=list)
     output: str | None = None
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is missing, one sentence each."""
         if self.runs:
             return []
-        return ["runs: give run directories, or that of a sweep: compare runs/a runs/b."]
+        return [Problem("runs", "give run directories, or that of a sweep: compare runs/a runs/b.")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+from trainer.common.errors import Problem
 from trainer.data.config import DataConfig
 from trainer.evaluation.benchmarks import BenchmarkConfig, HarnessConfig, MultipleChoiceConfig
 from trainer.evaluation.config import EvaluationConfig
@@ -37,7 +38,7 @@ class EvaluationRequest(ModelsRequest):
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         common = request_problems(self.checkpoint, self.threads, self.text)
         return self.evaluation.problems() + common
@@ -49,14 +50,17 @@ class BenchmarkRequest(ModelsRequest):
 
     evaluation: BenchmarkConfig = field(default_factory=BenchmarkConfig)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = self.evaluation.problems()
         found += request_problems(self.checkpoint, self.threads, self.text)
         if self.text is not None and not set(self.evaluation.parts) & set(ON_TEXT):
             found.append(
-                "text: this evaluation reads text of its own; a method that chooses something "
-                f"reads another ({', '.join(ON_TEXT)}), and so does +evaluation=extension."
+                Problem(
+                    "text",
+                    "this evaluation reads text of its own; a method that chooses something "
+                    f"reads another ({', '.join(ON_TEXT)}), and so does +evaluation=extension.",
+                )
             )
         return found
 
@@ -74,9 +78,11 @@ class HarnessRequest(BenchmarkRequest):
 
     evaluation: HarnessConfig = field(default_factory=HarnessConfig)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = super().problems()
         if find_spec("lm_eval") is None:
-            found.append("evaluation: lm-eval is not installed; pip install 'unrope[eval]'.")
+            found.append(
+                Problem("evaluation", "lm-eval is not installed; pip install 'unrope[eval]'.")
+            )
         return found

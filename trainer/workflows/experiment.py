@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
 
-from trainer.common.errors import TransientError, UserError
+from trainer.common.errors import Problem, UserError
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.sharing import Share
 from trainer.report.outcomes import Outcomes
@@ -138,7 +139,7 @@ def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:
     """
     for path in checkpoints:
         if (wrong := damage_together(path)) is not None:
-            raise TransientError(f"checkpoint: {path.name!r} is damaged: {wrong}.")
+            raise UserError.at("checkpoint", f"{path.name!r} is damaged: {wrong}.", transient=True)
     sees = all_gather(all((path / MANIFEST).is_file() for path in checkpoints))
     able = [rank for rank, it_sees in enumerate(sees) if it_sees]
     return Share(able.index(ranks.rank), len(able)) if ranks.rank in able else None
@@ -153,7 +154,7 @@ def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callba
     # All ranks import the classes before one constructs any, which may need all of them.
     _raise_together([p for arm in configs.values() for p in callback_problems(arm.callbacks)])
     made: dict[str, list[L.Callback]] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name, arm in configs.items():
         try:
             made[name] = make_callbacks(arm.callbacks)
@@ -163,7 +164,7 @@ def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callba
     return made
 
 
-def _raise_together(problems: list[str]) -> None:
+def _raise_together(problems: list[Problem]) -> None:
     """Raises ``UserError`` on all ranks where one has problems, with those of all."""
     if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:
         raise UserError(*dict.fromkeys(found))
@@ -223,9 +224,10 @@ def _finished_report(path: Path) -> Report:
     try:
         return Report.read(path)
     except UserError:
-        raise UserError(
-            f"run_dir: {str(path)!r} is damaged, or of an earlier version; remove it, and the same "
-            "command evaluates the finished run again, without training."
+        raise UserError.at(
+            "run_dir",
+            f"{str(path)!r} is damaged, or of an earlier version; remove it, and the same command "
+            "evaluates the finished run again, without training.",
         ) from None
 
 
@@ -238,11 +240,12 @@ def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None 
         UserError: on all ranks, with what is wrong on any.
     """
     corpus = opened
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     try:
         corpus = corpus or corpus_at(config.data, places)
     except UserError as error:
-        problems = tuple(f"{problem} (on {os.uname().nodename})" for problem in error.problems)
+        node = f"(On {os.uname().nodename}.)"
+        problems = tuple(replace(p, hint=f"{p.hint} {node}".strip()) for p in error.problems)
     if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:
         raise UserError(*dict.fromkeys(found))
     assert corpus is not None
@@ -258,22 +261,28 @@ def _branch(config: RunConfig, control: str) -> Path | None:
     return Path(config.run_dir) / "checkpoints" / name
 
 
-def length_problems(configs: dict[str, RunConfig]) -> list[str]:
+def length_problems(configs: dict[str, RunConfig]) -> list[Problem]:
     """Runs that one table cannot hold, whose columns are multiples of one training length."""
     first = configs["main"].training_length
     return [
-        f"controls.{name}: its longest sequences have {length:,} tokens, and those of the run "
-        f"{first:,}; a table is for one length."
+        Problem(
+            f"controls.{name}",
+            f"its longest sequences have {length:,} tokens, and those of the run {first:,}; a "
+            "table is for one length.",
+        )
         for name, arm in configs.items()
         if (length := arm.training_length) != first
     ]
 
 
-def label_problems(configs: dict[str, RunConfig]) -> list[str]:
+def label_problems(configs: dict[str, RunConfig]) -> list[Problem]:
     """Runs that tables could not tell apart, one sentence each."""
     seen: dict[str, str] = {}
     return [
-        f"controls.{name}.label: {text!r} is what {seen[text]} is called too; give it another."
+        Problem(
+            f"controls.{name}.label",
+            f"{text!r} is what {seen[text]} is called too; give it another.",
+        )
         for name, arm in configs.items()
         if seen.setdefault(text := label(arm), name) != name
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.common.errors import Problem
 from trainer.workflows.request import request_problems
 
 
@@ -23,11 +24,11 @@ class ExportRequest:
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: int | None = None
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is missing or impossible, one sentence each."""
         found = request_problems(self.checkpoint, self.threads)
         if not self.to:
-            found.append("to: give to=DIRECTORY, new or empty.")
+            found.append(Problem("to", "give to=DIRECTORY, new or empty."))
         if not self.tolerance >= 0:
-            found.append(f"tolerance: expected 0 or more, got {self.tolerance}.")
+            found.append(Problem("tolerance", f"expected 0 or more, got {self.tolerance}."))
         return found

@@ -70,9 +70,10 @@ def _check_memory(found: Candidate, request: GenerationRequest) -> None:
     tokens = request.max_new_tokens + characters
     needed, free = cache_memory(found.config, len(request.prompts), tokens), free_memory("cpu")
     if needed > free:
-        raise UserError(
-            f"max_new_tokens: keys and values of {tokens:,} tokens need {gib(needed)}, "
-            f"and {gib(free)} are free; choose fewer."
+        raise UserError.at(
+            "max_new_tokens",
+            f"keys and values of {tokens:,} tokens need {gib(needed)}, and {gib(free)} are free; "
+            "choose fewer.",
         )
 
 

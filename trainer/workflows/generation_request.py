@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trainer.common.errors import Problem
 from trainer.generation.sampling import Sampling
 from trainer.workflows.request import request_problems
 
@@ -31,13 +32,17 @@ class GenerationRequest:
         """How tokens are drawn."""
         return Sampling(self.temperature, self.top_p, self.seed)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [*self.sampling.problems(), *request_problems(self.checkpoint, self.threads)]
         if not self.prompts:
-            found.append("prompt: give prompt='Once upon a time', once or several times.")
+            found.append(
+                Problem("prompt", "give prompt='Once upon a time', once or several times.")
+            )
         if self.max_new_tokens < 1:
-            found.append(f"max_new_tokens: expected 1 or more, got {self.max_new_tokens}.")
+            found.append(
+                Problem("max_new_tokens", f"expected 1 or more, got {self.max_new_tokens}.")
+            )
         if "" in self.stop:
-            found.append("stop: an empty string would stop before the first token.")
+            found.append(Problem("stop", "an empty string would stop before the first token."))
         return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trainer.common.errors import Problem
+
 
 @dataclass(frozen=True)
 class InspectionRequest:
@@ -17,11 +19,15 @@ class InspectionRequest:
     characters: int = 400
     plugins: list[str] = field(default_factory=list)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [] if self.checkpoint else ["checkpoint: give a run directory, checkpoint=PATH."]
+        found = (
+            []
+            if self.checkpoint
+            else [Problem("checkpoint", "give a run directory, checkpoint=PATH.")]
+        )
         return found + [
-            f"{key}: expected 1 or more, got {getattr(self, key)}."
+            Problem(key, f"expected 1 or more, got {getattr(self, key)}.")
             for key in ("step", "samples", "characters")
             if getattr(self, key) < 1
         ]

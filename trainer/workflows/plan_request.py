@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.common.errors import Problem
 from trainer.runs.config import RunConfig
 
 
@@ -21,4 +22,4 @@ class PlanRequest:
     gpu: str
     mfu: float
     exact: bool = False
-    missing: tuple[str, ...] = ()
+    missing: tuple[Problem, ...] = ()

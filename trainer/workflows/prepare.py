@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.cores import cores
 from trainer.data.config import DataConfig
 from trainer.data.packing import packing_problems
@@ -119,7 +119,7 @@ def _verified(work: Preparation) -> str:
     text = open_prepared(work.directory)
     if problems := [*verify(text, cores()), *packing_problems(work.directory)]:
         raise UserError(
-            *(f"data: {str(work.directory)!r}: {problem}." for problem in problems),
-            "Remove that directory and prepare the text again.",
+            *(Problem("data", f"{str(work.directory)!r}: {problem}.") for problem in problems),
+            Problem("", "Remove that directory and prepare the text again."),
         )
     return f"Every byte is as it was written: {_described(work)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from trainer.common.errors import Problem
 from trainer.runs.config import RunConfig
 
 
@@ -16,17 +17,19 @@ class PrepareConfig:
     part: str | int = "1/1"
     workers: int | None = None
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = []
         match = re.fullmatch(r"(\d+)/(\d+)", str(self.part))
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             found.append(
-                f"prepare.part: expected a part and how many there are, such as 3/16, got "
-                f"{self.part!r}."
+                Problem(
+                    "prepare.part",
+                    f"expected a part and how many there are, such as 3/16, got {self.part!r}.",
+                )
             )
         if self.workers is not None and self.workers < 1:
-            found.append(f"prepare.workers: expected 1 or more, got {self.workers}.")
+            found.append(Problem("prepare.workers", f"expected 1 or more, got {self.workers}."))
         return found
 
     @property

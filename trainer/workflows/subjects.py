@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.evaluation.head_units import heads_problems
 from trainer.evaluation.keys import fingerprint
 from trainer.evaluation.method_config import MethodsConfig
@@ -48,7 +48,7 @@ def applicable(
     """
     found: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
     idle: dict[tuple[str, str], list[str]] = defaultdict(list)
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name in config.names:
         for subject in subjects:
             made = recipe(name, subject.layout, config, own=subject.own)
@@ -64,5 +64,5 @@ def applicable(
     if problems:
         raise UserError(*dict.fromkeys(problems))
     if not any(found.values()):
-        raise UserError(*(f"evaluation.methods: {note}" for note in notes))
+        raise UserError(*(Problem("evaluation.methods", note) for note in notes))
     return found, notes

@@ -94,7 +94,7 @@ def test_documents_without_a_word_are_refused(tokenizer):
 
 def test_settings_that_are_impossible():
     settings = RulerSettings(["vt", "niah_singel_1"], trials=0, squad_file="/no/file.json")
-    task, trials, file = settings.problems()
+    task, trials, file = [*map(str, settings.problems())]
     assert (
         task
         == "evaluation.ruler.tasks: unknown task 'niah_singel_1'. Did you mean 'niah_single_1'?"

@@ -60,14 +60,14 @@ class DropStudy:
     ) -> None:
         sizes = [target.model.config.vocab_size for target in (before, after)]
         if sizes[0] != sizes[1]:
-            raise UserError(
-                f"model: the two models must share a vocabulary, got {sizes[0]} and {sizes[1]} "
-                "tokens."
+            raise UserError.at(
+                "model",
+                f"the two models must share a vocabulary, got {sizes[0]} and {sizes[1]} tokens.",
             )
         if not torch.equal(before.ids.cpu(), after.ids.cpu()):
-            raise UserError("text: the two models must read the same tokens, got two texts.")
+            raise UserError.at("text", "the two models must read the same tokens, got two texts.")
         if before.length < 2:
-            raise UserError(f"text: expected 2 tokens or more, got {before.length}.")
+            raise UserError.at("text", f"expected 2 tokens or more, got {before.length}.")
         self.before, self.after = before, after
         self.names = (before.name, after.name)
         self.curve = sorted((step, loss) for step, loss in curve or () if math.isfinite(loss))

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.quiz import TOKENS_PER_VALUE, DrawQuiz, Quiz
 from trainer.evaluation.prompts import Prompt, Score, Stop
@@ -29,17 +29,19 @@ class NeedleTaskSettings:
     sinks: int = 8
     seed: int = 1
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"evaluation.needles.{key}: expected 1 or more, got {getattr(self, key)}."
+            Problem(f"evaluation.needles.{key}", f"expected 1 or more, got {getattr(self, key)}.")
             for key in ("trials", "needles", "sinks")
             if getattr(self, key) < 1
         ]
         if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
             found.append(
-                "evaluation.needles.depths: expected numbers from 0 (beginning) to 1 (end), got "
-                f"{list(self.depths)}."
+                Problem(
+                    "evaluation.needles.depths",
+                    f"expected numbers from 0 (beginning) to 1 (end), got {list(self.depths)}.",
+                )
             )
         return found
 
@@ -90,9 +92,10 @@ class NeedleTask:
         around = len(self._before) + self.new_tokens
         least = max(trial.tokens for trial in trials) + around + 1
         if length < least:
-            raise UserError(
-                f"evaluation.lengths: expected at least {least} tokens for {self.name}, which its "
-                f"needles, question and answer need, got {length}."
+            raise UserError.at(
+                "evaluation.lengths",
+                f"expected at least {least} tokens for {self.name}, which its needles, question "
+                f"and answer need, got {length}.",
             )
         return [
             prompt

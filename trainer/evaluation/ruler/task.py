@@ -130,9 +130,10 @@ class RulerTask:
         return trials
 
     def _too_short(self, length: int) -> UserError:
-        return UserError(
-            f"evaluation.lengths: expected at least {self._least_length(length)} tokens for "
-            f"RULER's {self.name} with this tokenizer, got {length}."
+        return UserError.at(
+            "evaluation.lengths",
+            f"expected at least {self._least_length(length)} tokens for RULER's {self.name} with "
+            f"this tokenizer, got {length}.",
         )
 
     def _draws(self, length: int, trial: int) -> Random:

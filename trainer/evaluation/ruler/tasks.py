@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from trainer.common.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.evaluation.prompts import Task
 from trainer.evaluation.ruler.essay import Essay
 from trainer.evaluation.ruler.niah import Needles
@@ -55,19 +55,21 @@ class RulerSettings:
     squad_file: str | None = None
     hotpotqa_file: str | None = None
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = [
-            f"evaluation.ruler.tasks: unknown task {name!r}.{did_you_mean(name, TASKS)}"
+            Problem("evaluation.ruler.tasks", f"unknown task {name!r}.", did_you_mean(name, TASKS))
             for name in self.tasks
             if name not in TASKS
         ]
         if self.trials < 1:
-            found.append(f"evaluation.ruler.trials: expected 1 or more, got {self.trials}.")
+            found.append(
+                Problem("evaluation.ruler.trials", f"expected 1 or more, got {self.trials}.")
+            )
         for key, _, _ in READERS.values():
             file = getattr(self, key)
             if file is not None and not Path(file).is_file():
-                found.append(f"evaluation.ruler.{key}: there is no file {file!r}.")
+                found.append(Problem(f"evaluation.ruler.{key}", f"there is no file {file!r}."))
         return found
 
 

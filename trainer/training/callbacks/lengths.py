@@ -81,10 +81,10 @@ def check_monitored_text(config: RunConfig, corpus: Corpus) -> None:
         return
     longest, text = max(config.monitor.lengths), corpus.validation
     if len(text) < longest * config.data.sequence_length:
-        raise UserError(
-            f"monitor.lengths: the validation text has {len(text)} tokens, fewer than {longest} "
-            "times data.sequence_length; give more text, larger data.validation, or shorter "
-            "lengths."
+        raise UserError.at(
+            "monitor.lengths",
+            f"the validation text has {len(text)} tokens, fewer than {longest} times "
+            "data.sequence_length; give more text, larger data.validation, or shorter lengths.",
         )
 
 
