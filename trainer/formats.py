@@ -7,14 +7,13 @@ newer one is refused, not misread.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from trainer.common.errors import UserError
+from trainer.common.validation import adapter
 
 T = TypeVar("T")
 FIRST = 1
@@ -75,14 +74,6 @@ def read_content(path: Path, largest: int = LARGEST) -> bytes:
     if size > largest:
         raise ValueError(f"it has {size:,} bytes, at most {largest:,} are read")
     return path.read_bytes()
-
-
-def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """The checker of a type, made once."""
-    return _adapter(kind)
-
-
-_adapter: Callable[..., TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def check_format(found: Any, newest: int, key: str, what: str, otherwise: str) -> None:

@@ -376,19 +376,6 @@ def test_a_model_without_rotation_is_a_clear_error(tiny_decoder):
         select(tiny_decoder(layers=["nope"]), IDS, DopeSettings(heads=1))
 
 
-def test_impossible_settings_are_named_together(model):
-    settings = DopeSettings(r=0, heads=-1, seed=-1, sigma=-1.0)
-    assert [p.split(":")[0] for p in map(str, settings.problems())] == [
-        "evaluation.dope.r",
-        "evaluation.dope.heads",
-        "evaluation.dope.seed",
-        "evaluation.dope.sigma",
-    ]
-    with pytest.raises(UserError):
-        select(model, IDS, settings)
-    assert not DopeSettings(r=None).problems()
-
-
 def test_gains_that_are_there_already_are_not_overwritten(model):
     settings = DopeSettings(removal="zero", heads=1)
     selection = Selection(settings, (Chosen(0, 0, 1.0, (0, 1, 2, 3)),), 4, 8)

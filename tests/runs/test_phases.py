@@ -108,7 +108,7 @@ IMPOSSIBLE = {
     "phases.a.rescale.method: unknown method 'yarm'. Did you mean 'yarn'?": {
         "a": {"steps": 1, "rescale": {"method": "yarm"}}
     },
-    "phases.a.rescale.factor: expected more than 1, which changes nothing, and at most": {
+    "phases.a.rescale.factor: expected more than 1, got 0.5.": {
         "a": {"steps": 1, "rescale": {"factor": 0.5}}
     },
     "phases.b.rescale: its sequences of 32 tokens are not longer than those before": {
@@ -146,7 +146,7 @@ IMPOSSIBLE = {
     "phases.b.drop.anneal_steps: expected 0 to 3, the steps that are left, got 4.": {
         "a": {"steps": 1}, "b": {"steps": 3, "drop": {"anneal_steps": 4}}
     },
-    "phases.a: trainer.micro_batch_size: 3 does not divide trainer.batch_size 4.": {
+    "phases.a.micro_batch_size: 3 does not divide trainer.batch_size 4.": {
         "a": {"steps": 1, "micro_batch_size": 3}
     },
     "phases.a.until: give phases.a.until.flat or phases.a.until.back_within": {
@@ -326,13 +326,13 @@ REFUSED = {
     },
     "phases.a.tokens: expected 1 or more, got 0.": {"a": {"tokens": 0}},
     "phases.a.tokens: expected 1 or more, got -3.": {"a": {"tokens": -3, "steps": 5}},
-    "phases.a.sequence_length: expected 2 to 2^31 - 1 tokens, got 1.": {
+    "phases.a.sequence_length: expected 2 or more, got 1.": {
         "a": {"steps": 1, "sequence_length": 1}
     },
     "phases.a.weights.oen: no text of data.mixture. Did you mean 'one'?": {
         "a": {"steps": 1, "weights": {"oen": 1.0, "two": 1.0}}
     },
-    "phases.a.weights.one: expected a positive number, got 0.0; leave out what is not read.": {
+    "phases.a.weights.one: expected a positive number, got 0.0.": {
         "a": {"steps": 1, "weights": {"one": 0.0, "two": 1.0}}
     },
     "phases.a.weights: nothing is read; name a text.": {"a": {"steps": 1, "weights": {}}},
@@ -345,7 +345,7 @@ REFUSED = {
     "phases.a.until.patience: expected 1 or more, got 0.": {
         "a": {"steps": 1, "until": {"flat": 0.1, "patience": 0}}
     },
-    "phases.a.until.flat: expected a positive number of nats, got 0.0.": {
+    "phases.a.until.flat: expected a positive number, got 0.0.": {
         "a": {"steps": 1, "until": {"flat": 0.0}}
     },
     f"phases.b.schedule: {ENDS}": {

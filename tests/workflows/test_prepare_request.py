@@ -21,9 +21,3 @@ def test_what_is_no_part_is_named(part):
     assert [*map(str, PrepareConfig(part).problems())] == [
         f"prepare.part: expected a part and how many there are, such as 3/16, got {part!r}."
     ]
-
-
-def test_there_is_a_worker_at_least():
-    assert [*map(str, PrepareConfig(workers=0).problems())] == [
-        "prepare.workers: expected 1 or more, got 0."
-    ]

@@ -129,11 +129,11 @@ def _keys(path: Path) -> list[Key]:
     found: list[Key] = []
     parents: list[tuple[int, str]] = []
     above: list[str] = []
-    at = 0
+    end = 0  # of the key of the line above
     for line in path.read_text("utf-8").splitlines():
         code, _, comment = line.partition("#")
         if not code.strip():
-            if len(code) > at + 1 and found:  # goes on below the end of a line
+            if len(code) > end and found:  # continues below the end of a line
                 found[-1] = replace(found[-1], meaning=f"{found[-1].meaning} {comment.strip()}")
             elif comment:
                 above.append(comment.strip())
@@ -141,9 +141,9 @@ def _keys(path: Path) -> list[Key]:
                 above.clear()
             continue
         if match := KEY.match(line):
-            at = len(match[1])
-            parents = [parent for parent in parents if parent[0] < at]
-            parents.append((at, match[2]))
+            depth, end = len(match[1]), len(match[0].rstrip())
+            parents = [parent for parent in parents if parent[0] < depth]
+            parents.append((depth, match[2]))
             names = [name for _, name in parents]
             if names[0] not in ("defaults", "hydra"):
                 first = not found

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from trainer.commands.command import Command
 from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_run
 from trainer.common.errors import Problem, UserError
+from trainer.common.fields import Positive, configuration
 from trainer.workflows.plan_request import PlanRequest
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
 
 
-@dataclass(frozen=True)
-class _Own:
+@configuration
+class PlanKeys:
     """Keys of this command; the others are a run's."""
 
     gpu: Literal["a100_40gb", "a100", "h100", "h200"] = "h100"
-    mfu: float = 0.4
+    """GPU whose memory the run has to fit: a100_40gb, a100 (80 GB), h100, h200."""
+    mfu: Annotated[Positive, Field(le=1)] = 0.4
+    """Share of the GPU's dense peak that training reaches."""
     exact: bool = False
+    """Go through all layers for the memory, which takes longer."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    """Nodes and GPUs of the job."""
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [problem.under("slurm") for problem in self.slurm.problems()]
-        if not 0 < self.mfu <= 1:
-            found.append(
-                Problem("mfu", f"expected a share of the peak above 0 and up to 1, got {self.mfu}.")
-            )
-        return found
+        return [problem.under("slurm") for problem in self.slurm.problems()]
 
 
 OWN = ("gpu", "mfu", "exact", "slurm")
@@ -39,15 +41,14 @@ OWN = ("gpu", "mfu", "exact", "slurm")
 
 def read(composed: Composed) -> PlanRequest:
     """The checked request; published weights need not be here, if the model's shape is given."""
+    from trainer.common.validation import validated
     from trainer.interchange.finding import MissingWeights
     from trainer.runs.arms import arm_problems, arms_of
-    from trainer.runs.numbers import number_problems
     from trainer.runs.spread import spread_problems
     from trainer.runs.starting_weights import FROM_RUN
-    from trainer.runs.validation import validated
 
-    own, problems = validated(_Own, {key: composed.values[key] for key in OWN})
-    problems += [*number_problems(own), *own.problems()]
+    own, problems = validated(PlanKeys, {key: composed.values[key] for key in OWN})
+    problems += own.problems()
     values = {key: value for key, value in composed.values.items() if key not in OWN}
     missing: tuple[Problem, ...] = ()
     composed = replace(composed, values=values)

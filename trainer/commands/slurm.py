@@ -18,6 +18,7 @@ from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts
 from trainer.commands.snapshot import snapshot
 from trainer.commands.train import read_run
 from trainer.common.errors import Problem, UserError
+from trainer.common.fields import configuration
 
 if TYPE_CHECKING:
     from trainer.commands.configuration import Composed
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 SUBMIT = "--submit"
 
 
-@dataclass(frozen=True)
+@configuration
 class Slurm:
     """The group ``slurm``, under its name."""
 
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    """What the job asks the cluster for."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,14 @@ class Job:
 
 def read(composed: Composed, trains: bool = True) -> Job:
     """The checked job; ``trains``: whether it is the run's own."""
+    from trainer.common.validation import validated
     from trainer.runs.arms import arm_problems, arms_of
     from trainer.runs.directory import plain
-    from trainer.runs.numbers import number_problems
     from trainer.runs.spread import spread_problems
-    from trainer.runs.validation import validated
 
     values = {key: value for key, value in composed.values.items() if key != "slurm"}
     group, found = validated(Slurm, {"slurm": composed.values["slurm"]})
-    problems = [*found, *number_problems(group)]
-    problems += [problem.under("slurm") for problem in group.slurm.problems()]
+    problems = [*found, *(problem.under("slurm") for problem in group.slurm.problems())]
     problems += _misfits(group.slurm, values) if trains else []
     config = read_run(replace(composed, values=values), problems)
     settings = group.slurm.on(config)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError
+from trainer.common.validation import adapter
 from trainer.cores import cores
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.packing import BestFitBlocks, is_packed, pack
@@ -29,7 +30,6 @@ from trainer.data.prepared import (
 )
 from trainer.data.sources import Listing, describe, is_here, source_problems
 from trainer.data.units import Report, prepare_units, said_in_one_line, write_manifest
-from trainer.formats import adapter
 
 log = logging.getLogger(__name__)
 

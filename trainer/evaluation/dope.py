@@ -85,12 +85,10 @@ def select(
         layout: the rescaled layout; None: as trained.
 
     Raises:
-        UserError: impossible settings, a model without rotation, or one with fewer heads that
+        UserError: a model without rotation, or one with fewer heads that
             rotate.
     """
     trained, config = model.layout, model.config
-    if problems := settings.problems():
-        raise UserError(*problems)
     require_rotation(trained, "evaluation.dope")
     count, rotating = units(config, settings), rotating_heads(trained, config, settings)
     if problems := heads_problems(trained, config, settings):

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.fields import Count, Natural, OptionalText, Share, configuration
 from trainer.data.order import Integers
 from trainer.evaluation.final_answer import boxed, final_answer, normalised
 from trainer.evaluation.longbench.rows import read_rows
@@ -35,19 +38,22 @@ NEXT = "Problem:"
 """Where an answer ends, as in the paper (App. A.2), whose wording of prompts is not published."""
 
 
-@dataclass(frozen=True)
+@configuration
 class ManyShotSettings:
-    """``file``: a ``.jsonl`` of MATH, a line with ``problem``, ``solution`` and perhaps ``answer``
-    (null: arithmetic). ``trials``: problems asked. ``depths``: where the needle is, a prompt each,
-    0 for the beginning of the examples and 1 for their end. ``new_tokens``: of an answer (null:
-    2048 with a file, else 32)."""
+    """Settings of many_shot."""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    file: str | None = None
-    trials: int = 100
-    depths: list[float] = field(default_factory=lambda: [0.0, 1 / 3, 2 / 3, 1.0])
-    new_tokens: int | None = None
-    seed: int = 42
+    """Tasks to ask: many_shot_needle, many_shot_skip, zero_shot."""
+    file: OptionalText = None
+    """A .jsonl of MATH (problem, solution, perhaps answer); null: arithmetic."""
+    trials: Annotated[Count, Field(le=1_000_000)] = 100
+    """Problems of a task, length and depth."""
+    depths: list[Share] = field(default_factory=lambda: [0.0, 1 / 3, 2 / 3, 1.0])
+    """Places of the needle: 0 the beginning of the examples, 1 their end."""
+    new_tokens: Count | None = None
+    """Most tokens of an answer; null: 2048 with a file, 32 otherwise."""
+    seed: Natural = 42
+    """Seed of the trials."""
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
@@ -58,18 +64,8 @@ class ManyShotSettings:
             for name in self.tasks
             if name not in TASKS
         ]
-        found += [
-            Problem(f"evaluation.many_shot.{key}", f"expected 1 or more, got {value}.")
-            for key in ("trials", "new_tokens")
-            if (value := getattr(self, key)) is not None and value < 1
-        ]
-        if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
-            found.append(
-                Problem(
-                    "evaluation.many_shot.depths",
-                    f"expected numbers from 0 (beginning) to 1 (end), got {self.depths}.",
-                )
-            )
+        if not self.depths:
+            found.append(Problem("evaluation.many_shot.depths", "expected one or more, got none."))
         if self.file is not None and not Path(self.file).is_file():
             found.append(Problem(FILE_KEY, f"there is no file {self.file!r}."))
         return found

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, field
 
 from trainer.analysis.short_time import USUAL
 from trainer.common.errors import Problem, did_you_mean
+from trainer.common.fields import Count, configuration
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
 from trainer.evaluation.settings import (
@@ -52,26 +53,33 @@ def choice_texts() -> tuple[str, ...]:
     return ("validation", "file", *NEEDLE_TASKS, *LONG_TASKS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration
 class MethodsConfig(ABC):
-    """Methods and their settings.
+    """Methods and their settings, the same in every kind of evaluation."""
 
-    ``methods``: names, or several joined by ``+`` (``yarn+dope``), applied from left to right;
-    null: those of :data:`METHODS` that do something to a checkpoint. ``fit_windows``: validation
-    windows for what is fitted. ``choice``: what heads and pairs are chosen on. The others are those
-    of the method of their name.
-    """
-
+    _: KW_ONLY
     methods: list[str] | None = field(default_factory=lambda: ["none"])
-    fit_windows: int = 32
+    """Methods, several joined by + from left to right (yarn+dope); null: none, crop, pi, ntk,
+    dynamic_ntk, yarn, longrope, dope, weighted_rope and temperature, if they change a
+    checkpoint. Others: window, ntk_by_parts, yarn_full_range, llama3, ntk_by_parts_turns,
+    yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop."""
+    fit_windows: Count = 32
+    """Windows of validation text for what is fitted."""
     temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
+    """Settings of temperature, 1 + c ln s with s the length in training lengths."""
     dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
+    """Settings of dynamic_ntk_alpha."""
     longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
+    """Settings of longrope."""
     choice: ChoiceSettings = field(default_factory=ChoiceSettings)
+    """What dope chooses heads on and weighted_rope pairs."""
     dope: DopeSettings = field(default_factory=DopeSettings)
+    """Settings of dope."""
     weighted_rope: list[WeightedRopeSettings] = field(
         default_factory=lambda: [WeightedRopeSettings()]
     )
+    """Rules of weighted_rope. The paper adds {entropy: spectrum, side: above, tau: 0.4, alpha:
+    0.1}; +evaluation=weighted_rope has both."""
 
     @property
     @abstractmethod
@@ -93,10 +101,6 @@ class MethodsConfig(ABC):
         found = []
         if not self.names:
             found.append(Problem("evaluation.methods", "expected one or more, got none."))
-        if self.fit_windows < 1:
-            found.append(
-                Problem("evaluation.fit_windows", f"expected 1 or more, got {self.fit_windows}.")
-            )
         intervenes = self.dope.removal == "zero" or self.dope.variant == "by_gaussian"
         for name in self.names:
             found += part_problems(name)
@@ -113,10 +117,7 @@ class MethodsConfig(ABC):
             found.append(
                 Problem("evaluation.weighted_rope", "expected one rule or more, got none.")
             )
-        for group in (self.temperature, self.dynamic_ntk, self.longrope, self.dope):
-            found += group.problems()
-        for rule in self.weighted_rope:
-            found += rule.problems()
+        found += [*self.temperature.problems(), *self.longrope.problems()]
         return found + self.choice.problems(choice_texts())
 
     def choice_problems(self, training_length: int, methods: Sequence[str]) -> list[Problem]:

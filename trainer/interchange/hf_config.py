@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainer.common.errors import Problem, UserError
+from trainer.common.validation import validated
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
-from trainer.model.config import ModelConfig, QKNormConfig
+from trainer.model.config import ModelConfig
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
@@ -182,20 +183,21 @@ def _unsupported(values: Mapping[str, Any]) -> list[Problem]:
 
 def _model(values: Mapping[str, Any], architecture: Architecture) -> tuple[ModelConfig, Layout]:
     heads = values["num_attention_heads"]
-    config = ModelConfig(
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
-        num_hidden_layers=values["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim"),
-        vocab_size=values["vocab_size"],
-        rms_norm_eps=1e-6 if (eps := values.get("rms_norm_eps")) is None else eps,
-        tie_word_embeddings=values.get("tie_word_embeddings") or False,
-        qkv_bias=architecture.qkv_bias,
-        qk_norm=QKNormConfig("always" if architecture.qk_norm else "never"),
-    )
-    if problems := config.problems():
+    shape = {
+        "hidden_size": values["hidden_size"],
+        "intermediate_size": values["intermediate_size"],
+        "num_hidden_layers": values["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("num_key_value_heads") or heads,
+        "head_dim": values.get("head_dim"),
+        "vocab_size": values["vocab_size"],
+        "rms_norm_eps": 1e-6 if (eps := values.get("rms_norm_eps")) is None else eps,
+        "tie_word_embeddings": values.get("tie_word_embeddings") or False,
+        "qkv_bias": architecture.qkv_bias,
+        "qk_norm": {"when": "always" if architecture.qk_norm else "never"},
+    }
+    config, problems = validated(ModelConfig, shape)
+    if problems := problems or config.problems():
         keys = {f"model.{key}": key for key in vars(config)}
         raise UserError(*(problem.renamed(keys) for problem in problems))
     return config, _layout(values, architecture, config)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import field, replace
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.fields import Count, FreeForm, NotNegative, Number, Share, configuration
 from trainer.positional.encodings import ENCODINGS, make_spectrum
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import (
@@ -17,51 +20,30 @@ from trainer.positional.spectrum import (
 )
 
 
-@dataclass(frozen=True)
+@configuration
 class TemperatureConfig:
-    """Logits times ``scale`` (1 + ``coefficient`` ln s)^``exponent`` from the first step on.
+    """Softmax temperature by length: logits times scale (1 + coefficient ln s)^exponent."""
 
-    s = max(n, R) / R, or with ``steps`` 1 + floor(n / R): n is the keys that a query sees, or with
-    ``per`` the tokens of its sequence, and R the ``reference`` (null: C, so that nothing changes
-    before C). ``heads``: ``all``, or those that are ``free`` of rotation, as in Llama 4.
-    """
-
-    coefficient: float = 0.0
-    exponent: float = 1.0
-    scale: float = 1.0
+    coefficient: Annotated[NotNegative, Field(le=MOST_COEFFICIENT)] = 0.0
+    """c of the factor scale (1 + c ln s)^exponent on the logits, from the first step on."""
+    exponent: Annotated[NotNegative, Field(le=MOST_EXPONENT)] = 1.0
+    """Exponent of the factor."""
+    scale: Annotated[Number, Field(ge=0.001, le=MOST_SCALE)] = 1.0
+    """Constant part of the factor."""
     per: Literal["sequence", "query"] = "query"
-    reference: int | None = None
+    """Length n that counts: query (keys that a query sees), or sequence (tokens of its
+    sequence)."""
+    reference: Count | None = None
+    """R of s = max(n, R) / R, in tokens; null: the training length."""
     steps: bool = False
+    """Use s = 1 + floor(n / R) instead, as Llama 4 does."""
     heads: Literal["all", "free"] = "all"
+    """Heads it applies to: all, or free (those without rotation, as in Llama 4)."""
 
     @property
     def is_none(self) -> bool:
         """Whether the factor is 1 everywhere."""
         return self.coefficient == 0 and self.scale == 1
-
-    def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
-        found = [
-            Problem(
-                f"positional.temperature.{key}",
-                f"expected a number from {least} to {most}, got {value}.",
-            )
-            for key, least, most in (
-                ("coefficient", 0, MOST_COEFFICIENT),
-                ("exponent", 0, MOST_EXPONENT),
-                ("scale", 0.001, MOST_SCALE),
-            )
-            if not least <= (value := getattr(self, key)) <= most
-        ]
-        if self.reference is not None and self.reference < 1:
-            found.append(
-                Problem(
-                    "positional.temperature.reference",
-                    "expected tokens, 1 or more, or null for the training length, got "
-                    f"{self.reference}.",
-                )
-            )
-        return found
 
     def reaches(self, spectrum: Spectrum) -> bool:
         """Whether it changes anything for a head of that spectrum."""
@@ -86,25 +68,22 @@ class TemperatureConfig:
         return replace(spectrum, temperature=Temperature(*values, self.reference, self.steps))
 
 
-@dataclass(frozen=True)
+@configuration
 class PositionalConfig:
-    """Encodings over layers and heads.
-
-    ``layers``: encoding names, repeated over the depth: ``[rope]`` is RoPE everywhere,
-    ``[rope, rope, rope, nope]`` is iRoPE.
-    ``windows``: sliding windows in tokens, repeated likewise (null: full attention).
-    ``heads``: a share of the key-value heads of every layer, the last ones, gets another encoding:
-    ``{nope: 0.5}``.
-    ``encodings``: parameters by name. A name of your own with a ``type`` is a variant:
-    ``{local: {type: rope, base: 1e4}, global: {type: rope, base: 1e6}}``.
-    ``temperature``: of the softmax, by the length, for encodings that have none of their own.
-    """
+    """Encodings over layers and heads."""
 
     layers: list[str] = field(default_factory=lambda: ["rope"])
-    windows: list[int | None] = field(default_factory=lambda: [None])
-    heads: dict[str, float] = field(default_factory=dict)
-    encodings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Encodings by name, repeated over the depth: [rope, rope, rope, nope] is iRoPE."""
+    windows: list[Count | None] = field(default_factory=lambda: [None])
+    """Sliding windows in tokens, repeated likewise; null: full attention."""
+    heads: dict[str, Share] = field(default_factory=dict)
+    """Share of every layer's key-value heads, the last ones, that get another encoding: {nope:
+    0.5}."""
+    encodings: dict[str, FreeForm] = field(default_factory=dict)
+    """Parameters by encoding. A name of your own with a type is a variant: {local: {type: rope,
+    base: 1e4}}."""
     temperature: TemperatureConfig = field(default_factory=TemperatureConfig)
+    """Softmax temperature by length, for encodings that have none of their own."""
 
 
 def unknown_encodings(config: PositionalConfig) -> list[Problem]:
@@ -135,7 +114,7 @@ def build_layout(
     Raises:
         UserError: all that is wrong with names, parameters, windows and head shares.
     """
-    problems = [*unknown_encodings(config), *config.temperature.problems()]
+    problems = unknown_encodings(config)
 
     def spectrum(name: str) -> Spectrum | None:
         given = dict(config.encodings.get(name, {}))

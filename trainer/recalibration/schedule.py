@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
-from trainer.common.errors import Problem
+from trainer.common.fields import Natural, Rate, Share, configuration
 
 
-@dataclass(frozen=True)
+@configuration
 class ScheduleConfig:
-    """Learning rate of one phase, as a multiple of the optimizer's learning rates.
-
-    Warm-up is linear from 0 to ``peak`` over ``warmup_steps``. ``cosine`` then falls to
-    ``final`` * peak at the end, ``wsd`` stays and falls linearly to it over the last
-    ``decay_fraction`` of the phase, ``constant`` stays.
-    """
+    """Learning rate of one phase, as a multiple of the optimizer's learning rates."""
 
     name: Literal["cosine", "wsd", "constant"] = "cosine"
-    peak: float = 1.0
-    warmup_steps: int = 0
-    final: float = 0.1
-    decay_fraction: float = 0.2
-
-    def problems(self, key: str) -> list[Problem]:
-        """What is impossible, one sentence each; ``key`` is where the group stands."""
-        found = []
-        if self.peak <= 0:
-            found.append(Problem(f"{key}.peak", f"expected a positive number, got {self.peak}."))
-        if self.warmup_steps < 0:
-            found.append(
-                Problem(f"{key}.warmup_steps", f"expected 0 or more, got {self.warmup_steps}.")
-            )
-        found += [
-            Problem(f"{key}.{name}", f"expected a fraction from 0 to 1, got {value}.")
-            for name in ("final", "decay_fraction")
-            if not 0 <= (value := getattr(self, name)) <= 1
-        ]
-        return found
+    """Shape after the warm-up: cosine (falls to the end), wsd (stays, then falls over the last
+    decay_fraction), constant."""
+    peak: Rate = 1.0
+    """Factor on the optimizer's learning rates after the warm-up."""
+    warmup_steps: Natural = 0
+    """Steps of linear warm-up from 0 to the peak."""
+    final: Share = 0.1
+    """Factor at the end, as a share of the peak."""
+    decay_fraction: Share = 0.2
+    """Share of the phase over which wsd falls."""
 
     def factor(self, step: int, length: int) -> float:
         """Multiple of the base learning rate for update number ``step`` (from 0) of ``length``."""

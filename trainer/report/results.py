@@ -19,7 +19,8 @@ from typing import Any, Self, TypeGuard
 from pydantic import ValidationError
 
 from trainer.common.errors import UserError
-from trainer.formats import adapter, read_plain
+from trainer.common.validation import adapter
+from trainer.formats import read_plain
 from trainer.report.atomic import write_atomically
 
 PERPLEXITY = "perplexity"

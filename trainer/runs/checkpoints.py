@@ -23,7 +23,8 @@ import torch
 
 import trainer
 from trainer.common.errors import Problem, UserError, did_you_mean
-from trainer.formats import FIRST, adapter, check_format, read_plain
+from trainer.common.validation import adapter
+from trainer.formats import FIRST, check_format, read_plain
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from trainer.common.errors import Problem, did_you_mean
+from trainer.common.fields import FreeForm, Natural, OptionalText, configuration
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.head_units import units
@@ -26,42 +27,55 @@ NAME = re.compile(r"\w[\w.+-]*")
 """Of runs and controls, which are names of directories."""
 
 
-@dataclass(frozen=True)
+@configuration
 class RunConfig:
-    """Everything that defines a run.
-
-    ``label``: how the run is called in tables (null: by its encoding). ``run_dir``: where it
-    lives; stable, so that the same command resumes. ``controls``: other runs of the same experiment
-    by name, each a set of changes to this configuration, trained for the same budget and reported
-    in the same table; one with ``branch: drop`` goes on from this run's state just before its drop,
-    with ``branch: 320`` from that after step 320.
-    ``phases``: the parts of the run by name, in order, where there are more than a drop makes;
-    ``trainer.max_steps`` is then their sum, and ``drop`` a phase's.
-    ``plugins``: Python files that register encodings. ``callbacks``: Lightning callbacks by name,
-    each ``_target_``, a class, and its arguments; nothing but training makes them.
-    """
+    """Everything that defines a run."""
 
     name: str = "run"
-    label: str | None = None
+    """Name of the run and its directory."""
+    label: OptionalText = None
+    """What tables call the run; null: its encoding."""
     run_dir: str = "runs/run"
-    seed: int = 0
+    """Directory of the run; the same command resumes what is there."""
+    seed: Natural = 0
+    """Seed of the weights and of the order of samples."""
     overwrite: bool = False
+    """Start again in a directory that holds a run."""
     plugins: list[str] = field(default_factory=list)
+    """Python files that register encodings of your own."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape of the decoder, or weights to start from."""
     positional: PositionalConfig = field(default_factory=PositionalConfig)
+    """Encodings over layers and heads."""
     data: DataConfig = field(default_factory=DataConfig)
+    """Text, and how it becomes sequences."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """The tokenizer, read from a file or trained."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer and its rates."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate of the run, before a drop."""
     drop: DropConfig = field(default_factory=DropConfig)
+    """When the encoding is dropped, what replaces it, and how training resumes."""
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
+    """Parts of the run by name, in order, for more than one change (docs/phases.md);
+    trainer.max_steps is then their sum."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Length, batch, precision and rhythm of the run."""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    """How the run spreads over devices."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    """Where metrics go besides metrics.csv."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """What the run is measured by at its end."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What is measured during training."""
+    callbacks: dict[str, FreeForm] = field(default_factory=dict)
+    """Lightning callbacks of your own by name: {name: {_target_: module.Class, argument:
+    value}}."""
     controls: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Other runs to train and report beside this one: {name: changes}. branch: drop, or a step,
+    resumes from this run's state there."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -113,8 +127,6 @@ class RunConfig:
             *model_problems,
             *self.data.problems(),
             *self.tokenizer.problems(),
-            *self.optimizer.problems(),
-            *self.schedule.problems("schedule"),
             *self.trainer.problems(),
             *self.strategy.problems(),
             *self.monitor.problems(),

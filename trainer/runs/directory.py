@@ -128,7 +128,7 @@ def saved_run(directory: Path) -> RunConfig:
     """
     check_mark(directory)
     record = directory / "config.yaml"
-    return saved_config(_saved(record), f"run_dir: {str(record)!r} is damaged")
+    return saved_config(_saved(record), "run_dir", f"{str(record)!r} is damaged")
 
 
 def _saved(record: Path) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _find(given: str) -> Candidate:
     path = find_checkpoint(given)
     state = read_state(path)
     # Only read, not checked: that would run the plugins a checkpoint names.
-    config = saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")
+    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     return Candidate(
         given,
         checkpoint_label(config, state["step"], path.name),

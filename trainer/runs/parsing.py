@@ -7,14 +7,13 @@ from functools import singledispatch
 from typing import Any, Protocol, TypeVar
 
 from trainer.common.errors import Problem, UserError
+from trainer.common.validation import checked
 from trainer.plugins import load_plugins
 from trainer.runs.branches import branch_problems
 from trainer.runs.config import NAME, RunConfig
-from trainer.runs.numbers import number_problems
 from trainer.runs.phase_problems import phase_problems
 from trainer.runs.phases import with_lengths
 from trainer.runs.trained_shape import ignored_keys, with_trained_shape
-from trainer.runs.validation import validated, without
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
 """Groups whose keys users choose."""
@@ -43,35 +42,32 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[Problem] = ()
     # `controls=null` on a command line leaves an experiment's out.
     empty: dict[str, Any] = {key: {} for key in NAMED_BY_USERS if values.get(key, ...) is None}
     values = values | empty
-    config, problems = validated(schema, values)
+    config, unknown, wrong = checked(schema, values)
+    problems = [*found, *unknown, *wrong]
     try:
         load_plugins(getattr(config, "plugins", ()))
     except UserError as error:
         problems += error.problems
-    numbers = list(number_problems(config))
-    if numbers:  # with which the rest would not come to an end
-        values = without(values, [_place_in(number) for number in numbers])
-        config, _ = validated(schema, values)
-    config, impossible = _completed(config, values, [*found, *problems])
-    if problems := [*found, *problems, *numbers, *_apart_from(numbers, impossible)]:
+    config, impossible = _completed(config, values, problems)
+    if problems := [*problems, *_apart_from(wrong, impossible)]:
         raise UserError(*problems)
     return config
 
 
-def _place_in(problem: Problem) -> list[str]:
-    """The keys, from the outermost on, to what a problem is about; a list is one value."""
-    return problem.key.split("[")[0].split(".")
+def _group(problem: Problem) -> str:
+    """Return the outermost group of a problem's key."""
+    return problem.key.split("[")[0].split(".")[0]
 
 
-DEPENDENT = ("positional", "drop", "phases", "controls", "evaluation", "monitor")
+DEPENDENT = ("positional", "drop", "phases", "evaluation", "monitor")
 """Groups in which sizes of the model, of its text and of its steps decide on what is possible."""
 
 
-def _apart_from(numbers: Sequence[Problem], impossible: Sequence[Problem]) -> list[Problem]:
-    """What is impossible whatever should have stood where the problems of ``numbers`` are."""
-    groups = {_place_in(number)[0] for number in numbers}
+def _apart_from(wrong: Sequence[Problem], impossible: Sequence[Problem]) -> list[Problem]:
+    """Return the problems of ``impossible`` that stay whatever replaces the values of ``wrong``."""
+    groups = {_group(problem) for problem in wrong}
     unsure = {*groups, *(DEPENDENT if groups & {"model", "data", "trainer"} else ())}
-    return [problem for problem in impossible if _place_in(problem)[0] not in unsure]
+    return [problem for problem in impossible if _group(problem) not in unsure]
 
 
 @singledispatch
@@ -100,12 +96,10 @@ def _(
 
 def parse_without_weights(values: dict[str, Any], found: Sequence[Problem] = ()) -> RunConfig:
     """As :func:`parse`, with the shape that ``values`` give and not that of published weights."""
-    config, problems = validated(RunConfig, values)
-    if numbers := list(number_problems(config)):
-        config, _ = validated(RunConfig, without(values, [_place_in(n) for n in numbers]))
+    config, unknown, wrong = checked(RunConfig, values)
     config = with_lengths(config)
-    impossible = _apart_from(numbers, [*config.problems(), *phase_problems(config)])
-    if problems := [*found, *problems, *numbers, *impossible]:
+    impossible = _apart_from(wrong, [*config.problems(), *phase_problems(config)])
+    if problems := [*found, *unknown, *wrong, *impossible]:
         raise UserError(*problems)
     return config
 
@@ -127,7 +121,7 @@ def _control_problems(
     own = [key for key in ("run_dir", "controls") if key in changes]
     branch = changes.get("branch")
     misplaced = [Problem(key, "a control has none of its own.") for key in own]
-    if found := misplaced or _branch_problems(config, branch):
+    if found := misplaced or ([] if known else _branch_problems(config, branch)):
         return [problem.under(f"controls.{name}") for problem in found]
     try:
         control = control_config(values, name)

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
-
 from trainer.common.errors import UserError
-from trainer.formats import adapter, first_problem
+from trainer.common.validation import checked
 from trainer.runs.config import RunConfig
-from trainer.runs.numbers import number_problems
 
 CHANGED_SINCE = ("evaluation", "monitor", "logger")
 """Groups that earlier versions had in other forms, and that say nothing of what was trained."""
 
 
-def saved_config(values: dict[str, Any], what: str) -> RunConfig:
-    """The configuration that a run was written with, also one of other plugins or another version;
-    ``what``: how an error begins.
+def saved_config(values: dict[str, Any], key: str, what: str) -> RunConfig:
+    """Return the configuration that a run was written with, also by another version or with other
+    plugins: keys that are not known are ignored.
+
+    Args:
+        values: what was written.
+        key: the configuration key that errors name.
+        what: names the file in errors.
 
     Raises:
         UserError: it is damaged.
     """
-    try:
-        config = adapter(RunConfig).validate_python(values)
-    except ValidationError as error:
-        if not {e["loc"][0] for e in error.errors()} <= {*CHANGED_SINCE}:
-            raise UserError.at(what, f"{first_problem(error)}.") from error
-        rest = {key: value for key, value in values.items() if key not in CHANGED_SINCE}
-        config = adapter(RunConfig).validate_python(rest)
-    numbers = [*number_problems(config), *config.trainer.problems(), *config.data.problems()]
-    if numbers:
-        raise UserError.at(what, f"{numbers[0]}")
+    config, _, wrong = checked(RunConfig, values)
+    damaged = [problem for problem in wrong if problem.key.split(".")[0] not in CHANGED_SINCE]
+    if problems := [*damaged, *config.trainer.problems(), *config.data.problems()]:
+        raise UserError.at(key, f"{what}: {problems[0]}")
     return config

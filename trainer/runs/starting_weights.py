@@ -61,8 +61,8 @@ def encodings_of(given: str) -> tuple[PositionalConfig, str | None]:
     with renaming(checkpoint=FROM_RUN):
         path = _checkpoint(given)
         state = read_state(path, hashed=False)
-    what = f"{FROM_RUN}: the configuration in {str(path)!r}"
-    config, step = saved_config(state["config"], what), state["step"]
+    what = f"the configuration in {str(path)!r}"
+    config, step = saved_config(state["config"], FROM_RUN, what), state["step"]
     positional, depth = config.positional, config.model.num_hidden_layers
     dropped = is_dropped(config, step)
     for phase in phases_of(config):

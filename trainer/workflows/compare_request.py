@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from trainer.common.errors import Problem
+from trainer.common.fields import OptionalText, configuration
 
 
-@dataclass(frozen=True)
+@configuration
 class CompareRequest:
-    """``runs``: run directories, those of controls, or of sweeps, which stand for their runs.
-    ``output``: where the comparison goes (null: the sweep's directory, or one below ``multirun``).
-    """
+    """What the compare command is asked for."""
 
     runs: list[str] = field(default_factory=list)
-    output: str | None = None
+    """Run directories, or the directory of a sweep, which stands for its runs."""
+    output: OptionalText = None
+    """Directory of the comparison; null: the sweep's, or one below multirun
+    with what the runs' names begin with."""
 
     def problems(self) -> list[Problem]:
         """What is missing, one sentence each."""

@@ -39,7 +39,9 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
-    saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")  # for the card
+    saved_config(
+        state["config"], "checkpoint", f"the configuration in {str(path)!r}"
+    )  # for the card
     tokenizer = Tokenizer.from_str(state["tokenizer"])
     model = load_decoder(path, state)
     return export_model(

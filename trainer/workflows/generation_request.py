@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated
+
+from pydantic import Field
 
 from trainer.common.errors import Problem
+from trainer.common.fields import (
+    Count,
+    Natural,
+    NotNegative,
+    OptionalText,
+    Positive,
+    Processes,
+    configuration,
+)
 from trainer.generation.sampling import Sampling
 from trainer.workflows.request import request_problems
 
 
-@dataclass(frozen=True)
+@configuration
 class GenerationRequest:
-    """``checkpoint``: a run directory, a checkpoint, or a published model. ``temperature``,
-    ``top_p``, ``seed``: see :class:`trainer.generation.sampling.Sampling`. ``stop``: strings that
-    end a continuation and are not shown. ``stream``: whether a single continuation is shown while
-    it grows.
-    """
+    """What the generate command is asked for."""
 
-    checkpoint: str | None = None
+    checkpoint: OptionalText = None
+    """A run directory, a checkpoint, or a published model."""
     prompts: list[str] = field(default_factory=list)
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
+    """Texts to continue; prompt=... adds one, whatever characters are in it."""
+    max_new_tokens: Annotated[Count, Field(le=1 << 24)] = 128
+    """Most tokens of a continuation."""
+    temperature: NotNegative = 0.0
+    """Divides the logits; 0: always the likeliest token."""
+    top_p: Annotated[Positive, Field(le=1)] = 1.0
+    """Draw from the likeliest tokens that have this probability together."""
     stop: list[str] = field(default_factory=list)
-    seed: int = 0
-    threads: int | None = None
+    """Strings that end a continuation and are not shown, for instance 'stop=["\\n"]'."""
+    seed: Natural = 0
+    """Seed of the draws."""
+    threads: Processes | None = None
+    """CPU threads; null: OMP_NUM_THREADS or all cores."""
     stream: bool = True
+    """Show a single continuation while it grows."""
 
     @property
     def sampling(self) -> Sampling:
@@ -34,14 +51,10 @@ class GenerationRequest:
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = [*self.sampling.problems(), *request_problems(self.checkpoint, self.threads)]
+        found = request_problems(self.checkpoint)
         if not self.prompts:
             found.append(
                 Problem("prompt", "give prompt='Once upon a time', once or several times.")
-            )
-        if self.max_new_tokens < 1:
-            found.append(
-                Problem("max_new_tokens", f"expected 1 or more, got {self.max_new_tokens}.")
             )
         if "" in self.stop:
             found.append(Problem("stop", "an empty string would stop before the first token."))

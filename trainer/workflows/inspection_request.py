@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from trainer.common.errors import Problem
+from trainer.common.fields import Count, OptionalText, configuration
 
 
-@dataclass(frozen=True)
+@configuration
 class InspectionRequest:
-    """``checkpoint``: a run directory or a checkpoint in it. ``step``: of the run, from 1.
-    ``samples``: how many of the step's samples, from its first on. ``characters``: of each sample's
-    text. ``plugins``: Python files that register text sources."""
+    """What the inspect command is asked for."""
 
-    checkpoint: str | None = None
-    step: int = 1
-    samples: int = 2
-    characters: int = 400
+    checkpoint: OptionalText = None
+    """A run directory or a checkpoint in it."""
+    step: Count = 1
+    """Step of the run, from 1."""
+    samples: Count = 2
+    """Samples of the step to show, from its first on."""
+    characters: Count = 400
+    """Characters of each sample to show."""
     plugins: list[str] = field(default_factory=list)
+    """Python files that register text sources of your own."""
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
-        found = (
-            []
-            if self.checkpoint
-            else [Problem("checkpoint", "give a run directory, checkpoint=PATH.")]
-        )
-        return found + [
-            Problem(key, f"expected 1 or more, got {getattr(self, key)}.")
-            for key in ("step", "samples", "characters")
-            if getattr(self, key) < 1
-        ]
+        if self.checkpoint:
+            return []
+        return [Problem("checkpoint", "give a run directory, checkpoint=PATH.")]

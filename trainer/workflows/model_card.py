@@ -36,7 +36,7 @@ def model_card(
         plan: how it is written.
         difference: of logits, None where nothing was compared.
     """
-    config = saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")
+    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     report = _report(path)
     facts = _facts(config, state, model, report)
     compared = (

@@ -6,16 +6,18 @@ import re
 from dataclasses import dataclass, field
 
 from trainer.common.errors import Problem
+from trainer.common.fields import Processes, configuration
 from trainer.runs.config import RunConfig
 
 
-@dataclass(frozen=True)
+@configuration
 class PrepareConfig:
-    """``part``: ``3/16`` is the third of 16 parts, each prepared by a process of its own.
-    ``workers``: processes that tokenise (null: one a core)."""
+    """Which part of the text is prepared, by how many processes."""
 
     part: str | int = "1/1"
-    workers: int | None = None
+    """Part of the text, as 3/16 for the third of 16 that processes or nodes prepare one each."""
+    workers: Processes | None = None
+    """Processes that tokenise; null: one a core."""
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
@@ -28,8 +30,6 @@ class PrepareConfig:
                     f"expected a part and how many there are, such as 3/16, got {self.part!r}.",
                 )
             )
-        if self.workers is not None and self.workers < 1:
-            found.append(Problem("prepare.workers", f"expected 1 or more, got {self.workers}."))
         return found
 
     @property

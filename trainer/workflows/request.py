@@ -6,13 +6,9 @@ from trainer.common.errors import Problem
 from trainer.data.config import DataConfig
 
 
-def request_problems(
-    checkpoint: str | None, threads: int | None, text: DataConfig | None = None
-) -> list[Problem]:
+def request_problems(checkpoint: str | None, text: DataConfig | None = None) -> list[Problem]:
     """What is impossible of these keys of a request, one sentence each."""
     found = [] if text is None else [p.renamed({"data": "text"}) for p in text.problems()]
     if not checkpoint:
         found.append(Problem("checkpoint", "give checkpoint=runs/NAME, or a checkpoint in it."))
-    if threads is not None and threads < 1:
-        found.append(Problem("threads", f"expected 1 or more, got {threads}."))
     return found

@@ -43,19 +43,19 @@ model.rms_norm_eps=1e300 | model.rms_norm_eps: expected at most 1,
 model.softmax.softcap=1e300 | model.softmax.softcap: expected at most 1,000,000
 model.softmax.final_softcap=1e-300 | model.softmax.final_softcap: expected a number from 0.001
 model.initializer_range=nan | model.initializer_range
-model.softmax.softcap=None | nothing is written null
+model.softmax.softcap=None | Use null for 'not set'
 model.attention_backend=sdp | Did you mean 'sdpa'
 model.attention_backend=flash trainer.precision=bf16 | needs the package flash-attn
 model.attention_backend=flex | needs a GPU
 model.qk_norm=always | model.qk_norm
 model.qk_norm.when=after | model.qk_norm.when
 model.qk_norm.when=after_drop | there is no drop
-model.from_pretrained=None | nothing is written null
+model.from_pretrained=None | Use null for 'not set'
 model.from_pretrained="" | model.from_pretrained
 model.from_pretrained=/none/such | there is no directory '/none/such'
 model.from_pretrained=text.txt | 'text.txt' is a file
-seed=-1 | seed: expected a whole number from 0 to 2^62
-seed=1180591620717411303424 | seed: expected a whole number from 0 to 2^62
+seed=-1 | seed: expected 0 or more
+seed=1180591620717411303424 | seed: expected at most
 seed=one | seed: got 'one'
 seed=0.5 | seed: got 0.5
 name=a/b | name: 'a/b' names a directory
@@ -145,7 +145,7 @@ data.prepared="" data.source=x | unknown source 'x'
 +data.mixture.a.weight=nan | data.mixture.a.weight
 +data.mixture.a.wait=1 | data.mixture.a.wait: unknown key
 tokenizer.path=none.json | there is no file 'none.json'
-tokenizer.path=None | nothing is written null
+tokenizer.path=None | Use null for 'not set'
 tokenizer.path=others | is a directory
 tokenizer.path=text.txt | is not a tokenizer.json
 tokenizer.path="" | tokenizer.path
@@ -183,10 +183,10 @@ trainer.step_timeout=0 | trainer.step_timeout
 trainer.step_timeout=nan | trainer.step_timeout
 trainer.checkpoint_minutes=-1 | trainer.checkpoint_minutes
 trainer.max_time=None | trainer.max_time: got 'None', which is Python's word
-trainer.max_steps=true | trainer.max_steps: got true or false, which mean nothing here
-model.softmax.softcap=true | model.softmax.softcap: got true or false
-evaluation.lengths=[1,true] | evaluation.lengths: got true or false
-optimizer.betas=[0.9,false] | optimizer.betas: got true or false
+trainer.max_steps=true | trainer.max_steps: expected a whole number, got true
+model.softmax.softcap=true | model.softmax.softcap: expected a number, got true
+evaluation.lengths=[1,true] | evaluation.lengths[1]: expected a number, got true
+optimizer.betas=[0.9,false] | optimizer.betas[1]: expected a number, got false
 trainer.max_time=soon | trainer.max_time
 trainer.max_time=1:99:00 | trainer.max_time
 trainer.profile_steps=[5] | trainer.profile_steps
@@ -310,17 +310,17 @@ analyze checkpoint=RUN +analysis=all analysis.length=100000000 | the held-out te
 analyze checkpoint=RUN +analysis=all analysis.texts=1000000000 | analysis.texts
 analyze checkpoint=RUN +analysis=all analysis.chosen=[[9,9]] | [9, 9] is not in
 analyze checkpoint=RUN +analysis=all analysis.chosen=[[1]] | expected pairs
-analyze checkpoint=RUN +analysis=all analysis.seed=-1 | analysis.seed: expected a whole number
+analyze checkpoint=RUN +analysis=all analysis.seed=-1 | analysis.seed: expected 0 or more
 analyze checkpoint=RUN +analysis=sinks compare=RUN | compare: only for
 analyze checkpoint=RUN +analysis=all output=text.txt | output: 'text.txt' is a file
 analyze checkpoint=RUN +analysis=all output=/proc/x | cannot be written
 generate checkpoint=RUN | prompt: give prompt=
-evaluate checkpoint=RUN output=None | nothing is written null
+evaluate checkpoint=RUN output=None | Use null for 'not set'
 generate checkpoint=none prompt=a | neither a run directory
 generate checkpoint=none.gguf prompt=a | checkpoint: there is no file 'none.gguf'
 generate checkpoint=RUN prompt=a max_new_tokens=0 | max_new_tokens: expected 1 or more
 generate checkpoint=RUN prompt=a max_new_tokens=1000000000000 | max_new_tokens: expected at most
-generate checkpoint=RUN prompt=a seed=1180591620717411303424 | seed: expected a whole number
+generate checkpoint=RUN prompt=a seed=1180591620717411303424 | seed: expected at most
 generate checkpoint=RUN prompt=a seed=-1 | seed
 generate checkpoint=RUN prompt=a threads=1000000 | threads: expected at most 1,024
 generate checkpoint=RUN prompt=a threads=0 | threads: expected 1 or more

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from random import Random
 
 from tokenizers import Tokenizer
 
 from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.fields import Count, Natural, OptionalText, configuration
 from trainer.evaluation.longbench.kinds import FOURTEEN, KINDS
 from trainer.evaluation.longbench.metrics import classification
 from trainer.evaluation.longbench.rows import KEY, Row, read_rows, root
@@ -17,15 +18,18 @@ from trainer.evaluation.longbench.task import LongBenchTask
 from trainer.evaluation.prompts import Task
 
 
-@dataclass(frozen=True)
+@configuration
 class LongBenchSettings:
-    """``directory``: where ``TASK.jsonl`` lie (null: the archive that the hub distributes).
-    ``limit``: questions a task, drawn with ``seed`` (null: all, 150 to 500)."""
+    """Settings of longbench."""
 
-    directory: str | None = None
+    directory: OptionalText = None
+    """Directory of TASK.jsonl; null: the archive that the hub distributes."""
     tasks: list[str] = field(default_factory=lambda: list(FOURTEEN))
-    limit: int | None = None
-    seed: int = 42
+    """Tasks of LongBench to ask."""
+    limit: Count | None = None
+    """Questions of a task; null: all, 150 to 500."""
+    seed: Natural = 42
+    """Seed of the choice of questions."""
 
     def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
@@ -41,10 +45,6 @@ class LongBenchSettings:
                 Problem(
                     "evaluation.longbench.tasks", "expected one or more, for instance [qasper,lcc]."
                 )
-            )
-        if self.limit is not None and self.limit < 1:
-            found.append(
-                Problem("evaluation.longbench.limit", f"expected 1 or more, got {self.limit}.")
             )
         if self.directory is not None and not Path(self.directory).is_dir():
             found.append(Problem(KEY, f"there is no directory {self.directory!r}."))
