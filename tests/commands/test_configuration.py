@@ -111,7 +111,7 @@ def compare(schema, given, path):
     [
         (["model.hiden_size=64"], "model.hiden_size: unknown key. Did you mean 'hidden_size'?"),
         (["trainer.max_step=5"], "trainer.max_step: unknown key. Did you mean 'max_steps'?"),
-        (["optimizer.lr=fast"], "optimizer.lr: got 'fast'; input should be a valid number"),
+        (["optimizer.lr=fast"], "optimizer.lr: expected a number, got 'fast'"),
         (["optimizer.name=adam"], "Did you mean 'adamw'?"),
         (["optimizer=adam"], "optimizer: there is no optimizer 'adam'. Did you mean 'adamw'?"),
         (["model.head_dim=15"], "model.head_dim: 15 is odd"),
@@ -173,9 +173,9 @@ def compare(schema, given, path):
         (["trainer.lr=1"], "trainer.lr: unknown key. Did you mean optimizer.lr?"),
         (
             ["strategy.activation_checkpointing=true"],
-            "checkpointing: got true or false; expected full, none, selective.",
+            "checkpointing: expected one of none, selective, full, got true.",
         ),
-        (["optimizer.betas=0.9"], "optimizer.betas: got 0.9; expected a list in brackets."),
+        (["optimizer.betas=0.9"], "optimizer.betas: expected a list in brackets, got 0.9."),
         (["name=${hydra:job.name}"], "name: ${hydra:...} has no value here; name a key, such as"),
         (["+controls.x.run_dir=y"], "controls.x.run_dir: a control has none of its own."),
         (["controls.rope.seed=1"], "controls.rope.seed: not set yet; write +controls.rope.seed=1"),

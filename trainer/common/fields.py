@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
 LARGEST = 1 << 62
@@ -25,16 +24,24 @@ def configuration(cls: type[T]) -> type[T]:
     return dataclass(frozen=True)(cls)
 
 
+class RefusedError(ValueError):
+    """A value that is not what was expected; ``at``: its place in a group that users name."""
+
+    def __init__(self, expected: str, value: Any, at: str = "") -> None:
+        self.expected, self.value, self.at = expected, value, at
+        super().__init__(f"expected {expected}")
+
+
 def _no_truth(value: Any) -> Any:
     """Refuse true and false, which Python takes for 1 and 0."""
     if isinstance(value, bool):
-        raise PydanticCustomError("int_type", "Input should be a valid integer")
+        raise RefusedError("a whole number", value)
     return value
 
 
 def _no_none(value: str) -> str:
     if value == "None":
-        raise PydanticCustomError("string_type", "Input should be a valid string")
+        raise RefusedError("a text", value)
     return value
 
 
@@ -42,10 +49,9 @@ def _finite(value: Any) -> Any:
     """Refuse numbers that nothing can be computed from, at any depth."""
     for place, number in _numbers(value):
         if not math.isfinite(number):
-            raise PydanticCustomError("finite_number", "Not finite", {"at": place, "value": number})
+            raise RefusedError("a finite number", number, place)
         if isinstance(number, int) and abs(number) > LARGEST:
-            context = {"at": place, "value": number, "le": LARGEST}
-            raise PydanticCustomError("less_than_equal", "Too large", context)
+            raise RefusedError(f"at most {LARGEST:,}", number, place)
     return value
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.common.errors import Problem, did_you_mean
+from trainer.common.fields import RefusedError
 
 S = TypeVar("S")
 Place = tuple[str | int, ...]
@@ -49,8 +50,9 @@ def checked(schema: type[S], values: dict[str, Any]) -> tuple[S, list[Problem], 
                 problem = _unknown_key(schema, place)
                 unknown.setdefault(problem.key, problem)
             else:
-                problem = _wrong_value(schema, place, errors)
-                wrong.setdefault(problem.key, problem)
+                # One problem for all items of a list.
+                whole = _dotted(place[:-1] if isinstance(place[-1], int) else place)
+                wrong.setdefault(whole, _wrong_value(schema, place, errors))
         values = without(values, [*found])
 
 
@@ -58,13 +60,10 @@ def _place(values: Any, location: Sequence[str | int]) -> Place:
     """Return the keys of one of pydantic's locations, which also name the arms of unions."""
     found: list[str | int] = []
     for part in location:
-        if (isinstance(values, dict) and part in values) or (
-            isinstance(values, list | tuple) and isinstance(part, int)
-        ):
-            values = values[part]  # type: ignore[index]  # of a list or a mapping
-        else:
-            continue
-        found.append(part)
+        is_item = isinstance(values, list | tuple) and part in range(len(values))
+        if is_item or (isinstance(values, dict) and part in values):
+            values = values[part]
+            found.append(part)
     return tuple(found)
 
 
@@ -82,10 +81,10 @@ def _wrong_value(schema: Any, place: Place, errors: Sequence[Any]) -> Problem:
     """Return the problem of one value; ``errors``: of each type that it may have."""
     first, kind = errors[0], _type_at(schema, place)
     inside, value = "", first["input"]
-    if "at" in (context := first.get("ctx", {})):  # in a group whose keys users choose
-        inside, value = context["at"], context["value"]
+    if isinstance(refused := first.get("ctx", {}).get("error"), RefusedError):
+        inside, value = refused.at, refused.value
     expected = list(dict.fromkeys(_expected(one, kind) for one in errors))
-    if "a number" in expected:
+    if len(expected) > 1 and "a text" not in expected:
         expected = [one for one in expected if one != "a whole number"]
     if isinstance(value, float) and not math.isfinite(value):
         expected = ["a finite number"]
@@ -97,8 +96,11 @@ def _wrong_value(schema: Any, place: Place, errors: Sequence[Any]) -> Problem:
     elif get_origin(kind) in (list, tuple) and isinstance(value, str | int | float):
         hint = f"Of this one alone it is {_dotted(place)}=[{value}]."
     key = _dotted(place) + inside
-    given = str(value).lower() if isinstance(value, bool) else repr(value)
+    given = _YAML[value] if value is None or isinstance(value, bool) else repr(value)
     return Problem(key, f"expected {' or '.join(expected)}, got {given}.", hint)
+
+
+_YAML = {None: "null", True: "true", False: "false"}
 
 
 def _plain(bound: float) -> str:
@@ -123,20 +125,26 @@ _KINDS = {
 def _expected(error: Any, kind: Any) -> str:
     """Return what one of pydantic's errors asks for."""
     context: dict[str, Any] = error.get("ctx", {})
-    match context:
-        case {"gt": 0}:
-            return "a positive number"
-        case {"gt": least}:
-            return f"more than {_plain(least)}"
-        case {"ge": least}:
-            return f"{_plain(least)} or more"
-        case {"lt": most} | {"le": most}:
-            return f"{'less than' if 'lt' in context else 'at most'} {_plain(most)}"
-        case _:
-            pass
-    if choices := _choices(kind):
-        return f"one of {', '.join(map(str, choices))}"
-    return _KINDS.get(error["type"].split("_")[0], "as many as it has by default")
+    bounds = {
+        "gt": "more than {}",
+        "ge": "{} or more",
+        "lt": "less than {}",
+        "le": "at most {}",
+        "min_length": "a list of {}",
+        "max_length": "a list of {}",
+    }
+    if isinstance(refused := context.get("error"), RefusedError):
+        text = refused.expected
+    elif choices := _choices(kind):
+        text = f"one of {', '.join(map(str, choices))}"
+    elif bound := next((key for key in bounds if key in context), None):
+        positive = bound == "gt" and context[bound] == 0
+        text = "a positive number" if positive else bounds[bound].format(_plain(context[bound]))
+    elif error["type"] == "missing":  # an item of a tuple
+        text = f"a list of {len(get_args(kind))}"
+    else:
+        text = _KINDS.get(error["type"].split("_")[0], "another value")
+    return text
 
 
 def _type_at(kind: Any, place: Iterable[str | int]) -> Any:
