@@ -42,7 +42,7 @@ OWN = ("gpu", "mfu", "exact", "slurm")
 def read(composed: Composed) -> PlanRequest:
     """The checked request; published weights need not be here, if the model's shape is given."""
     from trainer.common.validation import validated
-    from trainer.interchange.finding import MissingWeights
+    from trainer.interchange.hub import MissingWeights
     from trainer.runs.arms import arm_problems, arms_of
     from trainer.runs.spread import spread_problems
     from trainer.runs.starting_weights import FROM_RUN

@@ -39,7 +39,7 @@ def read(composed: Composed) -> Named[RunConfig]:
         UserError: with all problems of keys, types and values together.
     """
     from trainer.data.preparing import unprepared
-    from trainer.interchange.finding import MissingWeights
+    from trainer.interchange.hub import MissingWeights
 
     config: RunConfig | None = None
     problems: tuple[Problem, ...] = ()
@@ -85,7 +85,7 @@ def read_run(
     Raises:
         UserError: with all problems of keys, types and values together.
     """
-    from trainer.interchange.finding import MissingWeights
+    from trainer.interchange.hub import MissingWeights
     from trainer.runs.config import RunConfig
     from trainer.runs.parsing import parse, parse_without_weights
 

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.common.errors import Problem, UserError, did_you_mean
-from trainer.interchange.hub import no_hub
+from trainer.common.errors import UserError, did_you_mean
+from trainer.interchange.hub import MissingWeights, no_hub
 from trainer.interchange.tensor_files import INDEX, weights_problem
 
 KEY = "model.from_pretrained"
-
-
-@dataclass(frozen=True)
-class MissingWeights(Problem):
-    """Published weights that are not on this machine, but can be had."""
-
-    is_published: bool = False
-    """Whether they are named by their place on the hub."""
 
 
 FETCHED = {
