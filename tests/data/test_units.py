@@ -224,7 +224,7 @@ def test_a_file_behind_a_network_is_tried_again(config, whole, monkeypatch):
         rows = list(original(given, file))
         yield from rows[:25]
         if calls < 3:
-            raise units.UnreadableError("data.files: 'hf://x' cannot be read to its end: reset.")
+            raise units.UnreachableError.at("data.files", "'hf://x' cannot be read.")
         yield from rows[25:]
 
     monkeypatch.setattr(units, "read_source", read_source)
@@ -241,7 +241,7 @@ def test_two_processes_do_not_prepare_the_same(config, many_pieces, part):
     work = work_of(config)
     (work.directory / "pieces").mkdir(parents=True)
     with (
-        locked(work.directory / "pieces" / ".00001.lock", "is busy"),
+        locked(work.directory / "pieces" / ".00001.lock", "data", "is busy"),
         pytest.raises(UserError, match=r"process \d+ of .* prepares .* already; wait"),
     ):
         work_of(config).run(part, workers=1)

@@ -44,7 +44,7 @@ def test_norms_that_still_wait_for_a_drop_are_no_part_of_the_weights(finished):
 
 def test_without_a_model_there_is_none_and_two_are_too_many():
     assert starting_weights(ModelConfig()) is None
-    with pytest.raises(UserError, match=r"^model\.from_run: model\.from_pretrained is given too;"):
+    with pytest.raises(UserError, match=r"^model: from_pretrained and from_run are given;"):
         starting_weights(ModelConfig(from_run="a", from_pretrained="b"))
 
 

@@ -158,7 +158,11 @@ def test_a_drop_of_the_runs_own_is_shown_with_its_loss(tmp_path, monkeypatch, ow
 )
 def test_a_page_lies_in_the_run_under_its_name(monkeypatch, output, name, place):
     monkeypatch.setattr(analyze, "find_candidate", lambda _: SimpleNamespace(home=Path("home")))
-    monkeypatch.setattr(analyze, "writable_problem", lambda *given: f"{given}")
+
+    def refuse(*given):
+        raise UserError.at("", f"{given}")
+
+    monkeypatch.setattr(analyze, "check_writable", refuse)
     request = {"checkpoint": "x", "threads": 1, "output": output, "analysis": {"kind": "sinks"}}
     with pytest.raises(UserError) as error:
         analyze.analyze(parse(AnalysisRequest, request), name)

@@ -82,7 +82,11 @@ def test_a_report_of_the_same_takes_the_place_of_an_older_one(tmp_path, older, s
 def test_where_it_cannot_write_nothing_is_measured(monkeypatch, output, name, place):
     found = SimpleNamespace(home=Path("home"))
     monkeypatch.setattr(evaluate, "find_candidate", lambda *_: found)
-    monkeypatch.setattr(evaluate, "writable_problem", lambda *given: f"{given}")
+
+    def refuse(*given):
+        raise UserError.at("", f"{given}")
+
+    monkeypatch.setattr(evaluate, "check_writable", refuse)
     request = EvaluationRequest("x", output=output, threads=1)
     with pytest.raises(UserError) as error:
         evaluate_lengths(request, name)

@@ -13,7 +13,7 @@ import yaml
 
 from tests.report.examples import report as reported
 from trainer.commands.train import read_config
-from trainer.common.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.sharing import Share
 from trainer.report.health import troubles
@@ -203,17 +203,21 @@ def test_all_that_is_wrong_is_said_at_once_and_of_every_arm(base, tmp_path, monk
 
         def problems(config, *_, check=check):
             names = [config.name] if isinstance(config, RunConfig) else [*config]
-            return [f"{check} of {', '.join(names)}"]
+            return [Problem(check, f"of {', '.join(names)}")]
 
         monkeypatch.setattr(experiment, f"{check}_problems", problems)
-    monkeypatch.setattr(experiment, "writable_problem", lambda place: f"writing to {place}")
+
+    def refuse(place):
+        raise UserError.at("writing", f"to {place}")
+
+    monkeypatch.setattr(experiment, "check_writable", refuse)
     controls = {"other": {"seed": 9, "label": "other", "trainer": {"max_steps": 13}}}
     values = {**base, "name": "x", "run_dir": str(tmp_path), "controls": controls}
     with pytest.raises(UserError) as error:
         run_experiment(parse(RunConfig, values))
     both = {"label", "length", "text"}
-    said = [f"{check} of {'main, other' if check in both else 'x'}" for check in checks]
-    assert tuple(map(str, error.value.problems)) == (*said, f"writing to {tmp_path}")
+    said = [f"{check}: of {'main, other' if check in both else 'x'}" for check in checks]
+    assert tuple(map(str, error.value.problems)) == (*said, f"writing: to {tmp_path}")
 
 
 PHASES = {"a": {"steps": 6}, "b": {"steps": 6, "batch_size": 3}}

@@ -3,7 +3,7 @@ once."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,23 +244,30 @@ def _plain(
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
-        said = str(error).partition("\n")[0].rpartition("resolving interpolation: ")[2].strip('"')
+        message = str(error).splitlines()[0]
         places = [place for place in (choices or {}).items() if files and files.find(place)]
         paths = [
             path for place in places for path in (files or ConfigFiles()).defaults_chain(place)
         ]
-        last = key.rpartition(".")[2].partition("[")[0]
+        last = key.rsplit(".", maxsplit=1)[-1].split("[", maxsplit=1)[0]
         where = next((f" ({p})" for p in reversed(paths) if _unresolved(read_file(p), last)), "")
-        if "HydraConfig" in said:  # what ${hydra:...} reads
-            said = "${hydra:...} has no value here; name a key, such as ${positional.layers[0]}"
-        raise UserError(*problems, Problem(key, f"{said}{where}.")) from error
+        if any("${hydra:" in value for value in _values_of(OmegaConf.to_container(config), last)):
+            message = "${hydra:...} has no value here; name a key, such as ${positional.layers[0]}"
+        raise UserError(*problems, Problem(key, f"{message}{where}.")) from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
 def _unresolved(tree: Any, key: str) -> bool:
-    """Whether a key of that name stands somewhere in the tree with a value yet to be resolved."""
+    """Whether a key of that name has a value yet to be resolved, at any depth."""
+    return any("${" in value or value == "???" for value in _values_of(tree, key))
+
+
+def _values_of(tree: Any, key: str) -> Iterator[str]:
+    """Yield the values of all keys of that name, at any depth, as text."""
     if isinstance(tree, dict):
-        own = str(tree.get(key, ""))
-        return "${" in own or own == "???" or any(_unresolved(v, key) for v in tree.values())
-    return isinstance(tree, list) and any(_unresolved(value, key) for value in tree)
+        if key in tree:
+            yield str(tree[key])
+        tree = [*tree.values()]
+    for value in tree if isinstance(tree, list) else ():
+        yield from _values_of(value, key)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from trainer.common.errors import Problem, did_you_mean
+from trainer.common.errors import Problem, did_you_mean, nearest
 
 FREE_FORM = (
     "positional.encodings",
@@ -77,7 +77,7 @@ def key_problem(override: Override, base: Any) -> Problem | None:
             near = did_you_mean(key, place) if free else _nearest(key, where, place, base)
             if free and (override.is_add() or override.is_force_add()):
                 return None
-            if free and "mean" not in near:
+            if free and nearest(key, map(str, place)) is None:
                 return Problem(".".join(path), f"not set yet; write +{override.input_line}")
             prefix = f"{where}." if where else ""
             return Problem(f"{prefix}{key}", "unknown key.", near)

@@ -183,12 +183,11 @@ def write_job(job: Job) -> Path:
     import yaml
 
     from trainer.report.atomic import write_atomically
-    from trainer.runs.directory import plain, writable_problem
+    from trainer.runs.directory import check_writable, plain
 
     settings, config = job.settings, job.config
     directory = Path(settings.directory or f"slurm_jobs/{config.name}")
-    if problem := writable_problem(str(directory), "slurm.directory"):
-        raise UserError(problem)
+    check_writable(str(directory), "slurm.directory")
     place = directory.resolve()
     code = snapshot(place / "code", job.files.own)
     (place / "logs").mkdir(exist_ok=True)  # SLURM does not make it, and the job would fail

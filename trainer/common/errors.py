@@ -67,6 +67,21 @@ class UserError(Exception):
         return "\n".join(map(str, self.problems))
 
 
+def raise_all(problems: Iterable[Problem]) -> None:
+    """Raise a ``UserError`` of the problems, each once, if there are any."""
+    if found := dict.fromkeys(problems):
+        raise UserError(*found)
+
+
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a ``UserError`` to ``problems`` instead of raising it."""
+    try:
+        yield
+    except UserError as error:
+        problems += error.problems
+
+
 @contextmanager
 def renaming(**keys: str) -> Iterator[None]:
     """Report problems of the keys named under the keys that the user gave instead."""
@@ -96,10 +111,14 @@ class PreemptedError(Exception):
         super().__init__(said)
 
 
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that is spelt most like ``word``, or None if none is close."""
+    return next(iter(get_close_matches(word, sorted(set(choices)), n=1, cutoff=0.6)), None)
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return the nearest right spelling as a hint (``Did you mean 'rope'?``), or all choices."""
     names = sorted(set(choices))
-    near = get_close_matches(word, names, n=1, cutoff=0.6)
-    if near:
-        return f"Did you mean {near[0]!r}?"
+    if (near := nearest(word, names)) is not None:
+        return f"Did you mean {near!r}?"
     return f"Choose from: {', '.join(names)}." if names else ""

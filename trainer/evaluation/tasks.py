@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.shards import TokenStream
@@ -90,10 +90,7 @@ def check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
     """Find prompts that do not fit before anything is measured, for all tasks at once."""
     problems: list[Problem] = []
     for task in tasks:
-        try:
+        with collecting(problems):
             for length in lengths:
                 task.fingerprint(length)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    raise_all(problems)

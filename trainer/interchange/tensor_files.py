@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.formats import read_plain
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -64,12 +64,9 @@ def read_headers(directory: Path) -> dict[str, FileTensor]:
     found: dict[str, FileTensor] = {}
     problems: list[Problem] = []
     for path in _weight_files(directory):
-        try:
+        with collecting(problems):
             found |= _read_header(path)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    raise_all(problems)
     return found
 
 

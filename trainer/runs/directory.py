@@ -165,21 +165,25 @@ def differences(
     return found
 
 
-def writable_problem(directory: str, key: str = "run_dir") -> Problem | None:
-    """Why a directory cannot be made, or None; leaves nothing behind."""
+def check_writable(directory: str, key: str = "run_dir") -> None:
+    """Check that a directory can be made; leave nothing behind.
+
+    Raises:
+        UserError: it cannot.
+    """
     place = Path(directory)
     try:
         if place.is_symlink():
             place = place.resolve(strict=True)
         while not place.is_dir():
             if place.exists() or place.is_symlink():
-                return Problem(key, f"{str(place)!r} is a file; give the name of a directory.")
+                raise UserError.at(key, f"{str(place)!r} is a file; give the name of a directory.")
             place = place.parent
         with tempfile.TemporaryDirectory(dir=place):
-            return None
+            pass
     except (OSError, RuntimeError) as error:  # a link in a circle is a RuntimeError
         reason = getattr(error, "strerror", None) or "its links go in a circle"
-        return Problem(key, f"{directory!r} cannot be written ({reason}).")
+        raise UserError.at(key, f"{directory!r} cannot be written ({reason}).") from error
 
 
 class LogFile(logging.FileHandler):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import singledispatch
 from typing import Any, Protocol, TypeVar
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.common.validation import checked
 from trainer.plugins import load_plugins
 from trainer.runs.branches import branch_problems
@@ -44,13 +44,10 @@ def parse(schema: type[T], values: dict[str, Any], found: Sequence[Problem] = ()
     values = values | empty
     config, unknown, wrong = checked(schema, values)
     problems = [*found, *unknown, *wrong]
-    try:
+    with collecting(problems):
         load_plugins(getattr(config, "plugins", ()))
-    except UserError as error:
-        problems += error.problems
     config, impossible = _completed(config, values, problems)
-    if problems := [*problems, *_apart_from(wrong, impossible)]:
-        raise UserError(*problems)
+    raise_all([*problems, *_apart_from(wrong, impossible)])
     return config
 
 
@@ -99,8 +96,7 @@ def parse_without_weights(values: dict[str, Any], found: Sequence[Problem] = ())
     config, unknown, wrong = checked(RunConfig, values)
     config = with_lengths(config)
     impossible = _apart_from(wrong, [*config.problems(), *phase_problems(config)])
-    if problems := [*found, *unknown, *wrong, *impossible]:
-        raise UserError(*problems)
+    raise_all([*found, *unknown, *wrong, *impossible])
     return config
 
 

@@ -86,7 +86,7 @@ def _wandb(config: RunConfig, identity: str) -> Logger:
         try:
             _ = logger.experiment  # which connects; Lightning would not before fit
         except Exception as error:  # whatever it is, it need not stop a run
-            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             log.warning(
                 "Weights & Biases cannot be reached (%s): this command logs offline; later "
                 "`wandb sync %s/wandb/offline-run-*` sends it",

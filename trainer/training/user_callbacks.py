@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, collecting, did_you_mean
 
 TARGET = "_target_"
 """The key that names the class, as Hydra has it."""
@@ -35,10 +35,8 @@ def callback_problems(given: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     """What is wrong with configured callbacks, one sentence each; imports their classes only."""
     problems: list[Problem] = []
     for name, values in given.items():
-        try:
+        with collecting(problems):
             _checked(f"callbacks.{name}", values)
-        except UserError as error:
-            problems += error.problems
     return problems
 
 
@@ -53,10 +51,8 @@ def make_callbacks(given: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
     made: dict[str, L.Callback] = {}
     problems: list[Problem] = []
     for name, values in given.items():
-        try:
+        with collecting(problems):
             made[name] = _make(f"callbacks.{name}", values)
-        except UserError as error:
-            problems += error.problems
     seen = dict.fromkeys(OWN_STATES, "the run itself")
     for name, callback in made.items():
         if not _has_state(callback):

@@ -26,7 +26,7 @@ from trainer.report.progress import Progress
 from trainer.report.words import counted
 from trainer.runs.checkpoints import BEFORE_DROP
 from trainer.runs.descriptions import environment, without_home
-from trainer.runs.directory import writable_problem
+from trainer.runs.directory import check_writable
 from trainer.runs.memory import free_memory, gib, needed_memory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
@@ -56,8 +56,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
     config, kind = request.analysis, request.analysis.kind
     candidate = find_candidate(str(request.checkpoint))
     output = Path(request.output or candidate.home / "analysis" / (name or kind))
-    if problem := writable_problem(str(output), "output"):
-        raise UserError(problem)
+    check_writable(str(output), "output")
     other = _other(request, candidate, kind)
     if other is not None:
         candidate, other = distinct([candidate, other])

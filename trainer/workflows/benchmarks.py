@@ -32,7 +32,7 @@ from trainer.model.language_model import LanguageModel
 from trainer.report.atomic import write_atomically
 from trainer.report.outcomes import AS_IS
 from trainer.runs.checkpoints import versions
-from trainer.runs.directory import free_place, writable_problem
+from trainer.runs.directory import check_writable, free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.workflows.evaluation_request import BenchmarkRequest
 from trainer.workflows.fit_text import fit_text
@@ -87,8 +87,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     others = [find_candidate(given, "compare") for given in request.compare]
     candidates = distinct([first, *others])
     output = Path(request.output or first.home / "evaluation")
-    if problem := writable_problem(str(output), "output"):
-        raise UserError(problem)
+    check_writable(str(output), "output")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     subjects = [subject_of(candidate, config.dtype, device) for candidate in candidates]
     recipes, idle = applicable(subjects, config)

@@ -16,7 +16,7 @@ from trainer.report.sweep_page import write_sweep_report
 from trainer.report.sweep_table import FINISHED
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
-from trainer.runs.directory import FREE_TO_CHANGE, differences, plain, saved_run, writable_problem
+from trainer.runs.directory import FREE_TO_CHANGE, check_writable, differences, plain, saved_run
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.origin import made_now
 from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep
@@ -42,8 +42,8 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
         UserError: a directory holds no run, or what it holds is damaged.
     """
     places = [Path(given) for given in request.runs]
-    if request.output and (problem := writable_problem(request.output, "output")):
-        raise UserError(problem)
+    if request.output:
+        check_writable(request.output, "output")
     if len(places) == 1 and (places[0] / RECORD).is_file():
         place, sweep = places[0], compared(places[0])
     else:
@@ -55,8 +55,7 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
         place = place_of_sweep(PARENT, runs)
         sweep = _beside_each_other(runs, place)
         if not request.output:
-            if problem := writable_problem(str(PARENT), "output"):
-                raise UserError(problem)
+            check_writable(str(PARENT), "output")
             open_sweep(PARENT, runs)
     return sweep, write_sweep_report(sweep, made_now(), Path(request.output or place))
 

@@ -15,7 +15,7 @@ from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.report.results import Report
 from trainer.report.writing import write_renderings
 from trainer.runs.descriptions import reference_first
-from trainer.runs.directory import free_place, writable_problem
+from trainer.runs.directory import check_writable, free_place
 from trainer.runs.models import find_candidate
 from trainer.runs.origin import origin
 from trainer.workflows.evaluation_request import EvaluationRequest
@@ -51,14 +51,13 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     """
     torch.set_num_threads(request.threads or usual_threads())
     # Before checkpoints are read, which takes long where they are large.
-    if request.output and (problem := writable_problem(request.output, "output")):
-        raise UserError(problem)
+    if request.output:
+        check_writable(request.output, "output")
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(given, "compare") for given in request.compare]
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
-    if problem := writable_problem(str(output), "output"):
-        raise UserError(problem)
+    check_writable(str(output), "output")
     candidates = checked([first, *others])
     if problems := request.evaluation.problems(first.layout.training_length):
         raise UserError(*problems)

@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError
 from trainer.cores import usual_threads
 from trainer.data.tokenizer import end_of_text
-from trainer.interchange.export.directory import Exported, destination_problem, export_model
+from trainer.interchange.export.directory import Exported, check_destination, export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
-from trainer.runs.directory import writable_problem
+from trainer.runs.directory import check_writable
 from trainer.runs.saved_config import saved_config
 from trainer.workflows.export_request import ExportRequest
 from trainer.workflows.model_card import model_card, renewed_card
@@ -32,8 +31,8 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     assert request.to is not None
     torch.set_num_threads(request.threads or usual_threads())
     to = Path(request.to)
-    if problem := destination_problem(to) or writable_problem(str(to), "to"):
-        raise UserError(problem)
+    check_destination(to)
+    check_writable(str(to), "to")
     if (Path(request.checkpoint) / "config.json").is_file():
         return _export_again(request, to)
     path = find_checkpoint(request.checkpoint)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 
-from trainer.common.errors import Problem, UserError
+from trainer.common.errors import UserError
 from trainer.formats import read_plain
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.gate import TEXT, largest_difference, transformers_is_here
@@ -43,13 +43,20 @@ class Exported:
     difference: float | None
 
 
-def destination_problem(to: Path) -> Problem | None:
-    """Why an export cannot go there, or None."""
+def check_destination(to: Path) -> None:
+    """Check that a directory is new or empty.
+
+    Raises:
+        UserError: it is not.
+    """
     if to.is_dir() and any(to.iterdir()):
-        return Problem("to", f"{str(to)!r} is not empty; choose another directory, or remove it.")
+        raise UserError.at(
+            "to", f"{str(to)!r} is not empty; choose another directory, or remove it."
+        )
     if to.exists() and not to.is_dir():
-        return Problem("to", f"{str(to)!r} is a file; expected a directory that is new or empty.")
-    return None
+        raise UserError.at(
+            "to", f"{str(to)!r} is a file; expected a directory that is new or empty."
+        )
 
 
 def export_model(
@@ -80,8 +87,7 @@ def export_model(
         UserError: the directory cannot be written, or what transformers loads differs; nothing is
             left then.
     """
-    if problem := destination_problem(to):
-        raise UserError(problem)
+    check_destination(to)
     tokenizer = prompting(tokenizer, end) if like is None else tokenizer
     plan = make_plan(model.config, model.layout)
     _log_plan(plan)

@@ -131,7 +131,7 @@ class Checkpointing(L.Callback):
         try:
             work.result()
         except (OSError, RuntimeError, CheckpointException, UserError) as error:
-            problem = reason(error).removesuffix(".")
+            problem = reason(error)
             log.warning(
                 "Checkpoint %s could not be written (%s); the run goes on, older checkpoints are "
                 "untouched",
