@@ -18,16 +18,16 @@ from trainer.commands.plan import PlanKeys
 from trainer.commands.prepare import PrepareKeys
 from trainer.commands.slurm import Slurm
 from trainer.runs.config import RunConfig
-from trainer.workflows.analysis_request import AnalysisRequest
-from trainer.workflows.compare_request import CompareRequest
-from trainer.workflows.evaluation_request import (
+from trainer.workflows.requests import (
+    AnalysisRequest,
+    CompareRequest,
     EvaluationRequest,
+    ExportRequest,
+    GenerationRequest,
     HarnessRequest,
+    InspectionRequest,
     MultipleChoiceRequest,
 )
-from trainer.workflows.export_request import ExportRequest
-from trainer.workflows.generation_request import GenerationRequest
-from trainer.workflows.inspection_request import InspectionRequest
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 WIDTH, COLUMN = 100, 34

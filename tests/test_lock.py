@@ -16,7 +16,7 @@ def test_the_holder_is_named(tmp_path):
     me = f"process {os.getpid()} of {os.uname().nodename}"
     with (
         locked(tmp_path / "lock", "data", ""),
-        pytest.raises(UserError, match=f"^here: {me} works$"),
+        pytest.raises(UserError, match=f"^here: {me} works\\.$"),
         locked(tmp_path / "lock", "here", "works"),
     ):
         pass

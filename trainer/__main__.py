@@ -8,8 +8,8 @@ import sys
 import trainer
 from trainer.commands import COMMANDS
 from trainer.commands.exit_codes import exit_codes, leaving_ranks
+from trainer.commands.hydra.running import run_command
 from trainer.commands.other_trainer import check_other_trainer
-from trainer.commands.running import run_command
 from trainer.common.errors import UserError, did_you_mean
 
 

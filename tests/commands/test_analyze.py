@@ -20,10 +20,10 @@ from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 from trainer.workflows import analyze as analysis
-from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.analysis_texts import page_texts
 from trainer.workflows.analyze import analyze
 from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
 
 SHORT = ["analysis.length=48", "analysis.texts=2", "threads=1"]
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.commands.malformed import files, runs
-from trainer.commands.configuration import compose_words
+from trainer.commands.hydra.composing import compose_words
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.interchange.pretrained import read_pretrained

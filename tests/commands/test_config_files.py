@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from trainer.commands import analyze, evaluate, train
-from trainer.commands.config_files import ConfigFiles
-from trainer.commands.configuration import compose_words
 from trainer.commands.evaluate import read
-from trainer.commands.running import run_command
+from trainer.commands.hydra.composing import compose_words
+from trainer.commands.hydra.files import ConfigFiles
+from trainer.commands.hydra.running import run_command
 from trainer.common.errors import UserError
 
 

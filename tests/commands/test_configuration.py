@@ -9,8 +9,8 @@ from typing import get_type_hints
 import pytest
 
 from tests.commands.malformed import files
-from trainer.commands.config_files import ConfigFiles
-from trainer.commands.configuration import compose_words
+from trainer.commands.hydra.composing import compose_words
+from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_config
 from trainer.common.errors import UserError
@@ -68,11 +68,9 @@ def test_every_option_of_every_group_is_valid(group, option):
 
 def schemas():
     """Every schema with the file that holds its defaults, and the words that choose them."""
-    from trainer.commands.kinds import KINDS, request_schema
+    from trainer.commands.evaluate import KINDS, request_schema
     from trainer.runs.config import RunConfig
-    from trainer.workflows.analysis_request import AnalysisRequest
-    from trainer.workflows.export_request import ExportRequest
-    from trainer.workflows.generation_request import GenerationRequest
+    from trainer.workflows.requests import AnalysisRequest, ExportRequest, GenerationRequest
 
     return [
         (RunConfig, "config", ()),
@@ -236,7 +234,7 @@ def test_a_group_with_a_default_may_be_chosen_with_a_plus(plus):
 
 def test_every_evaluation_and_analysis_has_a_kind_that_exists():
     from trainer.analysis.names import kinds
-    from trainer.commands.kinds import KINDS
+    from trainer.commands.evaluate import KINDS
 
     for group, root, known in (
         ("evaluation", "evaluate", KINDS),

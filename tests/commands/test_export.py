@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.commands import export as command
-from trainer.commands.running import run_command
+from trainer.commands.hydra.running import run_command
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import END_OF_TEXT

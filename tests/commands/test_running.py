@@ -13,9 +13,10 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from trainer.__main__ import main
-from trainer.commands import COMMANDS, analyze, evaluate, export, hydra_main, train
-from trainer.commands.config_files import ConfigFiles
-from trainer.commands.running import run_command
+from trainer.commands import COMMANDS, analyze, evaluate, export, train
+from trainer.commands.hydra import jobs as hydra_main
+from trainer.commands.hydra.files import ConfigFiles
+from trainer.commands.hydra.running import run_command
 from trainer.common.errors import UserError
 from trainer.runs.config import RunConfig
 
@@ -261,8 +262,7 @@ def test_a_job_that_fails_ends_multirun_with_its_code(monkeypatch, capsys):
 
 def test_help_and_requests_need_neither_torch_nor_lightning():
     modules = [f"trainer.commands.{name}" for name in COMMANDS]
-    requests = ("analysis_request", "evaluation_request", "export_request", "generation_request")
-    modules += [f"trainer.workflows.{name}" for name in requests]
+    modules.append("trainer.workflows.requests")
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

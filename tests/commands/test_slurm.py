@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from trainer.commands import snapshot as snapshots
-from trainer.commands.running import run_command
+from trainer.commands.hydra.running import run_command
 from trainer.commands.slurm import COMMAND
 from trainer.common.errors import Problem, UserError
 from trainer.workflows import plan
@@ -280,7 +280,7 @@ def test_snapshot_is_shared_until_the_code_changes(place, monkeypatch):
     ("words", "said"),
     [
         (["slurm.node=2"], ["slurm.node: unknown key. Did you mean 'nodes'?"]),
-        (["slurm.nodes=two"], ["slurm.nodes: got 'two'"]),
+        (["slurm.nodes=two"], ["slurm.nodes: expected a whole number, got 'two'"]),
         (["slurm.nodes=2"], ["strategy: 'single' uses one worker, and the job starts 2"]),
         (
             ["slurm.nodes=2", "strategy=ddp", "trainer.batch_size=9"],

@@ -12,17 +12,17 @@ from trainer.commands.plan import PlanKeys
 from trainer.commands.sbatch import SlurmConfig
 from trainer.common.validation import validated
 from trainer.runs.config import RunConfig
-from trainer.workflows.analysis_request import AnalysisRequest
-from trainer.workflows.compare_request import CompareRequest
-from trainer.workflows.evaluation_request import (
+from trainer.workflows.requests import (
+    AnalysisRequest,
+    CompareRequest,
     EvaluationRequest,
+    ExportRequest,
+    GenerationRequest,
     HarnessRequest,
+    InspectionRequest,
     MultipleChoiceRequest,
+    PrepareConfig,
 )
-from trainer.workflows.export_request import ExportRequest
-from trainer.workflows.generation_request import GenerationRequest
-from trainer.workflows.inspection_request import InspectionRequest
-from trainer.workflows.prepare_request import PrepareConfig
 
 COUNT, NATURAL, POSITIVE, SHARE = "1 62", "0 62", "> 0", "0 .. 1"
 RUN = {

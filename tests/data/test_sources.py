@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from trainer.commands.configuration import compose_words
+from trainer.commands.hydra.composing import compose_words
 from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.files import File

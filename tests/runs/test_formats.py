@@ -16,9 +16,8 @@ from trainer.runs.checkpoints import STATE, find_checkpoint, read_state, step_na
 from trainer.runs.mark import MARK
 from trainer.runs.models import find_candidate
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.export import export_checkpoint
-from trainer.workflows.export_request import ExportRequest
+from trainer.workflows.requests import EvaluationRequest, ExportRequest
 
 
 def change_state(checkpoint, change):

@@ -15,7 +15,7 @@ from trainer.common.validation import validated
 from trainer.evaluation.config import EvaluationConfig
 from trainer.runs.config import RunConfig
 from trainer.runs.parsing import control_config, merged, parse, parse_without_weights
-from trainer.workflows.evaluation_request import EvaluationRequest
+from trainer.workflows.requests import EvaluationRequest
 
 
 def test_a_length_in_tokens_becomes_steps_that_reach_it():

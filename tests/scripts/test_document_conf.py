@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from trainer.commands.help import _keys
+from trainer.commands.hydra.help import _keys
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 spec = importlib.util.spec_from_file_location("document", ROOT / "scripts" / "document_conf.py")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from scripts import first_hour
-from trainer.commands import configuration
 from trainer.commands.evaluate import COMMAND
+from trainer.commands.hydra import composing as configuration
 from trainer.commands.train import read_config
 from trainer.runs.phases import phases_of
 from trainer.runs.spread import spread_problems

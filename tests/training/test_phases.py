@@ -27,7 +27,7 @@ from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.training.callbacks.preemption import Preemption
 from trainer.workflows.prepare import prepare
-from trainer.workflows.prepare_request import PrepareRequest
+from trainer.workflows.requests import PrepareRequest
 from trainer.workflows.training_text import open_corpus
 
 PHASES = {

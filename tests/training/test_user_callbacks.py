@@ -12,8 +12,8 @@ import torch
 
 from tests.runs.test_formats import change_state
 from tests.training.test_run import assert_same_state, checkpoint_of, rows_of
-from trainer.commands.config_files import ConfigFiles
-from trainer.commands.configuration import compose_words
+from trainer.commands.hydra.composing import compose_words
+from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.train import read_config, read_run
 from trainer.common.errors import UserError
 from trainer.runs.checkpoints import BEFORE_DROP, find_checkpoint, load_decoder, read_state
@@ -27,10 +27,9 @@ from trainer.training.user_callbacks import (
     states_of,
 )
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.export import export_checkpoint
-from trainer.workflows.export_request import ExportRequest
+from trainer.workflows.requests import EvaluationRequest, ExportRequest
 
 CODE = '''
 import torch

@@ -22,10 +22,9 @@ from trainer.interchange.adapted.model import AdaptedModel
 from trainer.runs.models import find_candidate
 from trainer.workflows import analyze as analysis
 from trainer.workflows import evaluate as evaluation
-from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.analyze import analyze
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.evaluation_request import EvaluationRequest
+from trainer.workflows.requests import AnalysisConfig, AnalysisRequest, EvaluationRequest
 
 C = 320
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
+from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
 
 NEEDS = (
     "needs text or another reading of the model; expected one of the methods that change its "

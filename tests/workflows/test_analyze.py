@@ -14,7 +14,7 @@ from trainer.runs.memory import needed_memory
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import parse
 from trainer.workflows import analyze
-from trainer.workflows.analysis_request import AnalysisRequest
+from trainer.workflows.requests import AnalysisRequest
 
 
 def test_texts_that_do_not_fit_into_memory_are_named(tiny_decoder, monkeypatch):

@@ -33,7 +33,7 @@ from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 from trainer.workflows.compare import compare_runs, compared
-from trainer.workflows.compare_request import CompareRequest
+from trainer.workflows.requests import CompareRequest
 
 TRIALS = 40
 WINDOWS = 6

@@ -33,7 +33,7 @@ from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.models import distinct, find_candidate
 from trainer.workflows import evaluate
 from trainer.workflows.evaluate import _is_same, evaluate_lengths
-from trainer.workflows.evaluation_request import EvaluationRequest
+from trainer.workflows.requests import EvaluationRequest
 
 
 @pytest.mark.parametrize(
@@ -373,9 +373,6 @@ def test_models_whose_directories_have_one_name_are_told_apart_by_their_paths(ru
 def test_requests_name_what_is_missing():
     (problem,) = map(str, EvaluationRequest(evaluation=CONFIG).problems())
     assert problem.startswith("checkpoint: give checkpoint=runs/NAME")
-    assert (
-        "threads" in EvaluationRequest(checkpoint="x", threads=0, evaluation=CONFIG).problems()[0]
-    )
 
 
 def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):

@@ -27,7 +27,6 @@ from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.ranks import Ranks
 from trainer.workflows import experiment, remarks
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.experiment import label_problems, run_experiment
 from trainer.workflows.experiment_report import _median_rate
 from trainer.workflows.remarks import (
@@ -38,6 +37,7 @@ from trainer.workflows.remarks import (
     say_other_budgets,
     say_unreached_encodings,
 )
+from trainer.workflows.requests import EvaluationRequest
 from trainer.workflows.training_text import open_corpus
 
 SWA = "positional=rnope_swa", "data.sequence_length=256"
@@ -82,7 +82,7 @@ def test_control_that_keeps_the_encoding_is_called_by_it_and_not_by_the_label_of
 def test_runs_that_tables_could_not_tell_apart_are_refused():
     config = read_config(["+controls.again.seed=7", "+controls.other.seed=8"])
     configs = {"main": config, "again": config, "other": replace(config, label="Other")}
-    (problem,) = label_problems(configs)
+    (problem,) = map(str, label_problems(configs))
     assert problem.startswith("controls.again.label: 'RoPE' is what main is called too")
 
 

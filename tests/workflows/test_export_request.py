@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.workflows.export_request import ExportRequest
+from trainer.workflows.requests import ExportRequest
 
 
 @pytest.mark.parametrize(

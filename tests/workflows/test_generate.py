@@ -11,7 +11,7 @@ from trainer.data.tokenizer import train_tokenizer
 from trainer.runs.memory import cache_memory
 from trainer.workflows import generate
 from trainer.workflows.generate import Continuations, continue_prompts
-from trainer.workflows.generation_request import GenerationRequest
+from trainer.workflows.requests import GenerationRequest
 
 
 def test_keys_and_values_have_to_fit_before_weights_are_read(tiny_decoder, monkeypatch):

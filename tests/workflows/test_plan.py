@@ -12,7 +12,7 @@ from trainer.runs.config import RunConfig
 from trainer.runs.parsing import parse
 from trainer.workflows import plan as plans
 from trainer.workflows.plan import GIB, plan
-from trainer.workflows.plan_request import PlanRequest
+from trainer.workflows.requests import PlanRequest
 
 MODEL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
          "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1024}  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.workflows.prepare_request import PrepareConfig
+from trainer.workflows.requests import PrepareConfig
 
 
 @pytest.mark.parametrize(

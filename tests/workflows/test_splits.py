@@ -28,9 +28,9 @@ from trainer.training.callbacks.lengths import measurements
 from trainer.training.callbacks.probe import Probe
 from trainer.training.stretch import effect_batch
 from trainer.workflows import measuring
-from trainer.workflows.analysis_request import AnalysisConfig
 from trainer.workflows.analysis_texts import choice_texts, page_texts
 from trainer.workflows.measuring import Text, measure_models
+from trainer.workflows.requests import AnalysisConfig
 
 WORDS = {"train": "appel rivur stoon", "validation": "quarz quivir", "test": "zebbra zefyr"}
 SHARES = {"train": (0.0, 0.8, 800), "validation": (0.8, 0.9, 100), "test": (0.9, 1.0, 100)}

@@ -1,4 +1,4 @@
-"""How the program ends: what a person can mend is one line each, without a traceback."""
+"""Exit codes: an error that a person can mend is one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def leaving_ranks() -> Iterator[None]:
 
 
 def _say(*lines: str) -> None:
-    """To standard error, where that can be written."""
+    """Print lines to standard error, if it can be written."""
     try:
         for line in lines:
             print(line, file=sys.stderr)

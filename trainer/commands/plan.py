@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from trainer.commands.command import Command
+from trainer.commands.hydra.command import Command
 from trainer.commands.sbatch import SlurmConfig
 from trainer.commands.train import read_run
 from trainer.common.errors import Problem, UserError
 from trainer.common.fields import Positive, configuration
-from trainer.workflows.plan_request import PlanRequest
+from trainer.workflows.requests import PlanRequest
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
 
 
 @configuration
@@ -32,7 +32,7 @@ class PlanKeys:
     """Nodes and GPUs of the job."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Return the problems of the job's settings."""
         return [problem.under("slurm") for problem in self.slurm.problems()]
 
 
@@ -40,7 +40,8 @@ OWN = ("gpu", "mfu", "exact", "slurm")
 
 
 def read(composed: Composed) -> PlanRequest:
-    """The checked request; published weights need not be here, if the model's shape is given."""
+    """Return the checked request. Published weights may be missing if the model's shape is
+    given."""
     from trainer.common.validation import validated
     from trainer.interchange.hub import MissingWeights
     from trainer.runs.arms import arm_problems, arms_of

@@ -6,15 +6,15 @@ import signal
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command
+from trainer.commands.hydra.command import Command
 from trainer.commands.train import read_run
 from trainer.common.errors import Problem
 from trainer.common.fields import configuration
 from trainer.stopping import stopping_at_once
-from trainer.workflows.prepare_request import PrepareConfig, PrepareRequest
+from trainer.workflows.requests import PrepareConfig, PrepareRequest
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
 
 OWN = ("prepare", "verify")
 """Keys of this command; the others are a run's."""
@@ -31,7 +31,7 @@ class PrepareKeys:
 
 
 def read(composed: Composed) -> PrepareRequest:
-    """The checked request."""
+    """Return the checked request."""
     from trainer.common.validation import validated
 
     values = {key: value for key, value in composed.values.items() if key not in OWN}

@@ -32,7 +32,7 @@ CORES_A_WORKER = 8
 
 @configuration
 class SlurmConfig:
-    """What a job asks the cluster for; null leaves a choice to the cluster."""
+    """Resources that a job asks the cluster for; null leaves a choice to the cluster."""
 
     nodes: Count = 1
     """Number of nodes."""
@@ -80,7 +80,7 @@ class SlurmConfig:
         return max(self.gpus_per_node or 0, 1)
 
     def on(self, config: RunConfig) -> SlurmConfig:
-        """With as many GPUs as fit the run, where none were asked for."""
+        """Return the settings with as many GPUs as fit the run, if none were asked for."""
         if self.gpus_per_node is not None:
             return self
         from trainer.runs.spread import gpus_that_fit
@@ -88,7 +88,7 @@ class SlurmConfig:
         return replace(self, gpus_per_node=gpus_that_fit(config, self.nodes))
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Return the problems between keys."""
         found = []
         if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", str(self.time)):
             found.append(
@@ -115,8 +115,8 @@ class SlurmConfig:
         return found
 
     def header(self, name: str, output: Path, signal: str | None = None) -> list[str]:
-        """The ``#SBATCH`` lines of a run called ``name``; ``output``: its log, ``signal``: as
-        sbatch takes it, else the one for the steps of a run."""
+        """Return the ``#SBATCH`` lines of a run called ``name``; ``output`` is its log, and
+        ``signal`` replaces the signal for the steps of a run."""
         options = {
             "job-name": self.job_name or name,
             "nodes": self.nodes,
@@ -142,10 +142,10 @@ class SlurmConfig:
 def prepare_scripts(
     config: SlurmConfig, name: str, words: Sequence[str], code: Path, logs: Path
 ) -> dict[str, str]:
-    """Two scripts by their names, for CPUs: ``prepare.sbatch``, an array of jobs each of which
-    prepares a part of a run's text, and ``finish.sbatch``, which does what they leave undone."""
+    """Return two scripts for CPUs by their names: ``prepare.sbatch``, an array whose jobs each
+    prepare a part of a run's text, and ``finish.sbatch``, which completes it."""
     parts = max(config.prepare, 1)
-    # What was asked for is for a node with GPUs; a choice of queue says nothing of other nodes.
+    # Options for a node with GPUs do not fit nodes without.
     alone = replace(
         config,
         nodes=1,
@@ -197,7 +197,8 @@ def _environment(config: SlurmConfig, code: Path) -> list[str]:
 
 
 def job_script(config: SlurmConfig, name: str, words: Sequence[str], code: Path, logs: Path) -> str:
-    """The script of a job that trains with ``words``, from the snapshot ``code``.
+    """Return the script of a job that trains with ``words`` from the snapshot ``code``: the body of
+    ``slurm/train.sbatch`` after a header and settings.
 
     Its body is that of ``slurm/train.sbatch``, behind a header and environment of its own.
     """

@@ -12,8 +12,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.command import Command
-from trainer.commands.config_files import ConfigFiles
+from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.sbatch import SlurmConfig, job_script, prepare_scripts
 from trainer.commands.snapshot import snapshot
 from trainer.commands.train import read_run
@@ -21,7 +21,7 @@ from trainer.common.errors import Problem, UserError
 from trainer.common.fields import configuration
 
 if TYPE_CHECKING:
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
     from trainer.runs.config import RunConfig
 
 SUBMIT = "--submit"
@@ -48,7 +48,7 @@ class Job:
 
 
 def read(composed: Composed, trains: bool = True) -> Job:
-    """The checked job; ``trains``: whether it is the run's own."""
+    """Return the checked job; ``trains``: whether it trains the run."""
     from trainer.common.validation import validated
     from trainer.runs.arms import arm_problems, arms_of
     from trainer.runs.directory import plain
@@ -87,7 +87,7 @@ def execute(job: Job) -> None:
 
 def _say_plan(job: Job) -> None:
     from trainer.commands.plan import print_plan
-    from trainer.workflows.plan_request import PlanRequest
+    from trainer.workflows.requests import PlanRequest
 
     ranks, on_a_node = _workers(job.settings)
     try:
@@ -126,7 +126,7 @@ def submit_all(job: Job, directory: Path, scripts: dict[str, list[str]]) -> None
 
 
 def _workers(settings: SlurmConfig) -> tuple[int, int]:
-    """Of the whole job, and of a node."""
+    """Return the number of workers of the whole job, and of a node."""
     on_a_node = settings.workers_a_node
     return settings.nodes * on_a_node, on_a_node
 
@@ -137,7 +137,7 @@ def _is_setting(word: str) -> bool:
 
 
 def _misfits(settings: SlurmConfig, values: dict[str, Any]) -> list[Problem]:
-    """What a run may do by itself, but not as this job."""
+    """Return problems of a run that only arise when it is a job."""
     found = []
     if values["overwrite"]:
         found.append(Problem("overwrite", "true would start again whenever the job is requeued."))
@@ -202,7 +202,7 @@ def write_job(job: Job) -> Path:
 
 
 def submit(command: list[str]) -> str:
-    """The number of the job that ``sbatch --parsable`` starts.
+    """Submit a job with ``sbatch --parsable`` and return its number.
 
     Raises:
         UserError: there is no sbatch, or it refuses.

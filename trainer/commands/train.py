@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.commands.command import Command, Named
-from trainer.commands.kinds import OF_A_RUN, kind_problem
+from trainer.commands.evaluate import OF_A_RUN, kind_problem
+from trainer.commands.hydra.command import Command, Named
 from trainer.common.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.commands.configuration import Composed
+    from trainer.commands.hydra.composing import Composed
     from trainer.runs.config import RunConfig
 
 
@@ -22,18 +22,19 @@ CPU_TOKENS = 10**9
 
 
 def read_config(words: Sequence[str]) -> RunConfig:
-    """The checked configuration of a command line.
+    """Return the checked configuration of a command line.
 
     Raises:
         UserError: with all problems of keys, types and values together.
     """
-    from trainer.commands.configuration import compose_words
+    from trainer.commands.hydra.composing import compose_words
 
     return read_run(compose_words(words))
 
 
 def read(composed: Composed) -> Named[RunConfig]:
-    """As :func:`read_run`; it also says at once where text behind a network is not prepared.
+    """Return the checked run, as :func:`read_run`; also report text behind a network that is not
+    prepared.
 
     Raises:
         UserError: with all problems of keys, types and values together.
@@ -57,7 +58,8 @@ def read(composed: Composed) -> Named[RunConfig]:
 
 
 def _elsewhere(composed: Composed) -> list[Problem]:
-    """What a run whose weights are missing also needs, and what shows the same without."""
+    """Return what else a run needs whose weights are missing, and experiments that show the same
+    without them."""
     import torch
 
     tokens = composed.values["trainer"]["max_tokens"]
@@ -79,8 +81,8 @@ def _elsewhere(composed: Composed) -> list[Problem]:
 def read_run(
     composed: Composed, found: Sequence[Problem] = (), *, weights: bool = True
 ) -> RunConfig:
-    """The checked configuration of a run; ``found`` are problems already known. Without ``weights``
-    the shape of a published model is what the configuration says.
+    """Return the checked configuration of a run; ``found`` are problems already known. Without
+    ``weights``, a published model has the shape that the configuration gives.
 
     Raises:
         UserError: with all problems of keys, types and values together.
@@ -108,7 +110,7 @@ def read_run(
 
 
 def _ignored(composed: Composed, source: str) -> list[Problem]:
-    """What the command line gives that the weights which ``source`` names have already."""
+    """Return the problems of words that set what the weights of ``source`` already have."""
     from trainer.runs.trained_shape import ignored_keys
 
     model = composed.values.get("model")
@@ -119,7 +121,7 @@ def _ignored(composed: Composed, source: str) -> list[Problem]:
 
 
 def _dropped_all_the_same(composed: Composed) -> list[Problem]:
-    """What stands above ``drop=never``: keys of an experiment do above options of groups."""
+    """Return the problem of ``drop=never`` when an experiment's own keys override it."""
     words = [word.lstrip("+") for word in composed.words]
     given = {word.partition("=")[0] for word in words}
     drop = composed.values.get("drop")
@@ -159,13 +161,13 @@ def compare(place: Path) -> None:
     """Put the runs of a sweep beside each other."""
     from trainer.commands.compare import show
     from trainer.workflows.compare import compare_runs
-    from trainer.workflows.compare_request import CompareRequest
+    from trainer.workflows.requests import CompareRequest
 
     show(*compare_runs(CompareRequest([str(place)])))
 
 
 def wordless(named: Named[RunConfig]) -> str:
-    """What to type instead of nothing, and what nothing would train."""
+    """Return the text for a command line without words: what to type, and what it would train."""
     config = named.request
     model, trainer, data = config.model, config.trainer, config.data
     shape = f"{model.num_hidden_layers} layers of width {model.hidden_size}"

@@ -13,7 +13,7 @@ from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
 from trainer.runs.models import Candidate
-from trainer.workflows.analysis_request import AnalysisConfig
+from trainer.workflows.requests import AnalysisConfig
 
 FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
 MOST_TOKENS = 2**24

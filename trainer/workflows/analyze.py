@@ -32,10 +32,10 @@ from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate
 from trainer.runs.origin import origin
 from trainer.workflows.analysis_method import use_method
-from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.analysis_texts import choice_texts, page_texts
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.needle_prompts import needle_prompt
+from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
 
 log = logging.getLogger(__name__)
 

@@ -34,9 +34,9 @@ from trainer.report.outcomes import AS_IS
 from trainer.runs.checkpoints import versions
 from trainer.runs.directory import check_writable, free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
-from trainer.workflows.evaluation_request import BenchmarkRequest
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.requests import BenchmarkRequest
 from trainer.workflows.subjects import applicable, subject_of
 
 log = logging.getLogger(__name__)

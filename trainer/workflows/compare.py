@@ -20,7 +20,7 @@ from trainer.runs.directory import FREE_TO_CHANGE, check_writable, differences, 
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.origin import made_now
 from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep
-from trainer.workflows.compare_request import CompareRequest
+from trainer.workflows.requests import CompareRequest
 
 PARENT = Path("multirun")
 NOT_COMPARED = (*FREE_TO_CHANGE, "controls")

@@ -18,9 +18,9 @@ from trainer.runs.descriptions import reference_first
 from trainer.runs.directory import check_writable, free_place
 from trainer.runs.models import find_candidate
 from trainer.runs.origin import origin
-from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.measuring import Text, checked, measure_models, with_observations
+from trainer.workflows.requests import EvaluationRequest
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from trainer.interchange.pretrained import read_pretrained
 from trainer.runs.checkpoints import find_checkpoint, load_decoder, read_state
 from trainer.runs.directory import check_writable
 from trainer.runs.saved_config import saved_config
-from trainer.workflows.export_request import ExportRequest
 from trainer.workflows.model_card import model_card, renewed_card
+from trainer.workflows.requests import ExportRequest
 
 log = logging.getLogger(__name__)
 

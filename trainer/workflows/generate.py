@@ -18,7 +18,7 @@ from trainer.model.language_model import LanguageModel
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.memory import cache_memory, free_memory, gib
 from trainer.runs.models import Candidate, find_candidate
-from trainer.workflows.generation_request import GenerationRequest
+from trainer.workflows.requests import GenerationRequest
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from trainer.runs.models import find_candidate
 from trainer.runs.phases import phase_before, phases_of
 from trainer.runs.starting_point import data_fingerprints, samples_of
 from trainer.workflows.held_out import held_out_corpus
-from trainer.workflows.inspection_request import InspectionRequest
+from trainer.workflows.requests import InspectionRequest
 
 BORDER = " ¶ "
 """Stands where a document ends."""

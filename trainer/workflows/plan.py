@@ -26,7 +26,7 @@ from trainer.training.module import make_decoder
 from trainer.training.peaks import dense_peak
 from trainer.training.rehearsal import Parts, memory_of
 from trainer.training.strategy import reduces_once_a_step
-from trainer.workflows.plan_request import PlanRequest
+from trainer.workflows.requests import PlanRequest
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 GB = 1e9

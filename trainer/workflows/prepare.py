@@ -20,7 +20,7 @@ from trainer.data.units import Advance
 from trainer.report.progress import Progress
 from trainer.report.words import counted
 from trainer.runs.descriptions import without_home
-from trainer.workflows.prepare_request import PrepareRequest
+from trainer.workflows.requests import PrepareRequest
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,4 @@
-"""What Hydra does by itself once every word is known to be right: several jobs through its sweeper
-and launcher, and to show what it composed."""
+"""Jobs that Hydra runs once every word is right: sweeps through its launcher, and ``--cfg``."""
 
 from __future__ import annotations
 
@@ -13,12 +12,19 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from trainer.commands.command import Command
-from trainer.commands.config_files import ConfigFiles, config_directory
-from trainer.commands.configuration import Composed, compose_with_hydra, compose_words, plain_groups
 from trainer.commands.exit_codes import MISTAKE, exit_codes
-from trainer.commands.options import COMPLETION
-from trainer.commands.words import expand, is_for_hydra, parse_words
+from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.composing import (
+    Composed,
+    compose_with_hydra,
+    compose_words,
+    expand,
+    is_for_hydra,
+    parse_words,
+    plain_groups,
+)
+from trainer.commands.hydra.files import ConfigFiles, config_directory
+from trainer.commands.hydra.running import COMPLETION
 from trainer.common.errors import Problem, UserError
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 
@@ -96,14 +102,14 @@ def show(
 
 
 def _swept(outputs: dict[str, list[str]]) -> list[Swept]:
-    """The runs of a sweep, each with the words that are its own."""
+    """Return the runs of a sweep, each with the words that only it has."""
     differing = [len(set(words)) > 1 for words in zip(*outputs.values(), strict=True)]
     found = []
     for output, words in outputs.items():
         own = [word for word, differs in zip(words, differing, strict=True) if differs]
         pairs = (word.lstrip("+").partition("=") for word in own)
         settings = {key: value for key, _, value in pairs}
-        # What only says where a run lies is no setting, unless there is no other.
+        # A run's name and place are settings only if nothing else differs.
         where = {key: settings[key] for key in settings if key not in ("name", "run_dir", "label")}
         found.append(Swept(output, where or settings))
     return found
@@ -112,9 +118,8 @@ def _swept(outputs: dict[str, list[str]]) -> list[Swept]:
 def _main(
     command: Command[Any], words: Sequence[str], files: ConfigFiles, place: Path | None = None
 ) -> int:
-    """Let Hydra do it. With the ``place`` of a sweep its jobs note there what they fail with, and a
-    mistake in one does not keep the others in this process from starting: its exit code is
-    returned, 0 where there is none."""
+    """Run Hydra. With the ``place`` of a sweep, jobs record their failures there, and a mistake
+    in one does not keep the others in this process from starting. Return its exit code, or 0."""
     launcher, failed = os.getpid(), [0]
 
     @hydra.main(version_base=None, config_path=str(config_directory()), config_name=command.root)

@@ -1,13 +1,55 @@
-"""The options among the words of a command line: what begins with a hyphen."""
+"""The one path from a command's words to its work: help, composition, checks, one job or many."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.files import ConfigFiles
+from trainer.commands.hydra.help import help_text
 from trainer.common.errors import Problem, UserError, did_you_mean
+
+
+def run_command(command: Command[Any], words: Sequence[str]) -> None:
+    """Do what the words of a command line say.
+
+    Raises:
+        UserError: with every problem, of all jobs; nothing was started.
+    """
+    key = f"{command.verbatim}="
+    verbatim = [word for word in words if command.verbatim and word.startswith(key)]
+    others = [word for word in words if word not in verbatim]
+    options, overrides = split_options(others, command.flags)
+    bare = [word for word in overrides if command.bare and "=" not in word]
+    overrides = [word for word in overrides if word not in bare]
+    files, problems = ConfigFiles(options.config_dir), options.problems
+    if options.help:
+        several = not command.single
+        about = command.root, command.help, overrides, files, command.described
+        print(help_text(*about, several=several))
+        return
+    # Here, so that help needs none of Hydra.
+    from trainer.commands.hydra import jobs as hydra_main
+    from trainer.commands.hydra.composing import compose_words
+
+    if options.multirun and command.single:
+        raise UserError(*problems, Problem("--multirun", command.single))
+    if options.multirun:
+        hydra_main.run_jobs(command, overrides, files, problems)
+    elif options.hydra:
+        hydra_main.show(command, overrides, files, problems, options.hydra)
+    else:
+        composed = compose_words(overrides, command.root, files, problems)
+        given = (*(word.removeprefix(key) for word in verbatim), *bare)
+        request = command.read(replace(composed, flags=options.flags, verbatim=given))
+        if command.wordless is not None and not words:
+            raise UserError.at("", command.wordless(request))
+        command.execute(request)
+
 
 COMPLETION = "--shell-completion"
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
@@ -16,22 +58,21 @@ HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
 
 @dataclass(frozen=True)
 class Options:
-    """What stands beside the overrides.
-
-    ``flags``: those of the command's own that were given. ``hydra``: the words of options that
-    Hydra answers. ``problems``: a sentence for every option that does not exist.
-    """
+    """Options beside the overrides."""
 
     help: bool
     multirun: bool
     config_dir: Path | None
     flags: tuple[str, ...]
+    """The command's own flags that were given."""
     hydra: tuple[str, ...]
+    """Words of options that Hydra answers."""
     problems: tuple[Problem, ...]
+    """Options that do not exist."""
 
 
 def split_options(words: Sequence[str], flags: Sequence[str] = ()) -> tuple[Options, list[str]]:
-    """The options among the words, and the overrides.
+    """Split the words into options and overrides.
 
     Raises:
         UserError: an option lacks what belongs to it.

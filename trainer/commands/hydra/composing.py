@@ -1,16 +1,20 @@
-"""From the words of a command line to plain values, with Hydra; every wrong word is found at
-once."""
+"""Compose the words of a command line to plain values, with Hydra; find every wrong word
+together."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -21,16 +25,14 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from trainer.commands.config_files import (
+from trainer.commands.hydra.files import (
     REQUIRED,
     ConfigFiles,
     config_directory,
     is_global,
     read_file,
 )
-from trainer.commands.keys import key_problem
-from trainer.commands.words import is_for_hydra, parse_words
-from trainer.common.errors import Problem, UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean, nearest
 from trainer.runs.parsing import NAMED_BY_USERS
 
 Values = dict[str, Any]
@@ -38,24 +40,26 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Composed:
-    """What the words of one job stand for.
-
-    ``values``: of the words that are right. ``choices``: the option of each group. ``problems``: a
-    sentence for each word that is malformed or unknown, so that the values can be checked before
-    all problems are reported together. ``words``: the overrides. ``files``: what they choose
-    from. ``flags``, ``verbatim``: see :class:`trainer.commands.command.Command`, those given.
-    """
+    """Configuration that the words of one job stand for."""
 
     values: Values
+    """Plain values, from the words that are right."""
     choices: dict[str, str]
+    """The chosen option of each group."""
     problems: tuple[Problem, ...] = ()
+    """Problems of malformed and unknown words, to report together with those of the values."""
     words: tuple[str, ...] = ()
+    """The overrides."""
     files: ConfigFiles = field(default_factory=ConfigFiles)
+    """Files to choose options from."""
     flags: tuple[str, ...] = ()
+    """The command's own flags that were given."""
     verbatim: tuple[str, ...] = ()
+    """Values of the command's verbatim key."""
 
     def without_kind(self, group: str) -> tuple[Values, Any]:
-        """The values without the key ``kind`` of a group, and what it says (None: nothing)."""
+        """Return the values without the key ``kind`` of a group, and the value of that key or
+        None."""
         inside = self.values.get(group)
         if not isinstance(inside, dict):
             return self.values, None
@@ -64,7 +68,7 @@ class Composed:
 
     @staticmethod
     def from_hydra(config: DictConfig) -> Composed:
-        """The configuration that Hydra hands to a job."""
+        """Return the configuration that Hydra hands to a job."""
         job = HydraConfig.get()
         return Composed(_plain(config), dict(job.runtime.choices), (), tuple(job.overrides.task))
 
@@ -75,7 +79,7 @@ def compose_words(
     files: ConfigFiles | None = None,
     found: Sequence[Problem] = (),
 ) -> Composed:
-    """What overrides such as ``+experiment=drope_demo data.files=[a.txt]`` stand for.
+    """Compose overrides such as ``+experiment=drope_demo data.files=[a.txt]``.
 
     ``root``: the file of ``conf/`` that the command starts from. ``found``: problems already known.
 
@@ -98,7 +102,7 @@ def compose_words(
         else:
             keys.append(override)
     _apply(keys, config, problems)
-    for override in keys:  # which Hydra has merged with what was there
+    for override in keys:  # Hydra has merged them with the defaults
         if override.key_or_group in NAMED_BY_USERS and override.value() == {}:
             config[override.key_or_group] = {}
     choices = dict(config.hydra.runtime.choices)
@@ -114,7 +118,7 @@ def _sorted(
     files: ConfigFiles,
     problems: list[Problem],
 ) -> tuple[dict[str, str], list[Override]]:
-    """The words that choose an option, by their groups, and the others.
+    """Return the words that choose an option, by their groups, and the other words.
 
     ``problems`` gets a sentence for each that is wrong. Where an option has to be chosen and none
     is, any stands for it, so that the rest can be checked.
@@ -153,7 +157,8 @@ def _sorted(
 
 
 def plain_groups(words: Sequence[str], defaults: Container[str]) -> list[str]:
-    """The words, ``+evaluation=`` and its like without the plus where the group has a default."""
+    """Return the words; drop the plus of ``+evaluation=`` and its like if the group has a
+    default."""
     bare = [word.lstrip("+") for word in words]
     return [
         without if without.partition("=")[0] in defaults else word
@@ -164,7 +169,7 @@ def plain_groups(words: Sequence[str], defaults: Container[str]) -> list[str]:
 def _group_problems(
     override: Override, defaults: dict[str, str], files: ConfigFiles
 ) -> list[Problem]:
-    """What is wrong with ``experiment=x`` or ``model=x``."""
+    """Return the problems of a choice such as ``experiment=x`` or ``model=x``."""
     group, option = override.key_or_group, str(override.value())
     if option not in files.options(group):
         near = did_you_mean(option, files.options(group))
@@ -194,7 +199,7 @@ def _group_problems(
 def compose_with_hydra(
     root: str, lines: list[str], files: ConfigFiles, problems: Sequence[Problem] = ()
 ) -> DictConfig:
-    """What Hydra makes of overrides, settings of its own among them, such as its launcher.
+    """Compose overrides with Hydra, including its own settings such as its launcher.
 
     Raises:
         UserError: it cannot compose them; with the ``problems`` already known.
@@ -239,7 +244,7 @@ def _plain(
     files: ConfigFiles | None = None,
     choices: dict[str, str] | None = None,
 ) -> Values:
-    """The values, with everything resolved."""
+    """Return the values with every interpolation resolved."""
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -271,3 +276,149 @@ def _values_of(tree: Any, key: str) -> Iterator[str]:
         tree = [*tree.values()]
     for value in tree if isinstance(tree, list) else ():
         yield from _values_of(value, key)
+
+
+def parse_words(
+    words: Sequence[str], experiments: Collection[str] = ()
+) -> tuple[list[Override], list[Problem]]:
+    """Return the overrides, and a problem for each malformed word. If a word only lacks quotes,
+    the override that it means is among them, so that nothing else is reported as missing."""
+    parser = OverridesParser.create()
+    found, problems = [], []
+    for word in words:
+        try:
+            override = parser.parse_override(word)
+        except HydraException:
+            problems.append(_no_override(word, experiments))
+            with suppress(HydraException):
+                meant = _quoted(word)
+                found.append(parser.parse_override(meant))
+                problems[-1] = Problem(
+                    repr(word), f"a value with such characters stands in quotes: '{meant}'."
+                )
+        else:
+            if override.key_or_group:
+                found.append(override)
+            else:
+                problems.append(_no_override(word, experiments))
+    return found, problems
+
+
+def _no_override(word: str, experiments: Collection[str]) -> Problem:
+    if word in experiments:
+        return Problem(repr(word), f"an experiment is named by +experiment={word}.")
+    quotes = "" if "=" in word else "; a value with blanks needs quotes, as in 'label=two words'"
+    return Problem(repr(word), f"expected key=value, for instance seed=1{quotes}.")
+
+
+def _quoted(word: str) -> str:
+    """Return the word with its value in quotes, or unchanged if more is wrong with it."""
+    key, equals, value = word.partition("=")
+    closed = all(word.count(a) == word.count(b) for a, b in ("[]", "{}", "()"))
+    if not equals or not value or not closed:
+        return word
+    if value.startswith("[") and value.endswith("]"):
+        value = ",".join(f'"{one.strip()}"' for one in value[1:-1].split(","))
+        value = f"[{value}]"
+    else:
+        value = f'"{value}"'
+    return f"{key}={value}"
+
+
+def is_for_hydra(override: Override) -> bool:
+    """Whether it sets something of Hydra itself, such as its launcher."""
+    return override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
+
+
+def expand(overrides: Sequence[Override]) -> list[list[str]]:
+    """Return the words of every job: one for each choice among ``seed=0,1`` and its like.
+
+    What a sweeper draws by itself, such as ``interval(0,1)``, is left to it.
+    """
+    choices: list[list[str]] = []
+    for override in overrides:
+        if override.is_discrete_sweep():
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        elif not override.is_sweep_override():
+            choices.append([str(override.input_line)])
+    return [list(job) for job in itertools.product(*choices)]
+
+
+FREE_FORM = (
+    "positional.encodings",
+    "positional.heads",
+    "controls",
+    "phases",
+    "callbacks",
+    "data.mixture",
+    "data.arguments",
+)
+"""Groups whose keys the user chooses; new ones are added with a plus."""
+
+CLOSE = 0.69
+"""From which likeness on a key is what may be meant, in whatever group; of less, one of the same
+group may be."""
+MOST = 3
+"""Groups that have a key of one name; where more do, none is likely to be meant."""
+
+
+def _below(key: str, tree: dict[str, Any]) -> Iterator[str]:
+    """Yield the dotted places of a key in the groups of a tree, at any depth."""
+    for name, below in tree.items():
+        if isinstance(below, dict) and name != "hydra":
+            found = [key] if key in below else _below(key, below)
+            yield from (f"{name}.{one}" for one in found)
+
+
+def _names(tree: dict[str, Any]) -> Iterator[str]:
+    """Yield all keys of a tree, at any depth."""
+    for name, below in tree.items():
+        if name != "hydra":
+            yield str(name)
+            yield from _names(below) if isinstance(below, dict) else ()
+
+
+def _nearest(key: str, where: str, place: dict[str, Any], base: dict[str, Any]) -> str:
+    """Suggest a key in place of one that ``place`` does not have: a similar one there, one of
+    the same name elsewhere, or a similar one elsewhere; otherwise list all keys of ``place``."""
+    here = [str(name) for name in place if name != "hydra"]
+    if not get_close_matches(key, here, 1, CLOSE):
+        for word in get_close_matches(key, [*_names(base)], 1, CLOSE):
+            below = [f"{where}.{one}" if where else one for one in _below(word, place)]
+            found = below or [*([word] if word in base else ()), *_below(word, base)]
+            if len(found) <= MOST:
+                return f"Did you mean {' or '.join(found)}?"
+    return did_you_mean(key, here)
+
+
+def key_problem(override: Override, base: Any) -> Problem | None:
+    """Return the problem of the key in ``a.b.c=value``, which must exist or lie in a free-form
+    group."""
+    place = base
+    path = override.key_or_group.split(".")
+    for depth, key in enumerate(path):
+        if not isinstance(place, dict):
+            group, rest = ".".join(path[:depth]), ".".join(path[depth:])
+            said = str(override.input_line).partition("=")[2]
+            whole = f"null; write '{group}={{{rest}: {said}}}'"
+            return Problem(
+                f"{group}.{rest}",
+                f"{group} is {whole if place is None else 'a value, not a group'}.",
+            )
+        if key not in place:
+            where = ".".join(path[:depth])
+            free = where in FREE_FORM or where.startswith(tuple(f"{f}." for f in FREE_FORM))
+            # Users often choose names that other groups and keys have too.
+            near = did_you_mean(key, place) if free else _nearest(key, where, place, base)
+            if free and (override.is_add() or override.is_force_add()):
+                return None
+            if free and nearest(key, map(str, place)) is None:
+                return Problem(".".join(path), f"not set yet; write +{override.input_line}")
+            prefix = f"{where}." if where else ""
+            return Problem(f"{prefix}{key}", "unknown key.", near)
+        place = place[key]
+    both = isinstance(place, dict) and isinstance(override.value(), dict)  # which are merged
+    word = str(override.input_line).lstrip("+")
+    twice = Problem(".".join(path), f"it has a value already; write {word} without the plus.")
+    return twice if override.is_add() and not both else None
