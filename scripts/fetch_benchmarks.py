@@ -65,7 +65,7 @@ def main() -> None:
     ).parse_args()
     target = benchmark_directory()
     if not all((target / name).is_file() for name in MEMBERS):
-        from trainer.errors import UserError
+        from trainer.common.errors import UserError
 
         try:
             fetch(target)

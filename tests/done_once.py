@@ -8,7 +8,8 @@ import functools
 
 import pytest
 
-from trainer.commands import config_files, configuration
+from trainer.commands.hydra import composing as configuration
+from trainer.commands.hydra import files as config_files
 from trainer.plotting import style
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.report.described import check_text
 from tests.report.examples import EXPERIMENT, cell, example, report
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.results import Arm, Cell, Drop, Observation, Reach, Report
 
 fractions = st.floats(0, 1)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import lightning.pytorch.loggers
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import Reach
 from trainer.evaluation.statistics import estimate

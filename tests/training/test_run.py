@@ -13,10 +13,10 @@ import torch.nn.functional as F
 import wandb
 
 from tests.small_runs import decoder_of
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
-from trainer.errors import UserError
 from trainer.evaluation.outcomes import Result
 from trainer.positional.encodings import make_spectrum
 from trainer.recalibration.drop import drop

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from trainer.__main__ import main
 from trainer.commands import train
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Cell, Report
@@ -33,7 +33,7 @@ from trainer.runs.metrics_file import write_metrics
 from trainer.runs.parsing import control_config, merged, parse
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 from trainer.workflows.compare import compare_runs, compared
-from trainer.workflows.compare_request import CompareRequest
+from trainer.workflows.requests import CompareRequest
 
 TRIALS = 40
 WINDOWS = 6
@@ -146,7 +146,7 @@ def sweeps(tmp_path_factory):
             return
         started.append(config.run_dir)
         if started.count("runs/rate_0.001_always") == 1 == len(started) - 1:
-            raise UserError(f"trainer: {config.run_dir} does not fit.")
+            raise UserError.at("trainer", f"{config.run_dir} does not fit.")
         fabricate(config)
 
     with pytest.MonkeyPatch.context() as patch, chdir(place):
@@ -246,7 +246,7 @@ def test_a_run_that_failed_shows_nothing_of_a_report_from_before(place):
     report = Path(config.run_dir) / "report.json"
     assert compared(made).runs[0].state == "finished"
     with pytest.raises(UserError), noting_failure(made, config.run_dir):
-        raise UserError("evaluation: it does not fit.")
+        raise UserError.at("evaluation", "it does not fit.")
     (note,) = (made / "failed").iterdir()
     os.utime(report, ns=(1, 1))
     (found,) = compared(made).runs

@@ -1,1 +1,1 @@
-"""Errors, files, progress and words, which every room uses."""
+"""What every room uses: errors as values."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.analysis.pairs import Side, pair_counts
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.head_units import (
     heads_problems,
     rotating_heads,
@@ -84,11 +84,9 @@ def select(
         layout: the rescaled layout; None: as trained.
 
     Raises:
-        UserError: the settings are impossible, the model does not rotate, or too few heads rotate.
+        UserError: the model does not rotate, or too few heads rotate.
     """
     trained, config = model.layout, model.config
-    if problems := settings.problems():
-        raise UserError(*problems)
     require_rotation(trained, "evaluation.dope")
     count, rotating = units(config, settings), rotating_heads(trained, config, settings)
     if problems := heads_problems(trained, config, settings):

@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager, get_task_dict
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.evaluation.benchmarks import HarnessConfig, Score
 from trainer.evaluation.likelihood import Likelihood, log_likelihoods
 from trainer.evaluation.requests import Encoder, Request
@@ -22,6 +22,7 @@ from trainer.generation.sampling import Sampling
 from trainer.generation.text_stream import TextStream
 from trainer.model.language_model import LanguageModel
 
+KEY = "evaluation.tasks"
 Spread = Callable[[Sequence[Any], Callable[[Sequence[Any]], list[Any]]], list[Any]]
 """Computes something of every item, on one process or on several that each call it with the same
 items."""
@@ -97,9 +98,10 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         new = int(settings.get("max_gen_toks", MAX_NEW_TOKENS))
         room = self.encoder.max_length - new
         if room < 1:
-            raise UserError(
-                f"evaluation.max_length: {self.encoder.max_length} tokens leave no room for a "
-                f"prompt, since the task generates {new}."
+            raise UserError.at(
+                "evaluation.max_length",
+                f"{self.encoder.max_length} tokens leave no room for a prompt, since the task "
+                f"generates {new}.",
             )
         temperature = float(settings.get("temperature") or 0.0)
         sampling = Sampling(
@@ -137,21 +139,19 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
             order = order[size:]
 
 
-def unknown_tasks(config: HarnessConfig) -> list[str]:
-    """Return one sentence per task that lm-eval does not know."""
+def unknown_tasks(config: HarnessConfig) -> list[Problem]:
+    """A sentence for every task that lm-eval does not know."""
     manager = TaskManager(include_path=config.include_path)
     return [
-        f"evaluation.tasks: lm-eval has no task {task!r}.{did_you_mean(task, manager.all_tasks)}"
+        Problem(KEY, f"lm-eval has no task {task!r}.", did_you_mean(task, manager.all_tasks))
         for task in config.tasks
         if not manager.match_tasks([task])
     ]
 
 
-def task_problems(config: HarnessConfig) -> list[str]:
-    """Return one sentence per unknown task, and per task whose data is unavailable.
-
-    Available data is downloaded.
-    """
+def task_problems(config: HarnessConfig) -> list[Problem]:
+    """A sentence for every task that lm-eval does not know, or for data that it cannot get; what it
+    gets is then on this machine."""
     if problems := unknown_tasks(config):
         return problems
     try:
@@ -161,11 +161,12 @@ def task_problems(config: HarnessConfig) -> list[str]:
     return []
 
 
-def _no_data(config: HarnessConfig, error: OSError) -> str:
-    return (
-        f"evaluation.tasks: lm-eval cannot get the data of {', '.join(config.tasks)} "
+def _no_data(config: HarnessConfig, error: OSError) -> Problem:
+    return Problem(
+        KEY,
+        f"lm-eval cannot get the data of {', '.join(config.tasks)} "
         f"({' '.join(str(error).split())}). Without a network, multiple_choice scores "
-        "request files."
+        "request files.",
     )
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.order import Integers
-from trainer.errors import UserError
 
 NEAR = 0.05
 """Share of an excerpt by which a place may miss its depth in favour of a sentence's or word's
@@ -104,9 +104,10 @@ class Haystack:
         """
         room = len(self.tokens) - length
         if room < 0:
-            raise UserError(
-                f"evaluation.text: expected at least {length} tokens for one haystack, got "
-                f"{len(self.tokens)}; give more text or shorter lengths."
+            raise UserError.at(
+                "evaluation.text",
+                f"expected at least {length} tokens for one haystack, got {len(self.tokens)}; "
+                "give more text or shorter lengths.",
             )
         last = np.searchsorted(self._starts, room, side="right")
         begin = self._starts[random.integers(last)]

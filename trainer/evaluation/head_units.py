@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.common.errors import Problem
 from trainer.evaluation.settings import DopeSettings
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import LayerEncoding, Layout
@@ -21,15 +22,17 @@ def rotating_heads(
     ]
 
 
-def heads_problems(layout: Layout, config: ModelConfig, settings: DopeSettings) -> list[str]:
-    """Check, without weights, that there are as many heads as are to be chosen."""
+def heads_problems(layout: Layout, config: ModelConfig, settings: DopeSettings) -> list[Problem]:
+    """Whether more heads are to be chosen than there are, in a sentence; known without weights."""
     there = len(rotating_heads(layout, config, settings))
     if settings.heads <= there:
         return []
     kind = "query" if settings.unit == "head" else "key-value"
     return [
-        f"evaluation.dope.heads: expected at most {there}, the {kind} heads that rotate, got "
-        f"{settings.heads}."
+        Problem(
+            "evaluation.dope.heads",
+            f"expected at most {there}, the {kind} heads that rotate, got {settings.heads}.",
+        )
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 
@@ -16,8 +16,8 @@ def require_rotation(layout: Layout, key: str) -> None:
         UserError: none does; names ``key``.
     """
     if not layout.rotates:
-        raise UserError(
-            f"{key}: expected a model with a rotary encoding, got one without rotation in any head."
+        raise UserError.at(
+            key, "expected a model with a rotary encoding, got one without rotation in any head."
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.published_factors import KEY, PublishedFactors
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import longrope
@@ -75,15 +75,17 @@ def check_published(layout: Layout, published: PublishedFactors) -> None:
     """
     C, original = layout.training_length, published.original_length
     if original not in (None, C):
-        raise UserError(
-            f"{KEY}: expected original_max_position_embeddings of {C}, the tokens that the model "
-            f"was trained at, got {original}."
+        raise UserError.at(
+            KEY,
+            f"expected original_max_position_embeddings of {C}, the tokens that the model was "
+            f"trained at, got {original}.",
         )
     pairs = {len(spectrum.inv_freq) for spectrum in layout.spectra if spectrum.rotates}
     if other := sorted(pairs - {len(published.long)}):
-        raise UserError(
-            f"{KEY}: expected {other[0]} factors, one for each pair that rotates, got "
-            f"{len(published.long)}."
+        raise UserError.at(
+            KEY,
+            f"expected {other[0]} factors, one for each pair that rotates, got "
+            f"{len(published.long)}.",
         )
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.factor_spaces import EveryPair, FromCriticalPair, Individual, Space
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.layouts import LongRopeFactors, with_factors
@@ -92,7 +92,7 @@ def fitted_factors(
     """
     model, text = fitting.model, fitting.text
     if not layout.rotates:
-        raise UserError("evaluation.methods: longrope needs heads that rotate; none does.")
+        raise UserError.at("evaluation.methods", "longrope needs heads that rotate; none does.")
     length = round(factor * model.layout.training_length)
 
     def of_text() -> float:

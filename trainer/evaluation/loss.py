@@ -10,9 +10,9 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
+from trainer.common.errors import UserError
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
-from trainer.errors import UserError
 from trainer.evaluation.passes import WHOLE, Piece, sequences_at_once
 from trainer.model.language_model import LanguageModel
 
@@ -38,10 +38,10 @@ def windows_with_common_ends(
     """
     longest = max(lengths, default=0)
     if len(stream) < longest:
-        raise UserError(
-            f"{key}: the {what} text has {len(stream)} tokens, fewer than the "
-            f"longest window of {longest}; give more text, larger data.validation and data.test, "
-            "or shorter lengths."
+        raise UserError.at(
+            key,
+            f"the {what} text has {len(stream)} tokens, fewer than the longest window of "
+            f"{longest}; give more text, larger data.validation and data.test, or shorter lengths.",
         )
     ends = np.linspace(longest, len(stream), count).astype(np.int64)
     return {length: stream.windows(ends - length, length) for length in lengths}

@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.data.config import DataConfig
 from trainer.data.prepared import cache_directory
-from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.benchmarks import MultipleChoiceConfig, Score, mean_score
 from trainer.evaluation.likelihood import log_likelihoods
 from trainer.evaluation.requests import Encoder, Pair
@@ -42,18 +42,24 @@ def benchmark_directory(config: MultipleChoiceConfig) -> Path:
     return Path(config.directory or cache_directory(DataConfig()) / "benchmarks")
 
 
-def missing_tasks(config: MultipleChoiceConfig) -> list[str]:
-    """Return one sentence per task without a file, or one for all if there are no files."""
+def missing_tasks(config: MultipleChoiceConfig) -> list[Problem]:
+    """One sentence for every task without a file, or one for all if there are no files."""
     directory = benchmark_directory(config)
     there = [path.name.removesuffix(SUFFIX) for path in directory.glob(f"*{SUFFIX}")]
     if not there:
         return [
-            f"evaluation.directory: there are no request files in {str(directory)!r}; "
-            "python scripts/fetch_benchmarks.py fetches them."
+            Problem(
+                "evaluation.directory",
+                f"there are no request files in {str(directory)!r}; "
+                "python scripts/fetch_benchmarks.py fetches them.",
+            )
         ]
     return [
-        f"evaluation.tasks: there is no {task}{SUFFIX} in {str(directory)!r}."
-        + did_you_mean(task, there)
+        Problem(
+            "evaluation.tasks",
+            f"there is no {task}{SUFFIX} in {str(directory)!r}.",
+            did_you_mean(task, there),
+        )
         for task in config.tasks
         if task not in there
     ]
@@ -80,7 +86,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
                 choices[question].append((str(request["context"]), str(request["continuation"])))
                 labels[question] = int(row["label"])
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: line {number} is no request ({error!r}).") from error
+        raise UserError.at(str(path), f"line {number} is no request ({error!r}).") from error
     asked = islice((n for n in choices if n < UNCONDITIONAL), limit)
     return [
         Question(tuple(choices[n]), labels[n], tuple(choices.get(n + UNCONDITIONAL, ())))

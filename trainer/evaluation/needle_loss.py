@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trainer.common.errors import UserError
 from trainer.data.order import Integers
-from trainer.errors import UserError
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.quiz import one_of_many
 from trainer.evaluation.passes import sequences_at_once
@@ -45,10 +45,10 @@ def answered_texts(haystack: Haystack, count: int, length: int, seed: int) -> An
         answer = haystack.encode(f" {quiz.answers[0]}")
         around = len(haystack.bos) + len(needle) + len(question) + len(answer)
         if length <= around:
-            raise UserError(
-                f"evaluation.longrope.search: expected at least {around + 1} tokens for needles, "
-                f"their questions and answers, got {length}; give longer evaluation.lengths, or "
-                "search=perplexity."
+            raise UserError.at(
+                "evaluation.longrope.search",
+                f"expected at least {around + 1} tokens for needles, their questions and answers, "
+                f"got {length}; give longer evaluation.lengths, or search=perplexity.",
             )
         excerpt = haystack.excerpt(length - around, random)
         place = excerpt.place((number + random.random()) / count)

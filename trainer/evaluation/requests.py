@@ -9,8 +9,8 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Encoder:
             else:
                 request = self._after_nothing(continuation)
             if not request.continuation:
-                raise UserError(f"{continuation!r} adds no token to {text!r}.")
+                raise UserError.at("", f"{continuation!r} adds no token to {text!r}.")
             found.append(request.within(self.max_length))
         if cut := sum(request.cut > 0 for request in found):
             log.warning(

@@ -19,9 +19,10 @@ from typing import Any, Self, TypeGuard
 
 from pydantic import ValidationError
 
+from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
-from trainer.errors import UserError
-from trainer.formats import adapter, read_plain
+from trainer.common.validation import adapter
+from trainer.formats import read_plain
 
 PERPLEXITY = "perplexity"
 """Task whose cells have losses by position instead of scores."""
@@ -268,13 +269,13 @@ class Report(Json):
         try:
             return cls.from_dict(read_plain(path))
         except OSError as error:
-            raise UserError(f"Cannot read the report {path}: {error.strerror}.") from error
+            raise UserError.at("", f"Cannot read the report {path}: {error.strerror}.") from error
         except ValidationError as error:
             problem = error.errors()[0]
             where = ".".join(map(str, problem["loc"])) or "the report"
-            raise UserError(f"{path} is not a report: {where}: {problem['msg']}.") from error
+            raise UserError.at("", f"{path} is not a report: {where}: {problem['msg']}.") from error
         except (ValueError, TypeError) as error:
-            raise UserError(f"{path} is not a report: {error}.") from error
+            raise UserError.at("", f"{path} is not a report: {error}.") from error
 
 
 def _plain(value: Any) -> Any:

@@ -49,7 +49,7 @@ class Store:
         """
         path = self.path(kind, key)
         if (kept := self._kept(path)) is not None:
-            check_format(kept[0], FORMAT, f"output: {str(path)!r}", "choose another output")
+            check_format(kept[0], FORMAT, "output", repr(str(path)), "choose another output")
             return kept[1]
         value = json.loads(json.dumps(make(), allow_nan=False))
         piece = {"format": FORMAT, "key": key, "value": value, "sha256": _checksum(value)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.shards import TokenStream
-from trainer.errors import UserError
 from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.longbench.tasks import longbench_tasks
@@ -84,18 +84,15 @@ def make_tasks(
             found += [Prompted(task, tokenizer) for task in tasks]
             notes += missing
     if not found:
-        raise UserError(*(f"evaluation.tasks: {note}" for note in notes))
+        raise UserError(*(Problem("evaluation.tasks", note) for note in notes))
     return found, notes
 
 
 def check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
-    """Check the prompts of all tasks before anything is measured."""
-    problems: list[str] = []
+    """Find prompts that do not fit before anything is measured, for all tasks at once."""
+    problems: list[Problem] = []
     for task in tasks:
-        try:
+        with collecting(problems):
             for length in lengths:
                 task.fingerprint(length)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    raise_all(problems)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from trainer.analysis.attenuation import Gate, channel_factors, weights
 from trainer.analysis.frequency_entropy import frequency_entropies
-from trainer.errors import UserError
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
@@ -37,10 +36,8 @@ def select(
         layout: the rescaled layout; None: as trained.
 
     Raises:
-        UserError: the settings are impossible, the model does not rotate, or the text is too short.
+        UserError: the model does not rotate, or the text is too short.
     """
-    if problems := [problem for one in settings for problem in one.problems()]:
-        raise UserError(*problems)
     require_rotation(model.layout, "evaluation.weighted_rope")
     gates = [Gate(one.entropy, one.side, one.tau) for one in settings]
     alphas = [one.alpha for one in settings]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import attention as torch_attention
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.model.backends import BACKENDS, prepared
 from trainer.model.config import SoftmaxConfig
 from trainer.model.masks import Mask
@@ -77,25 +77,27 @@ class Needs(NamedTuple):
         return not masked and self.softmax.is_fused
 
 
-def backend_problem(name: str, accelerator: str) -> str | None:
+def backend_problem(name: str, accelerator: str) -> Problem | None:
     """Why a backend cannot run on ``accelerator`` ("cpu", "cuda"), or None.
 
     A backend that is asked for and missing is an error, never replaced in silence.
     """
     if name in ("flash", "varlen", "flex") and accelerator != "cuda":
-        return (
-            f"model.attention_backend: {name!r} needs a GPU, but this run is on the CPU; "
-            "choose 'auto' or 'sdpa'."
+        return Problem(
+            "model.attention_backend",
+            f"{name!r} needs a GPU, but this run is on the CPU; choose 'auto' or 'sdpa'.",
         )
     if name == "flash" and (problem := flash_problem()) is not None:
-        return (
-            f"model.attention_backend: 'flash' needs the package flash-attn, which {problem}; "
-            "pip install 'unrope[flash]', or choose 'auto' or 'sdpa'."
+        return Problem(
+            "model.attention_backend",
+            f"'flash' needs the package flash-attn, which {problem}; pip install "
+            "'unrope[flash]', or choose 'auto' or 'sdpa'.",
         )
     if name == "varlen" and not has_varlen():
-        return (
-            "model.attention_backend: 'varlen' needs torch 2.12 or later, whose varlen_attn takes "
-            "windows and shared keys; choose 'auto' or 'flex'."
+        return Problem(
+            "model.attention_backend",
+            "'varlen' needs torch 2.12 or later, whose varlen_attn takes windows and shared keys; "
+            "choose 'auto' or 'flex'.",
         )
     return None
 
@@ -163,7 +165,9 @@ def choose_backend(name: str, accelerator: str, needs: Needs) -> Choice:
         if problem := backend_problem(name, accelerator):
             raise UserError(problem)
         if name in ("flash", "varlen") and (why := _kernel_problem(name, needs)) is not None:
-            raise UserError(f"model.attention_backend: {name!r} {why}; choose 'auto' or 'flex'.")
+            raise UserError.at(
+                "model.attention_backend", f"{name!r} {why}; choose 'auto' or 'flex'."
+            )
         cudnn = name == "sdpa" and accelerator == "cuda" and _suits_cudnn(needs)
         return Choice(name, "as configured" + (", cuDNN's kernel" if cudnn else ""), cudnn)
     return _suitable(needs) if accelerator == "cuda" else Choice("sdpa", "on the CPU")

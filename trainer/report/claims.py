@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from trainer.common.errors import did_you_mean
 from trainer.common.words import percent
-from trainer.errors import did_you_mean
 from trainer.evaluation.outcomes import Result
 from trainer.evaluation.results import Arm, Drop, Observation, is_known
 from trainer.evaluation.statistics import Estimate, change

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean, said_of
+from trainer.common.errors import UserError, did_you_mean, renaming
 from trainer.evaluation.keys import all_fields
 from trainer.evaluation.results import Report, is_known
 from trainer.report.pages import write_sweep_report
 from trainer.report.sweep import FINISHED, Sweep, SweptRun, reached
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
-from trainer.runs.directory import FREE_TO_CHANGE, differences, plain, saved_run, writable_problem
+from trainer.runs.directory import FREE_TO_CHANGE, check_writable, differences, plain, saved_run
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.origin import made_now
 from trainer.runs.sweep import RECORD, Swept, failure, open_sweep, place_of_sweep, read_sweep
-from trainer.workflows.compare_request import CompareRequest
+from trainer.workflows.requests import CompareRequest
 
 PARENT = Path("multirun")
 NOT_COMPARED = (*FREE_TO_CHANGE, "controls")
@@ -33,7 +33,7 @@ NOT_OF_TRIALS = {
 """Settings of an evaluation on which trials and windows do not depend, with the reason."""
 
 
-@said_of("runs", "run_dir")
+@renaming(run_dir="runs")
 def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
     """Put the runs beside each other, write table, figure and page, return them with the page.
 
@@ -43,8 +43,8 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
         UserError: a directory holds no run, or what it holds is damaged.
     """
     places = [Path(given) for given in request.runs]
-    if request.output and (problem := writable_problem(request.output, "output")):
-        raise UserError(problem)
+    if request.output:
+        check_writable(request.output, "output")
     if len(places) == 1 and (places[0] / RECORD).is_file():
         place, sweep = places[0], compared(places[0])
     else:
@@ -56,13 +56,12 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
         place = place_of_sweep(PARENT, runs)
         sweep = _beside_each_other(runs, place)
         if not request.output:
-            if problem := writable_problem(str(PARENT), "output"):
-                raise UserError(problem)
+            check_writable(str(PARENT), "output")
             open_sweep(PARENT, runs)
     return sweep, write_sweep_report(sweep, made_now(), Path(request.output or place))
 
 
-@said_of("runs", "run_dir")
+@renaming(run_dir="runs")
 def compared(place: Path) -> Sweep:
     """The runs of the sweep in ``place``, there or yet to come, beside each other.
 
@@ -89,8 +88,10 @@ def _runs_of(place: Path) -> list[Swept]:
     if not (place / "config.yaml").is_file():
         beside = [path.name for path in place.parent.glob("*") if path.is_dir()]
         near = did_you_mean(place.name, beside) if not place.exists() else ""
-        raise UserError(
-            f"runs: {str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD}).{near}"
+        raise UserError.at(
+            "runs",
+            f"{str(place)!r} is no run (it has no config.yaml), nor a sweep ({RECORD}).",
+            near,
         )
     return [Swept(str(place))]
 
@@ -163,9 +164,10 @@ def _report(place: Path) -> Report | None:
     try:
         return Report.read(path) if path.is_file() else None
     except UserError as error:
-        raise UserError(
-            f"runs: {error} Remove it; the command that trained the run then makes it again, "
-            "without training."
+        raise UserError.at(
+            "runs",
+            f"{error} Remove it; the command that trained the run then makes it again, without "
+            "training.",
         ) from None
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.engine import measure_cells
 from trainer.evaluation.outcomes import AS_IS, Outcomes
@@ -165,12 +165,14 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
     first = candidates[0]
     for candidate in candidates:
         if not same_tokens(candidate.tokenizer, first.tokenizer):
-            raise UserError(f"compare: {candidate.given!r} has another tokenizer than the first.")
+            raise UserError.at(
+                "compare", f"{candidate.given!r} has another tokenizer than the first."
+            )
         if candidate.layout.training_length != first.layout.training_length:
-            raise UserError(
-                f"compare: {candidate.given!r} has a training length of "
-                f"{candidate.layout.training_length} tokens, the first one of "
-                f"{first.layout.training_length}."
+            raise UserError.at(
+                "compare",
+                f"{candidate.given!r} has a training length of {candidate.layout.training_length} "
+                f"tokens, the first one of {first.layout.training_length}.",
             )
     return distinct(candidates)
 

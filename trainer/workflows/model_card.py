@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.results import Report
 from trainer.interchange.export.engines import verdicts
@@ -36,7 +36,7 @@ def model_card(
         plan: how it is written.
         difference: of logits, None where nothing was compared.
     """
-    config = saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")
+    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     report = _report(path)
     facts = _facts(config, state, model, report)
     compared = (

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.interchange.hub import cached_or_downloaded
 
 HUB_NAME = "THUDM/LongBench"
@@ -53,11 +53,11 @@ def read_rows(file: Traversable, row: type[T], key: str) -> list[T]:
                 if line.strip():
                     rows.append(_row(adapter, line, f"{key}: {str(file)!r} line {number}"))
     except UnicodeDecodeError:
-        raise UserError(f"{key}: {str(file)!r} is not UTF-8 text.") from None
+        raise UserError.at(key, f"{str(file)!r} is not UTF-8 text.") from None
     except OSError as error:
-        raise UserError(f"{key}: {str(file)!r} cannot be read ({error.strerror}).") from error
+        raise UserError.at(key, f"{str(file)!r} cannot be read ({error.strerror}).") from error
     if not rows:
-        raise UserError(f"{key}: {str(file)!r} is empty.")
+        raise UserError.at(key, f"{str(file)!r} is empty.")
     return rows
 
 
@@ -67,7 +67,7 @@ def _row(adapter: TypeAdapter[T], line: str, where: str) -> T:
     except ValidationError as error:
         first: Any = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{where}: {f'{place}: ' if place else ''}{first['msg']}.") from None
+        raise UserError.at(where, f"{f'{place}: ' if place else ''}{first['msg']}.") from None
 
 
 def root(directory: str | None) -> Traversable:
@@ -86,7 +86,8 @@ def root(directory: str | None) -> Traversable:
         path = cached_or_downloaded(hf_hub_download, HUB_NAME, HUB_FILE, repo_type="dataset")
         return zipfile.Path(path, "data/")
     except (OSError, ValueError, HfHubHTTPError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"{KEY}: {HUB_NAME} is not on this machine and could not be loaded from the hub "
-            f"({str(error).strip().splitlines()[0]}); give a directory with TASK.jsonl files."
+        raise UserError.at(
+            KEY,
+            f"{HUB_NAME} is not on this machine and could not be loaded from the hub "
+            f"({str(error).strip().splitlines()[0]}); give a directory with TASK.jsonl files.",
         ) from error

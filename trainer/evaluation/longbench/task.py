@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 from trainer.evaluation.longbench.kinds import Kind
 from trainer.evaluation.longbench.labels import label
 from trainer.evaluation.longbench.metrics import classification
@@ -48,9 +48,10 @@ class LongBenchTask:
         kind = self.kind
         room = length - kind.new_tokens
         if room < 2:
-            raise UserError(
-                f"evaluation.lengths: {self.name} answers with up to {kind.new_tokens} tokens and "
-                f"so needs lengths of {kind.new_tokens + 2} or more, got {length}."
+            raise UserError.at(
+                "evaluation.lengths",
+                f"{self.name} answers with up to {kind.new_tokens} tokens and so needs lengths of "
+                f"{kind.new_tokens + 2} or more, got {length}.",
             )
         return [
             Prompt(

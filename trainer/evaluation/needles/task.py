@@ -7,41 +7,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
+from trainer.common.fields import Count, Natural, Share, configuration
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles.quiz import TOKENS_PER_VALUE, DrawQuiz, Quiz
 from trainer.evaluation.prompts import Prompt, Score, Stop
 
 
-@dataclass(frozen=True)
+@configuration
 class NeedleTaskSettings:
-    """``trials``: of a cell: at every depth in tasks with one needle in the text, at every length
-    in the others. ``depths``: 0 is the beginning of the text, 1 its end. ``needles``: in tasks with
-    several. ``sinks``: tokens behind the needle in the noisy task; DoPE does not say how many it
-    has."""
+    """Settings of statements and of all tasks with needles."""
 
-    trials: int = 256
-    depths: tuple[float, ...] = tuple(step / 10 for step in range(11))
-    needles: int = 4
-    sinks: int = 8
-    seed: int = 1
+    trials: Annotated[Count, Field(le=1_000_000)] = 256
+    """Trials of a cell: at each depth in tasks with one needle, at each length in the others."""
+    depths: tuple[Share, ...] = tuple(step / 10 for step in range(11))
+    """Places of the needle: 0 the beginning of the text, 1 its end."""
+    needles: Count = 4
+    """Needles in tasks that state several."""
+    sinks: Count = 8
+    """Tokens behind the needle in the task noisy."""
+    seed: Natural = 1
+    """Seed of the trials."""
 
-    def problems(self) -> list[str]:
-        """Check the values; return one sentence per problem."""
-        found = [
-            f"evaluation.needles.{key}: expected 1 or more, got {getattr(self, key)}."
-            for key in ("trials", "needles", "sinks")
-            if getattr(self, key) < 1
-        ]
-        if not self.depths or min(self.depths) < 0 or max(self.depths) > 1:
-            found.append(
-                "evaluation.needles.depths: expected numbers from 0 (beginning) to 1 (end), got "
-                f"{list(self.depths)}."
-            )
-        return found
+    def problems(self) -> list[Problem]:
+        """What is impossible, one sentence each."""
+        if self.depths:
+            return []
+        return [Problem("evaluation.needles.depths", "expected one or more, got none.")]
 
 
 @dataclass(frozen=True)
@@ -90,9 +87,10 @@ class NeedleTask:
         around = len(self._before) + self.new_tokens
         least = max(trial.tokens for trial in trials) + around + 1
         if length < least:
-            raise UserError(
-                f"evaluation.lengths: expected at least {least} tokens for {self.name}, which its "
-                f"needles, question and answer need, got {length}."
+            raise UserError.at(
+                "evaluation.lengths",
+                f"expected at least {least} tokens for {self.name}, which its needles, question "
+                f"and answer need, got {length}.",
             )
         return [
             prompt

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import cycle
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 SENTENCE_ENDS = tuple(mark + quote for mark in ".!?" for quote in ("", '"', "'", ")", "”", "’"))
 
@@ -22,7 +22,7 @@ class Essay:
 
     def __init__(self, documents: Sequence[str]) -> None:
         if not any(map(str.strip, documents)):
-            raise UserError("ruler: the documents for the haystacks hold no text.")
+            raise UserError.at("ruler", "the documents for the haystacks hold no text.")
         self._documents = cycle(documents)
         self._words: list[str] = []
         self._sentences: list[int] = []

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.ruler.question import Question
 
 INSTRUCTION = (
@@ -88,11 +88,11 @@ def _read(
     try:
         items = tuple(items_of(json.loads(Path(file).read_text(encoding="utf-8"))))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"evaluation.ruler.{key}: {file!r} is no {name} file ({error!r})."
+        raise UserError.at(
+            f"evaluation.ruler.{key}", f"{file!r} is no {name} file ({error!r})."
         ) from error
     if not items:
-        raise UserError(f"evaluation.ruler.{key}: {file!r} holds no question with an answer.")
+        raise UserError.at(f"evaluation.ruler.{key}", f"{file!r} holds no question with an answer.")
     texts = {text for item in items for text in (*item.paragraphs, *item.related)}
     return QuestionAnswering(items, tuple(sorted(texts)))
 

@@ -9,7 +9,7 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.prompts import Prompt, Score, Stop
 from trainer.evaluation.ruler.published import OneOrder, size, step
 from trainer.evaluation.ruler.question import Kind
@@ -130,9 +130,10 @@ class RulerTask:
         return trials
 
     def _too_short(self, length: int) -> UserError:
-        return UserError(
-            f"evaluation.lengths: expected at least {self._least_length(length)} tokens for "
-            f"RULER's {self.name} with this tokenizer, got {length}."
+        return UserError.at(
+            "evaluation.lengths",
+            f"expected at least {self._least_length(length)} tokens for RULER's {self.name} with "
+            f"this tokenizer, got {length}.",
         )
 
     def _draws(self, length: int, trial: int) -> Random:

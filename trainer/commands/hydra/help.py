@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from trainer.commands.config_files import REQUIRED, ConfigFiles, is_global, read_file
+from trainer.commands.hydra.files import REQUIRED, ConfigFiles, is_global, read_file
 
 WIDTH, COLUMN = 100, 32
 KEY = re.compile(r"( *)([a-z]\w*):(?: |$)")
@@ -86,7 +86,7 @@ def help_text(
 
 
 def _options(group: str, files: ConfigFiles) -> str:
-    """A line for every option of a group."""
+    """Return a line for every option of a group."""
     lines = [
         _two_columns(f"  {name}", _headline(path))
         for name in files.options(group)
@@ -104,14 +104,14 @@ def _belongs(group: str, defaults: dict[str, str], files: ConfigFiles) -> bool:
 
 
 def _headline(path: Path) -> str:
-    """The comment that a file begins with."""
+    """Return the comment that a file begins with."""
     lines = path.read_text("utf-8", errors="replace").splitlines()
     above = takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line[1:].strip() for line in above if "@package" not in line)
 
 
 def _documented(paths: Sequence[Path], prefix: str = "") -> dict[str, Key]:
-    """The keys of a file and of those that it inherits from, which come first."""
+    """Return the keys of a file and, before them, of the files that it inherits from."""
     found: dict[str, Key] = {}
     for path in paths:
         for key in _keys(path):
@@ -124,16 +124,16 @@ def _documented(paths: Sequence[Path], prefix: str = "") -> dict[str, Key]:
 
 
 def _keys(path: Path) -> list[Key]:
-    """What a file says of its keys: behind them, or in the lines above."""
+    """Return the keys of a file with their comments, beside them or in the lines above."""
     content = read_file(path)
     found: list[Key] = []
     parents: list[tuple[int, str]] = []
     above: list[str] = []
-    at = 0
+    end = 0  # of the key of the line above
     for line in path.read_text("utf-8").splitlines():
         code, _, comment = line.partition("#")
         if not code.strip():
-            if len(code) > at + 1 and found:  # goes on below the end of a line
+            if len(code) > end and found:  # continues below the end of a line
                 found[-1] = replace(found[-1], meaning=f"{found[-1].meaning} {comment.strip()}")
             elif comment:
                 above.append(comment.strip())
@@ -141,9 +141,9 @@ def _keys(path: Path) -> list[Key]:
                 above.clear()
             continue
         if match := KEY.match(line):
-            at = len(match[1])
-            parents = [parent for parent in parents if parent[0] < at]
-            parents.append((at, match[2]))
+            depth, end = len(match[1]), len(match[0].rstrip())
+            parents = [parent for parent in parents if parent[0] < depth]
+            parents.append((depth, match[2]))
             names = [name for _, name in parents]
             if names[0] not in ("defaults", "hydra"):
                 first = not found
@@ -158,7 +158,7 @@ def _keys(path: Path) -> list[Key]:
 
 
 def _leaves(content: Any, names: Sequence[str]) -> list[Key]:
-    """The keys below a group, without meanings of their own."""
+    """Return the keys below a group, without their own meanings."""
     group = content
     for name in names:
         group = group[name]

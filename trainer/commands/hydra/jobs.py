@@ -1,5 +1,4 @@
-"""What Hydra does by itself once every word is known to be right: several jobs through its sweeper
-and launcher, and to show what it composed."""
+"""Jobs that Hydra runs once every word is right: sweeps through its launcher, and ``--cfg``."""
 
 from __future__ import annotations
 
@@ -13,18 +12,25 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from trainer.commands.command import Command
-from trainer.commands.config_files import ConfigFiles, config_directory
-from trainer.commands.configuration import Composed, compose_with_hydra, compose_words, plain_groups
 from trainer.commands.exit_codes import MISTAKE, exit_codes
-from trainer.commands.options import COMPLETION
-from trainer.commands.words import expand, is_for_hydra, parse_words
-from trainer.errors import UserError
+from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.composing import (
+    Composed,
+    compose_with_hydra,
+    compose_words,
+    expand,
+    is_for_hydra,
+    parse_words,
+    plain_groups,
+)
+from trainer.commands.hydra.files import ConfigFiles, config_directory
+from trainer.commands.hydra.running import COMPLETION
+from trainer.common.errors import Problem, UserError
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 
 
 def run_jobs(
-    command: Command[Any], words: Sequence[str], files: ConfigFiles, found: Sequence[str]
+    command: Command[Any], words: Sequence[str], files: ConfigFiles, found: Sequence[Problem]
 ) -> None:
     """Check the words of all jobs, then start the first.
 
@@ -43,10 +49,12 @@ def run_jobs(
             problems |= dict.fromkeys(error.problems)
             continue
         if output in outputs:
-            problems[
-                f"--multirun: several jobs would write {output!r}; let its name hold what differs, "
-                "for instance 'name=run_${seed}' or 'to=out_${dtype}'."
-            ] = None
+            several_write = Problem(
+                "--multirun",
+                f"several jobs would write {output!r}; let its name hold what differs, for "
+                "instance 'name=run_${seed}' or 'to=out_${dtype}'.",
+            )
+            problems |= {several_write: None}
         outputs |= {output: job} if output else {}
     if problems:
         raise UserError(*problems)
@@ -75,7 +83,7 @@ def show(
     command: Command[Any],
     words: Sequence[str],
     files: ConfigFiles,
-    found: Sequence[str],
+    found: Sequence[Problem],
     options: Sequence[str],
 ) -> None:
     """Answer ``--cfg job`` and its like.
@@ -83,7 +91,7 @@ def show(
     Raises:
         UserError: a word is wrong.
     """
-    problems: Sequence[str] = found
+    problems: Sequence[Problem] = found
     if COMPLETION not in options:  # its words are no overrides
         overrides, malformed = parse_words(words)
         plain = [str(override.input_line) for override in overrides if not is_for_hydra(override)]
@@ -94,14 +102,14 @@ def show(
 
 
 def _swept(outputs: dict[str, list[str]]) -> list[Swept]:
-    """The runs of a sweep, each with the words that are its own."""
+    """Return the runs of a sweep, each with the words that only it has."""
     differing = [len(set(words)) > 1 for words in zip(*outputs.values(), strict=True)]
     found = []
     for output, words in outputs.items():
         own = [word for word, differs in zip(words, differing, strict=True) if differs]
         pairs = (word.lstrip("+").partition("=") for word in own)
         settings = {key: value for key, _, value in pairs}
-        # What only says where a run lies is no setting, unless there is no other.
+        # A run's name and place are settings only if nothing else differs.
         where = {key: settings[key] for key in settings if key not in ("name", "run_dir", "label")}
         found.append(Swept(output, where or settings))
     return found
@@ -110,9 +118,8 @@ def _swept(outputs: dict[str, list[str]]) -> list[Swept]:
 def _main(
     command: Command[Any], words: Sequence[str], files: ConfigFiles, place: Path | None = None
 ) -> int:
-    """Let Hydra do it. With the ``place`` of a sweep its jobs note there what they fail with, and a
-    mistake in one does not keep the others in this process from starting: its exit code is
-    returned, 0 where there is none."""
+    """Run Hydra. With the ``place`` of a sweep, jobs record their failures there, and a mistake
+    in one does not keep the others in this process from starting. Return its exit code, or 0."""
     launcher, failed = os.getpid(), [0]
 
     @hydra.main(version_base=None, config_path=str(config_directory()), config_name=command.root)

@@ -1,5 +1,5 @@
-"""The files that a configuration is composed of: those of ``conf/``, and those of a user's own
-directory (``--config-dir``); a mistake in one is one line that names the file."""
+"""Configuration files: those of ``conf/`` and those of a user's directory (``--config-dir``). A
+mistake in one is one line that names the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 
 Place = tuple[str, str]
 """A group and an option of it; the group of the files that commands start from is empty."""
@@ -24,7 +24,7 @@ REQUIRED = "???"
 
 def config_directory() -> Path:
     """``conf/``: inside the package where it is installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
@@ -42,11 +42,14 @@ class ConfigFiles:
         if self.own is None:
             return
         if not self.own.is_dir():
-            raise UserError(f"--config-dir: there is no directory {str(self.own)!r}.")
+            raise UserError.at("--config-dir", f"there is no directory {str(self.own)!r}.")
         taken = ConfigFiles()
         problems = [
-            f"{path}: there is a {path.stem!r} in conf/{path.parent.name} already; give this "
-            "option another name."
+            Problem(
+                str(path),
+                f"there is a {path.stem!r} in conf/{path.parent.name} already; give this option "
+                "another name.",
+            )
             for path in sorted(self.own.glob("*/*.yaml"))
             if taken.find((path.parent.name, path.stem))
         ]
@@ -55,11 +58,11 @@ class ConfigFiles:
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Where files are looked for, in this order."""
+        """Directories to search, in this order."""
         return (config_directory(), *((self.own,) if self.own is not None else ()))
 
     def groups(self) -> list[str]:
-        """The configuration groups."""
+        """Return the configuration groups."""
         found = {
             path.relative_to(directory).as_posix()
             for directory in self.directories
@@ -69,19 +72,19 @@ class ConfigFiles:
         return sorted(found)
 
     def options(self, group: str) -> list[str]:
-        """The names that ``group=`` or ``+group=`` accepts."""
+        """Return the names that ``group=`` or ``+group=`` accepts."""
         found = {p.stem for place in self.directories for p in (place / group).glob("*.yaml")}
         return sorted(found)
 
     def find(self, place: Place) -> Path | None:
-        """The file of an option."""
+        """Return the file of an option, or None."""
         paths = (directory / place[0] / f"{place[1]}.yaml" for directory in self.directories)
         return next((path for path in paths if path.is_file()), None)
 
     def defaults_chain(
         self, place: Place, above: tuple[Place, ...] = (), *, own: bool = False
     ) -> list[Path]:
-        """The files that an option's defaults list leads to, and last its own.
+        """Return the files that an option's defaults list leads to, and last its own.
 
         ``above``: the options whose lists have led here. ``own``: those alone whose keys become
         keys of the option: of its group, or put there by ``@_here_``.
@@ -94,23 +97,24 @@ class ConfigFiles:
             group, option = place
             near = did_you_mean(option, self.options(group))
             where = f"{self.find(above[-1])}: defaults" if above else group
-            raise UserError(f"{where}: there is no {group} {option!r}.{near}")
+            raise UserError.at(where, f"there is no {group} {option!r}.", near)
         if place in above:
             circle = " -> ".join(name for _, name in (*above, place))
-            raise UserError(f"{path}: its defaults list leads back to itself ({circle}).")
+            raise UserError.at(str(path), f"its defaults list leads back to itself ({circle}).")
         found = []
         for (group, option), here in _parents(path, place[0]):
             if option == REQUIRED:
                 continue
             if group and group not in self.groups():
                 near = did_you_mean(group, self.groups())
-                raise UserError(f"{path}: defaults: there is no group {group!r}.{near}")
+                raise UserError.at(str(path), f"defaults: there is no group {group!r}.", near)
             chain = self.defaults_chain((group, option), (*above, place), own=own)
             found += chain if here or not own else []
         return [*found, path]
 
     def default_groups(self, root: str) -> dict[str, str]:
-        """The groups of the file that a command starts from, each with its default option."""
+        """Return the groups in the file that a command starts from, each with its default
+        option."""
         found: dict[str, str] = {}
         path = self.find(("", root))
         assert path is not None
@@ -120,7 +124,7 @@ class ConfigFiles:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The content of a YAML file, interpolations as they are written.
+    """Return the content of a YAML file, with interpolations unresolved.
 
     Raises:
         UserError: it cannot be read, or is no mapping of keys.
@@ -131,13 +135,13 @@ def read_file(path: Path) -> dict[str, Any]:
             values: Any = OmegaConf.to_container(content)
             return {str(key): value for key, value in values.items()}
     except RecursionError as error:
-        raise UserError(f"{path}: it is nested too deeply, or holds itself.") from error
+        raise UserError.at(str(path), "it is nested too deeply, or holds itself.") from error
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}{line}: {error.problem}.") from error
+        raise UserError.at(f"{path}{line}", f"{error.problem}.") from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from error
-    raise UserError(f"{path}: expected keys with values, got a list.")
+        raise UserError.at(str(path), " ".join(str(error).split())) from error
+    raise UserError.at(str(path), "expected keys with values, got a list.")
 
 
 def is_global(path: Path) -> bool:
@@ -147,11 +151,11 @@ def is_global(path: Path) -> bool:
 
 
 def _parents(path: Path, group: str) -> Iterator[tuple[Place, bool]]:
-    """What the defaults list of a file in ``group`` names, as far as it stands there in full, and
-    whether its keys become keys of the file's own group."""
+    """Yield the options that the defaults list of a file in ``group`` names in full, and whether
+    their keys become keys of the file's own group."""
     listed = read_file(path).get("defaults", [])
     if not isinstance(listed, list):
-        raise UserError(f"{path}: defaults: expected a list, got {listed!r}.")
+        raise UserError.at(str(path), f"defaults: expected a list, got {listed!r}.")
     for entry in listed:
         pairs = entry.items() if isinstance(entry, dict) else [("", entry)]
         for key, value in pairs:
@@ -169,7 +173,7 @@ def _parents(path: Path, group: str) -> Iterator[tuple[Place, bool]]:
 
 
 def _split(option: str, group: str) -> Place:
-    """The place of an option that is written with its group, such as ``/model/nano``."""
+    """Return the place of an option that is written with its group, such as ``/model/nano``."""
     path = option.partition("@")[0]
     parts = (path[1:] if path.startswith("/") else f"{group}/{path}").strip("/").split("/")
     return "/".join(parts[:-1]), parts[-1]
