@@ -1,1 +1,1 @@
-"""What every room uses: errors as values."""
+"""Errors as values, files, progress and checked values, used by every room."""

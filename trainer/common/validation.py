@@ -35,7 +35,7 @@ def validated(schema: type[S], values: dict[str, Any]) -> tuple[S, list[Problem]
 
 
 def checked(schema: type[S], values: dict[str, Any]) -> tuple[S, list[Problem], list[Problem]]:
-    """As :func:`validated`, with the problems of unknown keys and of wrong values apart."""
+    """Validate as :func:`validated` does, and return unknown keys and wrong values separately."""
     unknown: dict[str, Problem] = {}
     wrong: dict[str, Problem] = {}
     while True:

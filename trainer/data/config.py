@@ -44,7 +44,7 @@ class NeedlesConfig:
     """Weight in the loss of a value that was stated before; other tokens have 1."""
 
     def problems(self, sequence_length: int) -> list[Problem]:
-        """What is impossible in sequences of that length, one sentence each."""
+        """Check the values for sequences of this length."""
         found = [
             Problem(
                 f"data.needles.{key}",
@@ -66,7 +66,7 @@ class NeedlesConfig:
 
 @configuration
 class SourceConfig:
-    """Where text comes from, and which of it is held out: what prepared text is made of."""
+    """Source of text, and which of it is held out; together they determine prepared text."""
 
     source: str = "stdlib_docs"
     """Where text comes from: stdlib_docs (docstrings and help topics of the running Python),
@@ -115,7 +115,7 @@ class SourceConfig:
         return 0.001 if self.source == "hub" else 0.0
 
     def source_problems(self, at: str) -> list[Problem]:
-        """What is impossible; ``at`` is how the keys begin."""
+        """Check the source's keys, which begin with ``at``."""
         found = []
         if self.source == "files" and not self.files:
             found.append(Problem(f"{at}.files", f"{at}.source is 'files', but no file is named."))
@@ -195,7 +195,7 @@ class DataConfig(SourceConfig):
         return [] if self.prepared else super().source_problems(at)
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = [
             Problem(f"data.{key}", "a name cannot hold a NUL character.")
             for key in ("cache_dir", "prepared")
@@ -259,7 +259,7 @@ class TokenizerConfig:
     """Megabytes of the training text to train it on."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = []
         if self.path == "":
             found.append(

@@ -125,7 +125,7 @@ class Preparation:
 
     @property
     def missing(self) -> Problem:
-        """What a run says that may not prepare its text by itself."""
+        """Message of a run that may not prepare its text itself."""
         once = f"once, where it can be written: {prepare_command()}"
         if is_prepared(self.directory):
             return Problem(
@@ -244,7 +244,7 @@ def _pinned(config: DataConfig, root: Path, request: dict[str, object]) -> Path 
 
 
 def not_prepared(config: DataConfig) -> Problem:
-    """That a text is missing, how large it is, and the command that prepares it."""
+    """Describe a missing text: its size and the command that prepares it."""
     return Problem(
         "data",
         f"{describe(config)} has not been prepared below "
@@ -254,7 +254,7 @@ def not_prepared(config: DataConfig) -> Problem:
 
 
 def unprepared(values: Any) -> list[Problem]:
-    """Of texts behind a network, those of which nothing is prepared, whatever their tokenizer."""
+    """Describe each remote text of which nothing is prepared, with any tokenizer."""
     try:
         config = adapter(DataConfig).validate_python(values)
         texts = [text for text, _ in config.texts.values()]

@@ -138,7 +138,7 @@ def _architecture(values: Mapping[str, Any], name: str) -> Architecture:
 
 
 def malformed(values: Mapping[str, Any]) -> list[Problem]:
-    """What is missing or of a wrong kind, one sentence each."""
+    """Return a problem for each key that is missing or of the wrong type."""
     found = [
         Problem(key, f"expected a positive whole number, got {values.get(key)!r}.")
         for key in (*_REQUIRED, *_OPTIONAL)

@@ -107,7 +107,7 @@ def _without_standstill(spectrum: Spectrum) -> Spectrum:
 
 
 def _problems(given: Mapping[str, Any], kind: str, head_dim: int) -> list[Problem]:
-    """What is wrong with the keys, one sentence each."""
+    """Return the problems of the keys."""
     known = (*_OTHERS, *_NUMBERS, *_LISTS)
     found = [
         Problem("rope_parameters", f"unknown key {key!r}.", did_you_mean(key, known))

@@ -64,8 +64,14 @@ class ChangeConfig:
     def change_problems(
         self, key: str, num_layers: int, num_heads: int, steps: int
     ) -> list[Problem]:
-        """What is impossible in a model of so many layers and key-value heads, one sentence each;
-        ``key``: where the group stands; ``steps``: that are left."""
+        """Check the change for a model of this shape.
+
+        Args:
+            key: path of the group.
+            num_layers: layers of the model.
+            num_heads: key-value heads of the model.
+            steps: steps left after the drop.
+        """
         found = []
         for name, count, what in (("layers", num_layers, "layer"), ("heads", num_heads, "head")):
             chosen = getattr(self, name)
@@ -154,7 +160,7 @@ class DropConfig(ChangeConfig):
         num_heads: int,
         trained: bool = False,
     ) -> list[Problem]:
-        """What is impossible for a run of that length and shape, one sentence each.
+        """Check the drop for a run of this length and shape.
 
         ``trained``: the run begins with trained weights, which may be dropped before the first
         step.

@@ -100,7 +100,7 @@ class RunConfig:
         return self.drop.step(self.trainer.max_steps, self.tokens_per_step)
 
     def problems(self) -> list[Problem]:
-        """All that is impossible in and between the groups, one sentence each."""
+        """Check within and between the groups."""
         model_problems = self.model.problems()
         drop_problems = self.drop.problems(
             self.trainer.max_steps,

@@ -81,7 +81,7 @@ def evaluation_memory(
         rows if device == "cuda" else min(rows, max(1, IN_CACHE // config.hidden_size // tokens))
     )
     at_once = together * min(tokens, chunk or tokens)
-    # Behind a chunk's beginning kernels want keys and values of a layer for every query head.
+    # After the first chunk, kernels need one layer's keys and values for every query head.
     copies = 2 * rows * tokens * q if in_chunks and q != k else 0
     return size * weights_of(config), kept, size * (at_once * a_token + copies)
 

@@ -49,7 +49,7 @@ class BenchmarksConfig:
         )
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = []
         given = [*self.tasks, *self.multiple_choice, *self.harness]
         if self.every is not None and self.every_tokens is not None:
@@ -112,7 +112,7 @@ class MonitorConfig:
     """Tasks that the model answers in training; each kind may be empty."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = self.benchmarks.problems()
         if not self.lengths:
             found.append(Problem("monitor.lengths", "expected one or more, got none."))

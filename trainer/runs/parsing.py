@@ -1,4 +1,4 @@
-"""From plain values to a checked configuration; all problems are found before any is reported."""
+"""Parsing of plain values to a checked configuration; reports all problems together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Schema(Protocol):
     """A dataclass that knows what is impossible in it."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         ...
 
 
@@ -71,7 +71,7 @@ def _apart_from(wrong: Sequence[Problem], impossible: Sequence[Problem]) -> list
 def _completed(
     config: Any, values: dict[str, Any], known: Sequence[Problem]
 ) -> tuple[Any, list[Problem]]:
-    """The configuration with what follows from it, and what is impossible in it."""
+    """Complete the configuration with derived values; also return the problems that this shows."""
     return config, config.problems()
 
 
@@ -85,14 +85,15 @@ def _(
     except UserError as error:
         return config, [*error.problems, *_apart_from([Problem("model", "")], config.problems())]
     problems = config.problems() + phase_problems(config)
-    values = values | {"controls": config.controls}  # without what was found wrong already
+    values = values | {"controls": config.controls}  # without what is already reported
     for name, changes in config.controls.items():
         problems += _control_problems(values, config, name, changes, [*known, *problems])
     return config, problems
 
 
 def parse_without_weights(values: dict[str, Any], found: Sequence[Problem] = ()) -> RunConfig:
-    """As :func:`parse`, with the shape that ``values`` give and not that of published weights."""
+    """Parse as :func:`parse` does, with the shape in ``values`` instead of that of published
+    weights."""
     config, unknown, wrong = checked(RunConfig, values)
     config = with_lengths(config)
     impossible = _apart_from(wrong, [*config.problems(), *phase_problems(config)])
@@ -129,7 +130,7 @@ def _control_problems(
 
 
 def _branch_problems(config: RunConfig, branch: Any) -> list[Problem]:
-    """What is wrong with the place where a control branches off."""
+    """Check the step at which a control branches off."""
     is_step = isinstance(branch, int) and not isinstance(branch, bool)
     if branch not in (None, "drop") and not is_step:
         return [Problem("branch", f"expected 'drop', a step or nothing, got {branch!r}.")]
@@ -150,7 +151,7 @@ def _branch_problems(config: RunConfig, branch: Any) -> list[Problem]:
 
 
 def _ignored_changes(control: RunConfig, changes: dict[str, Any]) -> list[Problem]:
-    """What a control changes of a model whose weights it begins with."""
+    """Check for changes of a control that its trained weights determine."""
     sources = [key for key in ("from_run", "from_pretrained") if getattr(control.model, key)]
     groups = "model", "tokenizer"
     keys = [f"{group}.{key}" for group in groups for key in changes.get(group) or ()]
@@ -170,10 +171,10 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def control_config(values: dict[str, Any], name: str, weights: bool = True) -> RunConfig:
-    """The configuration of a control: the run's, without controls, with the control's changes.
+    """Return the configuration of a control: the run's with the control's changes.
 
-    ``weights``: whether those that it begins with are here; else it has the shape of ``values``.
-    The run's label is no part of it: it says what the run is, and the control is something else.
+    ``weights``: whether the weights that it begins with are available; otherwise it has the shape
+    in ``values``. The run's label is not inherited, since it describes the run.
     """
     changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
     base = {

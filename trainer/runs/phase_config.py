@@ -1,4 +1,4 @@
-"""One of the ``phases`` of a run: how long it is, what it reads, and what changes at its start."""
+"""One phase of a run: its length, what it reads, and what changes at its start."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class UntilConfig:
     model; null: not for this reason."""
 
     def problems(self, key: str, changes: bool) -> list[Problem]:
-        """What is impossible, one sentence each; ``changes``: whether its phase changes a model."""
+        """Check the values; ``changes``: whether the phase changes the model."""
         found = []
         if self.flat is None and self.back_within is None:
             found.append(Problem(key, f"give {key}.flat or {key}.back_within, in nats per token."))

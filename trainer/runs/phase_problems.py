@@ -13,7 +13,7 @@ from trainer.runs.phases import Phase, phases_of
 
 
 def phase_problems(config: RunConfig) -> list[Problem]:
-    """What is impossible in the phases of a run, one sentence each; the rest of it is sound."""
+    """Check the phases of an otherwise valid run."""
     found: list[Problem] = []
     if not config.phases:
         return found
@@ -92,7 +92,7 @@ def _rescale_problems(config: RunConfig, phases: Sequence[Phase]) -> list[Proble
 
 
 def _drop_problems(config: RunConfig, phases: Sequence[Phase]) -> list[Problem]:
-    """What the layout that the run begins with says against its drops."""
+    """Check the drops against the layout that the run begins with."""
     if config.model.from_pretrained is not None or any(phase.rescale for phase in phases):
         return []  # known only once the weights are read
     drops = {f"phases.{phase.name}.drop": phase.drop for phase in phases if phase.drop is not None}

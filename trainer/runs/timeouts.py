@@ -7,7 +7,7 @@ from trainer.common.fields import Positive, configuration
 
 @configuration
 class TimeoutConfig:
-    """How long ranks wait for each other before they give up, in seconds."""
+    """Timeouts of ranks waiting for each other, in seconds."""
 
     start: Positive = 1800.0
     """Seconds until the first step is done: to meet, read weights and compile."""

@@ -15,9 +15,10 @@ CHOSEN = "qk_norm", "attention_backend", "from_pretrained", "from_run"
 
 
 def ignored_keys(keys: Iterable[str], source: str) -> list[Problem]:
-    """What is wrong with those of the dotted ``keys`` that the model which ``model.from_run`` or
-    another ``source`` names has already. Published weights have encodings too, but a drop may be
-    to others."""
+    """Report the dotted ``keys`` that the trained weights of ``source`` determine.
+
+    Published weights determine their encodings as well, but a drop may replace them.
+    """
     keeps = ", which a run keeps that begins with it" if source == "from_run" else ""
     found = []
     for key in keys:

@@ -107,7 +107,7 @@ class TrainerConfig:
     """First and last step to profile, such as [10, 13]."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = []
         if self.max_time is not None and not TIME.fullmatch(self.max_time):
             found.append(
@@ -148,7 +148,7 @@ def seconds_of(time: str) -> float:
 
 @configuration
 class StrategyConfig:
-    """How a run spreads over devices."""
+    """Distribution of a run over devices."""
 
     name: Literal["single", "ddp", "fsdp2", "hsdp"] = "single"
     """single (one device), ddp (a copy on every rank), fsdp2 (parameters, gradients and
@@ -167,7 +167,7 @@ class StrategyConfig:
     """How long ranks wait for each other, in seconds."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = []
         if self.shard_size is not None and self.name != "hsdp":
             found.append(

@@ -1,5 +1,4 @@
-"""A model that is analysed with another layout than it was trained with, as a method of
-``evaluation.methods`` has it."""
+"""Analysis of a model under a method of ``evaluation.methods`` instead of its trained layout."""
 
 from __future__ import annotations
 
@@ -19,11 +18,12 @@ from trainer.workflows.requests import LAYERS_KEY
 def use_method(
     model: LanguageModel, of: Candidate, name: str, length: int, layers: LayerChoice = None
 ) -> str:
-    """Give the model the layout that a method, which chooses nothing on text, has for texts of
-    ``length`` tokens, and return a sentence that says so.
+    """Set the layout that a method has for texts of ``length`` tokens; return a sentence about it.
+
+    The method chooses nothing on text.
 
     Raises:
-        UserError: there is nothing to do for it in ``layers`` of this model.
+        UserError: the method changes nothing in ``layers`` of this model.
     """
     if problems := layer_problems(LAYERS_KEY, layers, len(of.layout.layers)):
         raise UserError(*problems)
@@ -33,7 +33,7 @@ def use_method(
     if isinstance(made, tuple):
         why, titles = made
         raise UserError.at("analysis.method", f"{of.name} {why.format(titles)}.")
-    # Such a method asks for no text and keeps no choice.
+    # Such a method reads no text and stores no choice.
     unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
     C = of.layout.training_length
     model.layout = made.make(unread).layout_at(max(1.0, length / C))

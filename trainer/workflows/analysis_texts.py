@@ -1,4 +1,4 @@
-"""The texts that analyses read."""
+"""Texts for analyses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ MOST_TOKENS = 2**24
 
 
 def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tensor:
-    """``[texts, length]`` tokens of the test split, evenly spread, behind a beginning-of-text token
-    each; or of a file, whole unless a length is asked for.
+    """Return ``[texts, length]`` tokens, each text after a beginning-of-text token.
+
+    The texts are evenly spread over the test split. A configured file is read instead, whole unless
+    a length is given.
 
     Raises:
-        UserError: there is less text, or the file cannot be read.
+        UserError: there is too little text, or the file cannot be read.
     """
     C = candidate.layout.training_length
     if config.file is None:
@@ -55,11 +57,12 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> 
 def choice_texts(
     corpus: Corpus, config: AnalysisConfig, candidate: Candidate, page: Tensor
 ) -> Tensor | None:
-    """As many of the validation split, on which pairs are chosen whose attenuation is measured on
-    those of the page; None: on the same.
+    """Return texts of the validation split on which the pairs to attenuate are chosen, or None.
+
+    There are as many as on the page. None: the pairs are chosen on the page's texts.
 
     Raises:
-        UserError: there is less text.
+        UserError: there is too little text.
     """
     settings = config.attenuation
     if settings.choice == "page":
@@ -91,7 +94,7 @@ def _of_file(path: str, candidate: Candidate) -> Integers:
 
 
 def _running(corpus: Corpus, stream: TokenStream) -> Integers:
-    """Without separators between documents: every one of them can be a sink."""
+    """Remove separators between documents: each of them could be an attention sink."""
     read = stream.windows(np.zeros(1, np.int64), min(len(stream), MOST_TOKENS))[0]
     return read[read != corpus.end_of_text]
 

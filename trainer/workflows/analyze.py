@@ -41,16 +41,16 @@ log = logging.getLogger(__name__)
 
 
 def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[GeometryReport, Path]:
-    """Make the analyses that a request asks for, and write their page.
+    """Make the requested analyses and write their page.
 
-    ``name``: the directory of the page among the run's analyses (None: what kind they are).
+    ``name``: directory of the page among the run's analyses (None: the kind of analysis).
 
     Returns:
         The report and the path of its page.
 
     Raises:
         UserError: a checkpoint or text cannot be read, the text is too short, memory does not
-            suffice, or the analysis cannot be made of this model.
+            suffice, or the analysis does not apply to this model.
     """
     torch.set_num_threads(request.threads or usual_threads())
     config, kind = request.analysis, request.analysis.kind
@@ -127,8 +127,10 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Geometry
 
 
 def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candidate | None:
-    """The model beside the one that is analysed, where a comparison is asked for or can be made:
-    ``compare``, or for a drop the run's own checkpoint from before it."""
+    """Return the model to compare with, if any.
+
+    It is ``compare``, or for a drop the run's checkpoint from before it.
+    """
     if request.compare is None:
         return _before_drop(candidate, kind) if kind in (ALL, DROP) else None
     if kind not in COMPARING:
@@ -183,7 +185,7 @@ def _chosen_problems(config: AnalysisConfig, candidate: Candidate) -> list[Probl
 
 
 def _length_problems(config: AnalysisConfig, length: int) -> list[Problem]:
-    """Shorter texts than the page's that are none."""
+    """Check the lengths of shorter texts against that of the page."""
     longest = config.attenuation.choice_length
     found = [
         Problem(
@@ -205,7 +207,11 @@ def _length_problems(config: AnalysisConfig, length: int) -> list[Problem]:
 
 
 def _check_memory(config: ModelConfig, ids: Tensor, *, models: int, device: str) -> None:
-    """Raises ``UserError`` where the analysis would need more memory than is free."""
+    """Check that the memory suffices.
+
+    Raises:
+        UserError: the analysis needs more memory than is free.
+    """
     needed, free = needed_memory(config, ids.numel(), models), free_memory(device)
     if needed > free:
         raise UserError.at(
@@ -216,7 +222,7 @@ def _check_memory(config: ModelConfig, ids: Tensor, *, models: int, device: str)
 
 
 def _studies(target: Target, kind: str) -> tuple[list[Study], list[str]]:
-    """Those that can be made of the target, and a sentence for each that cannot."""
+    """Return the studies that apply to the target, and a sentence for each that does not."""
     if kind == DROP:
         return [], []
     studies, notes = [], []
@@ -233,7 +239,7 @@ def _studies(target: Target, kind: str) -> tuple[list[Study], list[str]]:
 
 
 class _Watched(Study):
-    """A study that tells of every layer and of its section."""
+    """A study that reports progress for every layer and for its section."""
 
     def __init__(self, study: Study, done: Callable[[], None]) -> None:
         super().__init__(study.target)
@@ -244,7 +250,7 @@ class _Watched(Study):
         self._done()
 
     def section(self) -> Section:
-        # Sections may read the model again, some several times: as long as a few layers.
+        # A section may read the model again, even several times: count it as a few layers.
         section = self._study.section()
         self._done()
         return section
@@ -259,7 +265,7 @@ def _run(studies: Sequence[Study], target: Target) -> list[Section]:
 
 
 def _drop(before: Target, after: Target, candidate: Candidate) -> DropStudy:
-    """With the run's training loss, where it is the run's own drop."""
+    """Compare before and after a drop, with the training loss if it is the run's own drop."""
     step = candidate.run.drop_step if candidate.run is not None else None
     metrics = candidate.home / "metrics.csv"
     if step is None or not metrics.is_file():
@@ -270,7 +276,7 @@ def _drop(before: Target, after: Target, candidate: Candidate) -> DropStudy:
 
 
 def _encoding(target: Target) -> str:
-    """What happens to queries and keys, a sentence."""
+    """Describe in a sentence what the layers do to queries and keys."""
     spectra = target.model.layout.spectra
     pairs = sorted({sum(f > 0 for f in spectrum.inv_freq) for spectrum in spectra})
     half = target.model.config.head_size // 2

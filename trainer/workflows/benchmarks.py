@@ -1,4 +1,4 @@
-"""Benchmarks of checkpoints and published models, without the runs that made them."""
+"""Benchmarks of checkpoints and published models, without their runs."""
 
 from __future__ import annotations
 
@@ -52,14 +52,17 @@ NOT_ASKED = {
 
 @dataclass
 class Benchmarks:
-    """``scored``: every model with every method that does something to it. ``notes``: what methods
-    chose and on what, and what was left out, in words."""
+    """Results of benchmarks.
+
+    ``scored``: every model with every method that changes it. ``notes``: choices of methods and
+    omissions, in words.
+    """
 
     scored: list[Scored] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Plain values for JSON, a model with a method each; ``change``: of paired questions."""
+        """Return JSON values by model and method; ``change`` is of paired questions."""
         found = []
         for one in self.scored:
             numbers = [
@@ -73,12 +76,12 @@ class Benchmarks:
 
 
 def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Path]:
-    """Score every model with every method, write the numbers as ``name``, and return them with the
-    file's path.
+    """Score every model with every method; write the results as ``name`` and return them with the
+    path.
 
     Raises:
         UserError: a checkpoint, the data or the text that methods choose on cannot be read, or no
-            method does anything to any of the models.
+            method changes any of the models.
     """
     config = request.evaluation
     if isinstance(config, MultipleChoiceConfig) and (problems := missing_tasks(config)):
@@ -93,7 +96,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     config = replace(config, dtype=precision_of(config.dtype, device))
     subjects = [subject_of(candidate, config.dtype, device) for candidate in candidates]
     recipes, idle = applicable(subjects, config)
-    # Before weights are read, which takes long where they are large.
+    # before reading weights, which takes long for large models
     texts = [_fit_text(request.text, c, config, recipes[c.name]) for c in candidates]
     found = Benchmarks(notes=idle)
     for candidate, subject, text in zip(candidates, subjects, texts, strict=True):
@@ -109,7 +112,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
             scored = Scored(candidate.name, recipe.key, recipe.title, checkpoint, scores)
             found.scored.append(scored)
             found.notes += _notes(candidate, recipe, fitting, config)
-        del model  # before the next one is read
+        del model  # before reading the next one
     record = {
         "kind": name,
         "config": asdict(config),
@@ -119,7 +122,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
         "models": found.to_dicts(),
         "notes": found.notes,
     }
-    record = json.loads(json.dumps(record, allow_nan=False))  # lists for tuples, as it is read
+    record = json.loads(json.dumps(record, allow_nan=False))  # tuples become lists
     path = free_place(output / f"{name}.json", lambda older: _is_same(record, older))
     write_atomically(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
     return found, path
@@ -131,7 +134,7 @@ def _fit_text(
     config: BenchmarkConfig,
     recipes: Sequence[Recipe],
 ) -> FitText:
-    """What the methods of a model choose on, in its own tokens; nothing is read where none does."""
+    """Return what a model's methods choose on, in its own tokens; reads nothing if none chooses."""
     if not any(recipe.fits(config.factor) for recipe in recipes):
         return FitText({}, 0, "")
     corpus = held_out_corpus(source, candidate)
@@ -154,7 +157,7 @@ def _fit_text(
 def _notes(
     candidate: Candidate, recipe: Recipe, fitting: Fitting, config: BenchmarkConfig
 ) -> Iterator[str]:
-    """What a method was set for, what it read, and what it chose."""
+    """Yield notes on a method: its settings, what it read, and what it chose."""
     if recipe.key == AS_IS:
         return
     C = candidate.layout.training_length
@@ -169,12 +172,12 @@ def _notes(
 
 
 def _is_same(record: dict[str, Any], path: Path) -> bool:
-    """Whether there is no such file, or one of the same settings, text and weights."""
+    """Whether the file is missing or has the same settings, text and weights."""
     if not path.exists():
         return True
     try:
         older = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # another file than these
+    except ValueError:  # not a record of this kind
         return False
     if not isinstance(older, dict):
         return False

@@ -1,4 +1,4 @@
-"""The comparison of a sweep's runs, from what their directories hold; nothing is measured anew."""
+"""Comparison of a sweep's runs from their directories; nothing is measured again."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ NOT_OF_TRIALS = {
 
 @renaming(run_dir="runs")
 def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
-    """Put the runs beside each other, write table, figure and page, return them with the page.
+    """Compare runs: write table, figure and page; return the sweep and the page.
 
-    A run alone stands for itself and its controls.
+    A single run is compared with its controls.
 
     Raises:
-        UserError: a directory holds no run, or what it holds is damaged.
+        UserError: a directory holds no run, or its contents are damaged.
     """
     places = [Path(given) for given in request.runs]
     if request.output:
@@ -63,10 +63,10 @@ def compare_runs(request: CompareRequest) -> tuple[Sweep, Path]:
 
 @renaming(run_dir="runs")
 def compared(place: Path) -> Sweep:
-    """The runs of the sweep in ``place``, there or yet to come, beside each other.
+    """Compare the runs of the sweep in ``place``, finished or not.
 
     Raises:
-        UserError: what a directory holds is damaged.
+        UserError: the contents of a directory are damaged.
     """
     return _beside_each_other(read_sweep(place), place)
 
@@ -82,7 +82,7 @@ def _beside_each_other(runs: Sequence[Swept], place: Path) -> Sweep:
 
 
 def _runs_of(place: Path) -> list[Swept]:
-    """The runs that a directory stands for."""
+    """Return the runs that a directory stands for."""
     if (place / RECORD).is_file():
         return read_sweep(place)
     if not (place / "config.yaml").is_file():
@@ -101,7 +101,7 @@ def _config(place: Path) -> RunConfig | None:
 
 
 def _settings(runs: Sequence[Swept], configs: Sequence[RunConfig | None]) -> list[dict[str, str]]:
-    """By what the runs differ: the words of their jobs, or else what their configurations hold."""
+    """Return how runs differ: the words of their command lines, or else their configurations."""
     if all(run.settings for run in runs):
         return [run.settings for run in runs]
     values = [plain(config) if config else {} for config in configs]
@@ -157,7 +157,7 @@ def _read(run: Swept, config: RunConfig | None, settings: dict[str, str], sweep:
 
 
 def _report(place: Path) -> Report | None:
-    """Of the run, or of the run that it is a control of; None: there is none yet."""
+    """Read the report of a run or of its main run; None if there is none yet."""
     home = place.resolve()
     home = home.parent.parent if home.parent.name == "controls" else home
     path = home / "report.json"
@@ -177,7 +177,7 @@ def _measured_on(report: Report) -> str:
     tokens = [round(report.training_length * factor) for factor in settings.get("lengths", ())]
     key = {
         "corpus": report.environment.get("corpus"),
-        # Reports of earlier versions do not name it; their dtype was what they computed in.
+        # Reports of earlier versions lack it; they computed in their dtype.
         "precision": report.environment.get("precision", settings.get("dtype")),
         "settings": all_fields(settings, NOT_OF_TRIALS),
         "longest": max(tokens, default=None),

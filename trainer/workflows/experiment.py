@@ -69,14 +69,14 @@ from trainer.workflows.training_text import (
 def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
     """Train the run and its controls, evaluate all of them, and write the report.
 
-    A run that was interrupted goes on where it was. One that is finished is not touched. All ranks
-    train and evaluate; the first one writes the report.
+    An interrupted run resumes; a finished one stays unchanged. All ranks train and evaluate; rank 0
+    writes the report.
 
     Returns:
-        The report, and whether it had been there before; None on other ranks.
+        The report, and whether it existed before; None on other ranks.
 
     Raises:
-        UserError: something given is wrong; found before anything heavy starts where possible.
+        UserError: something given is wrong; checked before anything heavy starts if possible.
         PreemptedError: the run was asked to stop.
     """
     lock = RunLock()
@@ -97,7 +97,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
         found = on_rank_zero(lambda: _open(config, configs, ranks, lock, opened))
         if isinstance(found, Report):
             return (found, True) if ranks.is_rank_zero else None
-        # The first rank has found the text; the others open it where it lies.
+        # Rank 0 has found the text; the others open it there.
         corpus = open_everywhere(config, found, *opened)
         if ranks.is_rank_zero:
             open_gpus(config, ranks)
@@ -116,7 +116,7 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
     if share is None:
         return None
     directory = Path(config.run_dir)
-    # A trainer that is done is a circle of references: only now its memory is free for evaluation.
+    # A finished trainer is a reference cycle: collect it now to free memory for the evaluation.
     gc.collect()
     with stopping_between_files():
         report = make_report(configs["main"], configs, runs, corpus, share)
@@ -131,8 +131,9 @@ def _run_experiment(config: RunConfig, lock: RunLock) -> tuple[Report, bool] | N
 
 
 def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:
-    """This rank's part of the evaluation; None where it does not see the checkpoints, which other
-    nodes may not where each has a disk of its own. All ranks call it together.
+    """Return this rank's part of the evaluation; all ranks call this together.
+
+    None if the rank cannot see the checkpoints, as on nodes without a shared disk.
 
     Raises:
         UserError: a checkpoint that was just written is damaged.
@@ -145,12 +146,12 @@ def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:
 
 
 def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callback]]:
-    """The user's callbacks of every arm, on every rank: a node may lack their file.
+    """Create the user's callbacks of every arm on every rank, since a node may lack their file.
 
     Raises:
-        UserError: on all ranks, with what is wrong on any.
+        UserError: on all ranks, with the problems of any.
     """
-    # All ranks import the classes before one constructs any, which may need all of them.
+    # All ranks import the classes before any constructs one, which may need all ranks.
     _raise_together([p for arm in configs.values() for p in callback_problems(arm.callbacks)])
     made: dict[str, list[L.Callback]] = {}
     problems: list[Problem] = []
@@ -192,7 +193,7 @@ def start_problems(configs: dict[str, RunConfig], ranks: Ranks) -> list[Problem]
 
 
 def corpus_problems(configs: dict[str, RunConfig], corpus: Corpus) -> list[Problem]:
-    """Return what is wrong with an experiment once its text is known."""
+    """Return the problems of an experiment that show once its text is known."""
     found: list[Problem] = []
     for arm in configs.values():
         with collecting(found):
@@ -225,7 +226,7 @@ def _open(
         open_run_directory(config, finished=True)
         return report
     for arm in configs.values():
-        if not config.overwrite or arm is config:  # which takes the controls' directories with it
+        if not config.overwrite or arm is config:  # deletes the controls' directories, too
             check_run_directory(arm)
     opened.append(open_corpus(config, ranks.world_size == 1))
     raise_all(corpus_problems(configs, opened[0]))
@@ -234,7 +235,7 @@ def _open(
         lock.acquire(directory)
     for arm in configs.values():
         open_run_directory(arm)
-    lock.acquire(directory)  # new, or made anew by overwrite=true
+    lock.acquire(directory)  # new, or created again by overwrite=true
     say_run_directory(directory)
     log_to_file(Path(config.run_dir))
     return list(opened[0].directories)
@@ -252,12 +253,12 @@ def _finished_report(path: Path) -> Report:
 
 
 def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None = None) -> Corpus:
-    """The corpus on every rank, where the first one found it: a node may lack its files.
+    """Open the corpus on every rank where rank 0 found it; a node may lack its files.
 
-    ``opened``: what the first one has open.
+    ``opened``: the corpus as opened by rank 0.
 
     Raises:
-        UserError: on all ranks, with what is wrong on any.
+        UserError: on all ranks, with the problems of any.
     """
     corpus = opened
     problems: tuple[Problem, ...] = ()
@@ -272,7 +273,7 @@ def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None 
 
 
 def _branch(config: RunConfig, control: str) -> Path | None:
-    """The checkpoint that a control goes on from, where it branches off from the run."""
+    """Return the checkpoint that a control continues from, if it branches off the run."""
     branch = config.controls.get(control, {}).get("branch")
     if branch is None:
         return None
@@ -281,7 +282,7 @@ def _branch(config: RunConfig, control: str) -> Path | None:
 
 
 def length_problems(configs: dict[str, RunConfig]) -> list[Problem]:
-    """Runs that one table cannot hold, whose columns are multiples of one training length."""
+    """Check that all runs have one training length, whose multiples are the table's columns."""
     first = configs["main"].training_length
     return [
         Problem(
@@ -295,7 +296,7 @@ def length_problems(configs: dict[str, RunConfig]) -> list[Problem]:
 
 
 def label_problems(configs: dict[str, RunConfig]) -> list[Problem]:
-    """Runs that tables could not tell apart, one sentence each."""
+    """Check that the runs have distinct labels."""
     seen: dict[str, str] = {}
     return [
         Problem(

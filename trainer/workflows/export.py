@@ -1,4 +1,4 @@
-"""A checkpoint as a directory that transformers loads."""
+"""Export of a checkpoint to a directory that transformers loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def export_checkpoint(request: ExportRequest) -> Exported:
-    """Write ``request.to``, compare what transformers loads from it, or leave nothing.
+    """Write ``request.to`` and compare what transformers loads from it; leave nothing on failure.
 
     Raises:
         UserError: the checkpoint cannot be read, the directory not be written, or logits differ.
@@ -54,7 +54,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
 
 
 def _export_again(request: ExportRequest, to: Path) -> Exported:
-    """Write a published model or an earlier export anew, in the form that most engines read."""
+    """Export a published model or an earlier export again, in the form that most engines read."""
     assert request.checkpoint is not None
     published = read_pretrained(request.checkpoint)
     tokenizer = published.require_tokenizer()
@@ -65,7 +65,7 @@ def _export_again(request: ExportRequest, to: Path) -> Exported:
     return export_model(
         published.decoder(),
         tokenizer,
-        published.bos_token or 0,  # what is written of tokens gives way to what is published
+        published.bos_token or 0,  # published tokens replace those written
         to,
         card=lambda plan, _: renewed_card(text, path.resolve().name, plan),
         tolerance=request.tolerance,

@@ -1,5 +1,7 @@
-"""Texts that methods are fitted on, and that heads and pairs are chosen on, apart from what is
-evaluated (DoPE, Sec. 5.1, Tables 3 and 4)."""
+"""Texts for fitting methods and for choosing heads and pairs, apart from the evaluated text.
+
+Source: DoPE, Sec. 5.1, Tables 3 and 4.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ KEY = "evaluation.choice"
 
 @dataclass(frozen=True)
 class Prompts:
-    """Settings of the tasks whose prompts are read; another seed of each is taken."""
+    """Settings of the tasks whose prompts are read, with a different seed from the evaluation."""
 
     needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
     many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
@@ -39,7 +41,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of a file of prompts; MATH has ``problem``."""
+    """A line of a file of prompts; MATH uses ``problem``."""
 
     prompt: str | None = None
     problem: str | None = None
@@ -54,11 +56,13 @@ def fit_text(
     training_length: int,
     prompts: Prompts | None = None,
 ) -> FitText:
-    """Validation text at every length at which a method reads it, the texts with needles that
-    factors are searched by beyond the training length, and what heads and pairs are chosen on.
+    """Return the texts for all methods at the lengths at which they read them.
+
+    These are validation text, texts with needles for searches of factors beyond the training
+    length, and the texts on which heads and pairs are chosen.
 
     Raises:
-        UserError: as of :func:`choice_texts`, or the text is too short.
+        UserError: as for :func:`choice_texts`, or the text is too short.
     """
     settings, C = config.choice, training_length
     fitted = {round(s * C) for n in lengths for one in recipes for s in one.fits(n / C)}
@@ -100,14 +104,14 @@ def choice_texts(
     haystack: Callable[[], Haystack],
     lengths: Sequence[int],
 ) -> dict[int, Integers] | None:
-    """``[texts, tokens]`` for every length; None: validation text, as it is for all that is fitted.
+    """Return ``[texts, tokens]`` for every length; None: validation text, as for fits.
 
     Args:
         settings: which texts.
-        prompts: of tasks.
-        haystack: makes that of validation text, with the model's tokenizer.
-        lengths: tokens of a text; a prompt leaves room for its answer in them, or ends earlier
-            where no other example fits.
+        prompts: settings of tasks.
+        haystack: makes the haystack of validation text, with the model's tokenizer.
+        lengths: tokens of a text; a prompt leaves room for its answer in them, or ends earlier if
+            no further example fits.
 
     Raises:
         UserError: a file cannot be read, or a length does not fit the file or the task.
@@ -134,8 +138,11 @@ def _task(settings: ChoiceSettings, prompts: Prompts, straw: Haystack) -> Task:
 
 
 def _of_task(task: Task, length: int, texts: int, bos: int) -> Integers:
-    """Prompts spread over its trials and depths. Those of many shots differ by less than an
-    example: what the shortest lacks is cut from the beginning of the others."""
+    """Return prompts spread over a task's trials and depths.
+
+    Many-shot prompts differ by less than an example; all are cut to the shortest, at their
+    beginning.
+    """
     try:
         prompts = task.prompts(length)
     except UserError as error:
@@ -148,7 +155,7 @@ def _of_task(task: Task, length: int, texts: int, bos: int) -> Integers:
 
 
 def _prompts_of(file: str, straw: Haystack, length: int, texts: int) -> Integers:
-    """The last tokens of the first prompts that are long enough."""
+    """Return the last tokens of the first prompts that are long enough."""
     rows = read_rows(Path(file), _Row, f"{KEY}.file")
     said = [row.prompt if row.prompt is not None else row.problem for row in rows]
     if None in said:
@@ -170,7 +177,7 @@ def _prompts_of(file: str, straw: Haystack, length: int, texts: int) -> Integers
 
 
 def _windows_of(file: str, straw: Haystack, length: int, texts: int) -> Integers:
-    """Evenly spread over running text."""
+    """Return windows evenly spread over running text."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError:

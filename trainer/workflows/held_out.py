@@ -10,15 +10,16 @@ from trainer.runs.models import Candidate
 
 
 def text_source(text: DataConfig | None, candidate: Candidate) -> DataConfig:
-    """``text=``, or where the model's own run had its text, or what is on every machine."""
+    """Return the configured text, or that of the model's own run, or the text that comes with
+    Python."""
     return text or (candidate.run.data if candidate.run is not None else DataConfig())
 
 
 def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
-    """The prepared splits of that source in the model's tokens.
+    """Open the prepared splits of the source in the model's tokens.
 
     Raises:
-        UserError: the text cannot be read, is too short, or is not what the run had.
+        UserError: the text cannot be read, is too short, or differs from the run's.
     """
     source, run = text_source(text, candidate), candidate.run
     if text is None and run is not None and not run.model.is_trained:

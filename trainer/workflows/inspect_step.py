@@ -1,4 +1,4 @@
-"""The samples of a step of a run, decoded, with where each is from."""
+"""Decoded samples of a run's step, with their origin."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BORDER = " ¶ "
 
 
 def inspect_step(request: InspectionRequest) -> Iterator[str]:
-    """Lines about the step, then about each of its samples.
+    """Yield lines about the step, then about each of its samples.
 
     Raises:
-        UserError: it is no run, has no such step, or its text is not here.
+        UserError: it is no run, has no such step, or its text is missing.
     """
     candidate = find_candidate(str(request.checkpoint))
     if (run := candidate.run) is None:

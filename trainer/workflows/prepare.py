@@ -1,4 +1,4 @@
-"""Prepares the text of a run: every text of its mixture, or a part of each."""
+"""Preparation of a run's text: every text of its mixture, or a part of each."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LARGE = 64 << 30
 
 
 def prepare(request: PrepareRequest) -> Iterator[str]:
-    """Do it; a line for each text that is there.
+    """Prepare the text; yield a line for each text that is complete.
 
     Raises:
-        UserError: a source cannot be read, or what is prepared is not what was written.
+        UserError: a source cannot be read, or prepared files differ from what was written.
     """
     for data in readings(request.config):
         yield from _prepare(request, data)
@@ -57,12 +57,12 @@ def _prepare(request: PrepareRequest, data: DataConfig) -> Iterator[str]:
                     "is finishes the whole."
                 )
             if tokenizer is None and not config.tokenizer.path:
-                tokenizer = work.own_tokenizer  # that of a mixture's first text is all others'
+                tokenizer = work.own_tokenizer  # shared by all texts of a mixture
         yield said
 
 
 def _run(work: Preparation, request: PrepareRequest) -> bool:
-    """Do a part of the work under a progress bar; whether all parts are done."""
+    """Do a part of the work with a progress bar; return whether all parts are done."""
     began, done = time.perf_counter(), Advance(0, 0)
     progress: Progress | None = None
     number, parts = request.prepare.number_of
@@ -95,7 +95,7 @@ def _run(work: Preparation, request: PrepareRequest) -> bool:
             progress.advance_to(done.text_bytes, tokens=done.tokens)
 
     with ExitStack() as shown:
-        # A job that is started again may find the one before it still there.
+        # A requeued job may find the previous one still running.
         wait = "SLURM_JOB_ID" in os.environ
         finished = work.run((number, parts), request.prepare.workers, report, planned, wait)
     seconds = time.perf_counter() - began

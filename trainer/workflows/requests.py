@@ -1,4 +1,4 @@
-"""What the requests about finished models have in common."""
+"""Requests of all commands about finished models and text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.runs.config import RunConfig
 
 
 def request_problems(checkpoint: str | None, text: DataConfig | None = None) -> list[Problem]:
-    """What is impossible of these keys of a request, one sentence each."""
+    """Check these keys of a request."""
     found = [] if text is None else [p.renamed({"data": "text"}) for p in text.problems()]
     if not checkpoint:
         found.append(Problem("checkpoint", "give checkpoint=runs/NAME, or a checkpoint in it."))
@@ -70,7 +70,7 @@ class EvaluationRequest(ModelsRequest):
     """Methods, tasks and lengths."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         common = request_problems(self.checkpoint, self.text)
         return self.evaluation.problems() + common
 
@@ -83,7 +83,7 @@ class BenchmarkRequest(ModelsRequest):
     """Tasks and methods."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = self.evaluation.problems()
         found += request_problems(self.checkpoint, self.text)
         if self.text is not None and not set(self.evaluation.parts) & set(ON_TEXT):
@@ -113,7 +113,7 @@ class HarnessRequest(BenchmarkRequest):
     """Tasks and methods."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = super().problems()
         if find_spec("lm_eval") is None:
             found.append(
@@ -167,7 +167,7 @@ class AnalysisConfig:
     """Text to read as a whole in place of held-out text; null: held-out text."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = []
         if self.kind not in kinds():
             near = did_you_mean(self.kind, kinds())
@@ -196,7 +196,7 @@ class AnalysisConfig:
 
 @configuration
 class AnalysisRequest:
-    """What the analyze command is asked for."""
+    """Request of the analyze command."""
 
     checkpoint: OptionalText = None
     """A run directory, a checkpoint, a published model's directory or .gguf file, or
@@ -217,14 +217,14 @@ class AnalysisRequest:
     """Which analysis, of which text."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         common = request_problems(self.checkpoint, self.text)
         return self.analysis.problems() + common
 
 
 @configuration
 class GenerationRequest:
-    """What the generate command is asked for."""
+    """Request of the generate command."""
 
     checkpoint: OptionalText = None
     """A run directory, a checkpoint, or a published model."""
@@ -247,11 +247,11 @@ class GenerationRequest:
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are drawn."""
+        """Sampling parameters."""
         return Sampling(self.temperature, self.top_p, self.seed)
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = request_problems(self.checkpoint)
         if not self.prompts:
             found.append(
@@ -264,7 +264,7 @@ class GenerationRequest:
 
 @configuration
 class ExportRequest:
-    """What the export command is asked for."""
+    """Request of the export command."""
 
     checkpoint: OptionalText = None
     """A run directory, a checkpoint, or a published model or an earlier export to write anew."""
@@ -278,7 +278,7 @@ class ExportRequest:
     """CPU threads; null: OMP_NUM_THREADS or all cores."""
 
     def problems(self) -> list[Problem]:
-        """What is missing or impossible, one sentence each."""
+        """Check the values."""
         found = request_problems(self.checkpoint)
         if not self.to:
             found.append(Problem("to", "give to=DIRECTORY, new or empty."))
@@ -287,7 +287,7 @@ class ExportRequest:
 
 @configuration
 class CompareRequest:
-    """What the compare command is asked for."""
+    """Request of the compare command."""
 
     runs: list[str] = field(default_factory=list)
     """Run directories, or the directory of a sweep, which stands for its runs."""
@@ -296,7 +296,7 @@ class CompareRequest:
     with what the runs' names begin with."""
 
     def problems(self) -> list[Problem]:
-        """What is missing, one sentence each."""
+        """Check the values."""
         if self.runs:
             return []
         return [Problem("runs", "give run directories, or that of a sweep: compare runs/a runs/b.")]
@@ -304,7 +304,7 @@ class CompareRequest:
 
 @configuration
 class InspectionRequest:
-    """What the inspect command is asked for."""
+    """Request of the inspect command."""
 
     checkpoint: OptionalText = None
     """A run directory or a checkpoint in it."""
@@ -318,7 +318,7 @@ class InspectionRequest:
     """Python files that register text sources of your own."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         if self.checkpoint:
             return []
         return [Problem("checkpoint", "give a run directory, checkpoint=PATH.")]
@@ -334,7 +334,7 @@ class PrepareConfig:
     """Processes that tokenise; null: one a core."""
 
     def problems(self) -> list[Problem]:
-        """What is impossible, one sentence each."""
+        """Check the values."""
         found = []
         match = re.fullmatch(r"(\d+)/(\d+)", str(self.part))
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -348,14 +348,14 @@ class PrepareConfig:
 
     @property
     def number_of(self) -> tuple[int, int]:
-        """The part, from 1, and how many there are."""
+        """Number of the part, from 1, and the number of parts."""
         number, _, parts = str(self.part).partition("/")
         return int(number), int(parts)
 
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """The run whose text is prepared; ``verify``: compare with checksums instead."""
+    """The run whose text is prepared; ``verify``: check checksums instead."""
 
     config: RunConfig
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
@@ -367,7 +367,7 @@ class PlanRequest:
     """A run on ``ranks`` GPUs, ``on_a_node`` of them on each node.
 
     ``gpu``: a key of :data:`trainer.workflows.plan.GPUS`. ``mfu``: share of the dense peak.
-    ``exact``: memory from all layers. ``missing``: what was found to be missing already.
+    ``exact``: compute memory from all layers. ``missing``: what is already known to be missing.
     """
 
     config: RunConfig

@@ -1,4 +1,4 @@
-"""The text of a run, in the tokens of its model."""
+"""Text of a run, in the tokens of its model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from trainer.workflows.subjects import applicable
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
-    """The run's text, with the tokenizer of its pretrained model where it has one; that of a run
-    that goes on is the text it has read, also where its source has changed since.
+    """Open the run's text with the tokenizer of its pretrained model, if it has one.
+
+    A resumed run gets the text that it has read so far, even if its source has changed since.
 
     ``alone``: whether the run has one process, which may prepare small text.
 
@@ -83,8 +84,10 @@ NOT_OF_TEXT = {
 
 
 def text_problems(arms: Mapping[str, RunConfig]) -> list[Problem]:
-    """Return which controls name other text or another tokenizer than the run, whose text all arms
-    read; a control may leave texts of a mixture out, and weigh them otherwise."""
+    """Return which controls name another text or tokenizer than the run.
+
+    All arms read the run's text; a control may omit texts of a mixture and weight them differently.
+    """
     texts, tokenizer = _texts_of(arms[MAIN]), arms[MAIN].tokenizer
     found = [
         Problem(
@@ -108,7 +111,7 @@ def text_problems(arms: Mapping[str, RunConfig]) -> list[Problem]:
 
 
 def _texts_of(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return what each text of a run is made of, by its name."""
+    """Return what each text of a run consists of, by name."""
     keys = [one.name for one in fields(SourceConfig) if one.name not in NOT_OF_TEXT] + ["prepared"]
     return {
         name: {key: getattr(text, key) for key in keys}
@@ -117,12 +120,14 @@ def _texts_of(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
-    """Whether the runs, of which the first is ``main``, can be evaluated in the end: all texts are
-    as long as what is read of them, a prompt of every task fits the shortest length, the benchmarks
-    are there, and methods fit the models that the runs will end with.
+    """Check, before training, that the runs can be evaluated at their end.
+
+    All texts must be long enough, a prompt of every task must fit the shortest length, benchmarks
+    must be available, and methods must apply to the models that the runs end with. ``main`` comes
+    first.
 
     Raises:
-        UserError: they cannot.
+        UserError: some of this fails.
     """
     config = configs["main"]
     wanted, share = config.evaluation, config.data.needles.share
@@ -152,10 +157,10 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
 
 
 def layouts(config: RunConfig) -> list[Layout]:
-    """Those of a run's model just before each of its phases, and last that which it ends with.
+    """Return a model's layouts just before each of its phases, and the last one.
 
     Raises:
-        UserError: the weights that it begins with are not there, or damaged.
+        UserError: the weights that the run begins with are missing or damaged.
     """
     gone = own_checkpoint(config) is not None
     start = None if gone else starting_weights(config.model)
@@ -169,8 +174,7 @@ def layouts(config: RunConfig) -> list[Layout]:
 
 
 def idle_rescalings(config: RunConfig) -> dict[str, bool]:
-    """The phases that rescale nothing, so that all that changes is the length, and of each whether
-    another choice of layers would rescale some.
+    """Return the phases that rescale nothing, and whether other layers would be rescaled in each.
 
     Raises:
         UserError: see :func:`layouts`.
@@ -191,9 +195,10 @@ def _not_trained_yet() -> LanguageModel:
 
 
 def readings(config: RunConfig) -> list[DataConfig]:
-    """The texts with every length that they are packed for, in any phase of the run or of a
-    control, the run's own last; where they are not, with the longest, which no split may fall short
-    of."""
+    """Return the texts with every length that they are packed for, the run's own last.
+
+    Unpacked texts are returned with the longest length, which every split must have.
+    """
     arms = arms_of(config, weights=False)
     packed = {
         (phase.data.packing, phase.data.sequence_length)
@@ -208,7 +213,7 @@ def readings(config: RunConfig) -> list[DataConfig]:
 
 
 def vocabulary_problems(config: RunConfig) -> list[Problem]:
-    """What can be said of the vocabulary before there is a tokenizer."""
+    """Check the vocabulary as far as possible without a tokenizer."""
     embeddings, least = config.model.vocab_size, SMALLEST_VOCABULARY
     given = config.tokenizer.path or config.model.is_trained
     if given or embeddings is None or embeddings >= least:
@@ -223,10 +228,10 @@ def vocabulary_problems(config: RunConfig) -> list[Problem]:
 
 
 def tokenizer_of_weights(config: RunConfig) -> Tokenizer | None:
-    """That of the weights the run begins with, where no other is configured.
+    """Return the tokenizer of the weights that the run begins with, unless another is configured.
 
     Raises:
-        UserError: they came without.
+        UserError: the weights came without one.
     """
     if not config.tokenizer.path and (own := own_checkpoint(config)) is not None:
         return Tokenizer.from_str(read_state(own, hashed=False)["tokenizer"])
