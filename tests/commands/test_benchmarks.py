@@ -88,7 +88,7 @@ def test_table_and_numbers(place, capsys):
         ),
         (
             [*CHOICE, "evaluation.tasks=[piqa]", "evaluation.factor=0.5"],
-            "evaluation.factor: expected a number from 1 on, got 0.5",
+            "evaluation.factor: expected 1 or more, got 0.5",
         ),
         (
             [

@@ -68,7 +68,7 @@ def test_an_analysis_of_ones_own(own):
         ("defaults: [mine]\n", "mine.yaml: its defaults list leads back to itself (mine -> mine)"),
         ("defaults: [rular]\n", "there is no evaluation 'rular'. Did you mean 'ruler'?"),
         ("defaults: [{/modle: nano}]\n", "there is no group 'modle'. Did you mean 'model'?"),
-        ("kind: lengths\nlast: ${oc.env:X_NOT}\n", "'X_NOT' not found (FILE)"),
+        ("kind: lengths\nlast: ${oc.env:X_NOT}\n", "'X_NOT' not found"),
         ("kind: lengths\nlast: ${.last}\n", "evaluation.last: Recursive interpolation"),
         ("kind: lengths\nlast: ???\n", "evaluation.last: Missing mandatory value: last (FILE)"),
         ("last: 3\n", "evaluation: 'mine' does not say what it is"),

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.common.errors import Problem, did_you_mean
+from trainer.common.errors import Problem, did_you_mean, nearest
 from trainer.common.fields import RefusedError
 
 S = TypeVar("S")
@@ -90,7 +90,8 @@ def _wrong_value(schema: Any, place: Place, errors: Sequence[Any]) -> Problem:
         expected = ["a finite number"]
     hint = ""
     if choices := _choices(kind):
-        hint = did_you_mean(str(value), choices) if isinstance(value, str) else ""
+        near = nearest(value, choices) if isinstance(value, str) else None
+        hint = f"Did you mean {near!r}?" if near is not None else ""
     elif value == "None" and type(None) in _arms(kind):
         hint = "Use null for 'not set'."
     elif get_origin(kind) in (list, tuple) and isinstance(value, str | int | float):

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from trainer.commands.hydra.composing import Composed
 
 T = TypeVar("T")
+COMPLETION = "--shell-completion"
+"""The option whose words are not overrides."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from trainer.commands.exit_codes import MISTAKE, exit_codes
-from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.command import COMPLETION, Command
 from trainer.commands.hydra.composing import (
     Composed,
     compose_with_hydra,
@@ -24,7 +24,6 @@ from trainer.commands.hydra.composing import (
     plain_groups,
 )
 from trainer.commands.hydra.files import ConfigFiles, config_directory
-from trainer.commands.hydra.running import COMPLETION
 from trainer.common.errors import Problem, UserError
 from trainer.runs.sweep import Swept, noting_failure, open_sweep
 

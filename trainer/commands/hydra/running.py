@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.hydra.command import Command
+from trainer.commands.hydra.command import COMPLETION, Command
 from trainer.commands.hydra.files import ConfigFiles
 from trainer.commands.hydra.help import help_text
 from trainer.common.errors import Problem, UserError, did_you_mean
@@ -51,7 +51,6 @@ def run_command(command: Command[Any], words: Sequence[str]) -> None:
         command.execute(request)
 
 
-COMPLETION = "--shell-completion"
 HYDRA = ("--cfg", "--info", "--hydra-help", COMPLETION)
 """Options that Hydra answers by itself."""
 
