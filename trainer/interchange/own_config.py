@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.formats import adapter
 from trainer.interchange.hf_config import malformed
 from trainer.model.config import ModelConfig, QKNormConfig, SoftmaxConfig
-from trainer.positional.alibi import alibi_slopes
+from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import Layout
 from trainer.positional.stored_layout import read_layout
 

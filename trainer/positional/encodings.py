@@ -255,3 +255,15 @@ def nope(head_dim: int, training_length: int, *, temperature: float = 0.0) -> Sp
 def alibi(head_dim: int, training_length: int) -> Spectrum:
     """ALiBi (Press et al. 2021): a bias linear in the distance; the slopes are in ``alibi.py``."""
     return Spectrum(alibi=True)
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """One slope a query head.
+
+    For a power of two: 2^(-8/heads), 2^(-16/heads), ..., 2^-8. Otherwise the slopes of the power of
+    two below, then every second slope of the power of two above, as in the published code.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    between = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
+    return tuple(slopes + between[: heads - power])

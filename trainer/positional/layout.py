@@ -9,16 +9,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from trainer.errors import did_you_mean
-from trainer.positional.first_format import from_first_format
-from trainer.positional.intervention import Intervention
-from trainer.positional.rescaling import Rescaling, dynamic, rescaled
+from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rescaled
 from trainer.positional.spectrum import Spectrum
+
+Factors = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """What is done to the heads of one layer after the rotation.
+
+    ``query``, ``key``: a factor for every channel of every head, ``[Hq][D]`` and ``[Hkv][D]``, or
+    ``[Hq][D]`` in a layer with a spectrum for every query head; empty: all 1. ``query_noise``,
+    ``key_noise``: the standard deviation of Gaussian noise that is added to every channel of a
+    head, likewise; empty: none.
+    The noise is a fixed function of ``seed``, head and position.
+    """
+
+    query: Factors = ()
+    key: Factors = ()
+    query_noise: tuple[float, ...] = ()
+    key_noise: tuple[float, ...] = ()
+    seed: int = 0
+
 
 Group = tuple[Spectrum, int]
 """A spectrum, and how many neighbouring key-value heads have it."""
@@ -247,3 +266,34 @@ def layer_problems(key: str, layers: Any, count: int | None = None) -> list[str]
         for index in layers
         if count is not None and not -count <= index < count
     ]
+
+
+def from_first_format(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` themselves where they are of today's form."""
+    if "training_length" in values:
+        return values
+    return {
+        "training_length": values["spectra"][0]["training_length"],
+        "spectra": [_spectrum(spectrum) for spectrum in values["spectra"]],
+        "layers": [
+            {**layer, "groups": [[index, 1] for index in layer["heads"]]}
+            for layer in values["layers"]
+        ],
+    }
+
+
+def _spectrum(values: dict[str, Any]) -> dict[str, Any]:
+    length, long = values["training_length"], values.get("beyond")
+    others = {
+        key: value for key, value in values.items() if key not in ("training_length", "beyond")
+    }
+    if long is None:
+        return others | {"long": None}
+    changed = {"length": long["length"], "inv_freq": long["inv_freq"]}
+    if long.get("growth"):
+        method = RESCALINGS[long.get("rescaling", "ntk")]
+        stretch = asdict(method(tuple(long["inv_freq"]), length))
+        changed |= {"stretch": stretch, "growth": long["growth"], "reference": length}
+    else:
+        changed |= {"stretch": None, "growth": 1.0}
+    return others | {"long": changed}

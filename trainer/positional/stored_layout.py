@@ -11,8 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from trainer.formats import adapter, first_problem
-from trainer.positional.first_format import from_first_format
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Layout, from_first_format
 from trainer.positional.spectrum import Spectrum
 
 Length = Annotated[int, Field(ge=1, lt=1 << 31)]
