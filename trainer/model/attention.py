@@ -77,31 +77,33 @@ class Attention(nn.Module):
         self.attend: Attend = sdpa
         self.observe: Observer | None = None
 
-    def forward(self, x: Tensor, now: LayerPass) -> Tensor:
+    def forward(self, x: Tensor, layer_pass: LayerPass) -> Tensor:
         """Compute attention of ``[B, T, hidden_size]``, or of its ``last`` positions only."""
-        plain_q = self._heads(self.q_proj(x), self.q_norm if now.qk_norm else None)
+        queries, keys, cache = layer_pass.queries, layer_pass.keys, layer_pass.cache
+        qk_norm = layer_pass.qk_norm
+        plain_q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
         if self.softmax_scale is not None:
             plain_q = plain_q * self.softmax_scale.to(plain_q.dtype)[:, None, None]
-        plain_k = self._heads(self.k_proj(x), self.k_norm if now.qk_norm else None)
+        plain_k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
         v = self._heads(self.v_proj(x), None)
-        if now.cache is not None and now.caches_plain_keys:
-            plain_k, v = now.cache.append(plain_k, v)
-        if now.copies_keys:
+        if cache is not None and layer_pass.caches_plain_keys:
+            plain_k, v = cache.append(plain_k, v)
+        if layer_pass.copies_keys:
             copies = plain_q.shape[1] // plain_k.shape[1]
             plain_k, v = (x.repeat_interleave(copies, dim=1) for x in (plain_k, v))
-        q, k = encode_queries(plain_q, now.queries.groups), encode_keys(plain_k, now.keys.groups)
-        if now.intervention is not None:
-            q, k = now.intervention(q, k, now.queries.positions, now.keys.positions)
+        q, k = encode_queries(plain_q, queries.groups), encode_keys(plain_k, keys.groups)
+        if layer_pass.intervention is not None:
+            q, k = layer_pass.intervention(q, k, queries.positions, keys.positions)
         # Norm weights keep their dtype under every strategy: match the queries' dtype.
         softmax = Softmax(None if self.sinks is None else self.sinks.to(q.dtype), self.softcap)
         if self.observe is not None:
             self.observe(plain_q, plain_k, q, k, **softmax._asdict())
-        if now.cache is not None and not now.caches_plain_keys:
-            k, v = now.cache.append(k, v)
-        if now.last is not None:
-            q = q[:, :, -now.last :]
-        out = self.o_proj(self.attend(q, k, v, now.mask, softmax).transpose(1, 2).flatten(2))
-        if not now.qk_norm:
+        if cache is not None and not layer_pass.caches_plain_keys:
+            k, v = cache.append(k, v)
+        if layer_pass.last is not None:
+            q = q[:, :, -layer_pass.last :]
+        out = self.o_proj(self.attend(q, k, v, layer_pass.mask, softmax).transpose(1, 2).flatten(2))
+        if not qk_norm:
             for norm in (self.q_norm, self.k_norm):
                 if norm is not None:
                     out = out + 0 * norm.weight.sum()

@@ -22,13 +22,14 @@ class QKNormConfig:
 
 @dataclass(frozen=True)
 class SoftmaxConfig:
-    """What the softmax of attention has beside scores, and a cap of the head's logits.
+    """Extensions of attention's softmax, and a cap of the head's logits.
 
-    ``learned_scale``: a factor on the scores for every query head, 1 at first (Scalable-Softmax,
-    Nakanishi 2025, learns one). ``sinks``: for every query head a learned logit beside its scores,
-    0 at first, which takes its share of the weights and has no value (gpt-oss). ``softcap``: keeps
-    scores within +-softcap by softcap tanh(score / softcap), before masks and ALiBi (Gemma 2: 50);
-    null: as they are. ``final_softcap``: of the head's logits likewise (Gemma 2: 30).
+    ``learned_scale``: a learned factor on the scores for every query head, 1 at first
+    (Scalable-Softmax, Nakanishi 2025, learns one). ``sinks``: for every query head a learned logit
+    beside its scores, 0 at first, which takes its share of the weights and has no value (gpt-oss).
+    ``softcap``: keeps scores within +-softcap by softcap tanh(score / softcap), before masks and
+    ALiBi (Gemma 2: 50); null: no cap. ``final_softcap``: the same for the head's logits (Gemma 2:
+    30).
     """
 
     learned_scale: bool = False
@@ -51,7 +52,7 @@ LARGEST = {
     "head_dim": 1 << 16,
     "vocab_size": 1 << 24,
 }
-"""Sizes that no model comes near; larger ones would be found late, by a lack of memory."""
+"""Limits that no model comes near; beyond them a run would fail late, for lack of memory."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,15 @@ class ModelConfig:
 
     ``vocab_size``: null takes the tokenizer's. ``head_dim``: null takes hidden_size /
     num_attention_heads. ``qkv_bias``: bias on the query, key and value projections (Qwen2).
-    ``initializer``: ``normal`` draws every matrix with std ``initializer_range``; ``fan_in`` with
-    std 1 / sqrt(fan-in), untied embeddings with 1 and their head with a tenth of its fan-in value,
-    tied ones as the head that they are, with 1 / sqrt(hidden_size). ``initializer_by_depth``: both
-    divide the matrices that write to the residual stream by sqrt(2 * num_hidden_layers); false:
-    those are drawn like the others, as transformers does and DroPE's Table 5 has it (range 0.02).
-    ``from_pretrained``: a directory, hub id or .gguf file whose weights the run begins with; shape,
-    positions and tokenizer are then theirs, and of this group only ``attention_backend`` and a
-    ``qk_norm`` that comes on at the drop count. ``from_run``: a run of this program, or one of its
-    checkpoints, likewise.
+    ``initializer``: ``normal`` draws every matrix with std ``initializer_range``. ``fan_in`` draws
+    with std 1 / sqrt(fan-in); untied embeddings with 1 and their head with a tenth of its fan-in
+    value; tied embeddings like a head, with 1 / sqrt(hidden_size). ``initializer_by_depth``: divide
+    the std of matrices that write to the residual stream by sqrt(2 * num_hidden_layers), with
+    either initializer; false: draw them like the others, as in transformers and DroPE's Table 5
+    (range 0.02). ``from_pretrained``: a directory, hub id or .gguf file whose weights the run
+    begins with. It also determines shape, positions and tokenizer; of this group only
+    ``attention_backend`` and a ``qk_norm`` enabled at the drop then have an effect. ``from_run``:
+    the same with a run of this program, or one of its checkpoints.
     """
 
     hidden_size: int = 576

@@ -129,9 +129,9 @@ class Decoder(LanguageModel):
 
     @contextmanager
     def packed(self) -> Iterator[None]:
-        """On a CPU, use copies of the weights in the kernels' memory order within the block.
+        """Use copies of the weights in the memory order of a CPU's kernels within the block.
 
-        Products with few rows are faster then. Weights must not change meanwhile.
+        Products with few rows are then faster. Weights must not change meanwhile.
         """
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         usual, compute = self._product, self.compute_dtype or self.norm.weight.dtype

@@ -1,4 +1,4 @@
-"""One forward pass as data: where its tokens stand, what they see, and what each layer needs.
+"""Data of one forward pass: positions of its tokens, lengths, masks, tables and the cache.
 
 The decoder builds a :class:`ForwardPass` once, and from it a :class:`LayerPass` for every block.
 """
@@ -35,7 +35,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class LayerPass:
-    """What the attention of one layer needs in one forward pass, besides its input.
+    """Data that a block gets in one forward pass, besides its input.
 
     ``queries``, ``keys``: encodings of the new tokens. If ``caches_plain_keys``, the cache stores
     unencoded keys, and ``keys`` encodes cached and new tokens together. ``qk_norm``: whether the
@@ -56,16 +56,15 @@ class LayerPass:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """The tokens of one forward pass and those that a cache holds; built by :meth:`of`.
+    """Data of one forward pass over new tokens ``[B, T]`` after cached ones; see :meth:`of`.
 
-    ``rows``, ``tokens``: B and T of the new tokens. ``end``: tokens per row, cached ones included.
-    ``positions``: ``[T]`` or ``[B, T]``, of the new tokens. ``lengths``: tokens of the whole
-    sequence, for encodings that depend on it; one number per row if rows begin at different
-    columns. ``mask``: what all layers have in common.
+    ``shape``: B, T. ``end``: tokens per row, cached ones included. ``positions``: ``[T]`` or
+    ``[B, T]``, of the new tokens. ``lengths``: tokens of the whole sequence, for encodings that
+    depend on it; one number per row if rows begin at different columns. ``mask``: the mask that
+    all layers share, before their windows and biases. ``cache``, ``last``: as passed.
     """
 
-    rows: int
-    tokens: int
+    shape: tuple[int, int]
     end: int
     positions: Tensor
     lengths: int | list[int]
@@ -101,8 +100,8 @@ class ForwardPass:
             last: number of last positions to return; None: all. For other positions the last block
                 computes only keys and values.
         """
-        (rows, tokens), past = ids.shape, cache.length if cache else 0
-        end = past + tokens
+        past = cache.length if cache else 0
+        end = past + ids.shape[1]
         if positions is None:
             positions = torch.arange(past, end, device=ids.device)
         begins = None
@@ -112,12 +111,12 @@ class ForwardPass:
             lengths = [(length or end) - begin for begin in cache.begins]
             positions = positions - begins[:, None]
         mask = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
-        return cls(rows, tokens, end, positions, lengths, mask, cache, last)
+        return cls((ids.shape[0], ids.shape[1]), end, positions, lengths, mask, cache, last)
 
     def layers(
         self, layout: Layout, config: ModelConfig, attends: Sequence[Attend]
     ) -> list[LayerPass]:
-        """Return what each layer needs; ``attends`` holds the backend of every layer."""
+        """Return the data of every layer; ``attends`` holds its attention backend."""
         heads, cache = config.num_key_value_heads, self.cache
         copies = [len(layer.spectra) != heads for layer in layout.layers]
         plain = [
@@ -125,9 +124,9 @@ class ForwardPass:
             for layer, copies_keys in zip(layout.layers, copies, strict=True)
         ]
         queries = self._encodings(layout, self.positions)
-        # Cached keys need tables too if they are encoded in every forward pass.
         all_keys = queries
         if cache is not None and cache.length and any(plain):
+            # Some layers encode cached keys again in every forward pass.
             all_keys = self._encodings(layout, self._all_positions())
         masks = self._masks(layout, config, attends)
         return [
@@ -164,11 +163,8 @@ class ForwardPass:
             window = layer.window if layer.window and layer.window < self.end else None
             key = window, id(slope)
             if key not in distinct:
-                mask, shape = (
-                    replace(self.mask, window=window, slopes=slope),
-                    (self.rows, self.tokens),
-                )
-                distinct[key] = prepared(attend, mask, shape, self.end, device)
+                mask = replace(self.mask, window=window, slopes=slope)
+                distinct[key] = prepared(attend, mask, self.shape, self.end, device)
             masks.append(distinct[key])
         return masks
 

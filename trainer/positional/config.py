@@ -1,4 +1,4 @@
-"""The ``positional`` configuration group, and the layout it stands for."""
+"""The ``positional`` configuration group, and the layout that it describes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from trainer.positional.spectrum import (
 
 @dataclass(frozen=True)
 class TemperatureConfig:
-    """Logits times ``scale`` (1 + ``coefficient`` ln s)^``exponent`` from the first step on.
+    """Factor on the logits: ``scale`` (1 + ``coefficient`` ln s)^``exponent``, from the first step
+    on.
 
-    s = max(n, R) / R, or with ``steps`` 1 + floor(n / R): n is the keys that a query sees, or with
-    ``per`` the tokens of its sequence, and R the ``reference`` (null: C, so that nothing changes
-    before C). ``heads``: ``all``, or those that are ``free`` of rotation, as in Llama 4.
+    s = max(n, R) / R, or 1 + floor(n / R) with ``steps``. n is the number of keys that a query
+    sees, or with ``per: sequence`` the tokens of its sequence. R is the ``reference`` (null: C, so
+    that nothing changes before C). ``heads``: ``all``, or only heads ``free`` of rotation, as in
+    Llama 4.
     """
 
     coefficient: float = 0.0
@@ -40,7 +42,7 @@ class TemperatureConfig:
         return self.coefficient == 0 and self.scale == 1
 
     def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
+        """Check the values; return a message per problem."""
         found = [
             f"positional.temperature.{key}: expected a number from {least} to {most}, got {value}."
             for key, least, most in (
@@ -58,12 +60,12 @@ class TemperatureConfig:
         return found
 
     def reaches(self, spectrum: Spectrum) -> bool:
-        """Whether it changes anything for a head of that spectrum."""
+        """Whether the factor changes the logits of a head with this spectrum."""
         free = not (spectrum.rotates or spectrum.alibi)
         return not self.is_none and (self.heads == "all" or free)
 
     def on(self, spectrum: Spectrum) -> Spectrum:
-        """The spectrum of a head with it.
+        """Return the spectrum with this temperature.
 
         Raises:
             UserError: its encoding has a temperature of its own.
@@ -83,14 +85,13 @@ class TemperatureConfig:
 class PositionalConfig:
     """Encodings over layers and heads.
 
-    ``layers``: encoding names, repeated over the depth: ``[rope]`` is RoPE everywhere,
-    ``[rope, rope, rope, nope]`` is iRoPE.
-    ``windows``: sliding windows in tokens, repeated likewise (null: full attention).
-    ``heads``: a share of the key-value heads of every layer, the last ones, gets another encoding:
-    ``{nope: 0.5}``.
-    ``encodings``: parameters by name. A name of your own with a ``type`` is a variant:
-    ``{local: {type: rope, base: 1e4}, global: {type: rope, base: 1e6}}``.
-    ``temperature``: of the softmax, by the length, for encodings that have none of their own.
+    ``layers``: encoding names, repeated over the depth: ``[rope]`` is RoPE everywhere, ``[rope,
+    rope, rope, nope]`` is iRoPE. ``windows``: sliding windows in tokens, repeated likewise (null:
+    full attention). ``heads``: share of the key-value heads in every layer that get another
+    encoding, counted from the last head: ``{nope: 0.5}``. ``encodings``: parameters by name. A name
+    of your own with a ``type`` is a variant: ``{local: {type: rope, base: 1e4}, global: {type:
+    rope, base: 1e6}}``. ``temperature``: temperature of the softmax by length, for encodings
+    without one of their own.
     """
 
     layers: list[str] = field(default_factory=lambda: ["rope"])
@@ -101,7 +102,7 @@ class PositionalConfig:
 
 
 def unknown_encodings(config: PositionalConfig) -> list[str]:
-    """One sentence for every name that no encoding is registered under."""
+    """Return a message for every name under which no encoding is registered."""
     kinds = {
         name: str(config.encodings.get(name, {}).get("type", name))
         for name in dict.fromkeys([*config.layers, *config.heads, *config.encodings])
@@ -123,10 +124,10 @@ def build_layout(
     training_length: int,
     qk_norm: bool = False,
 ) -> Layout:
-    """The layout that ``config`` describes for a model of this shape.
+    """Build the layout that ``config`` describes for a model of this shape.
 
     Raises:
-        UserError: all that is wrong with names, parameters, windows and head shares.
+        UserError: names, parameters, windows or shares of heads are wrong; lists all problems.
     """
     problems = [*unknown_encodings(config), *config.temperature.problems()]
 
@@ -165,7 +166,7 @@ def build_layout(
     counts: dict[str, int] = {}
     for name, share in config.heads.items():
         heads = share * num_key_value_heads
-        # A hundredth of a head is let pass: 0.333 is one of three.
+        # Tolerate a hundredth of a head: 0.333 is one of three.
         if 0 <= share <= 1 and abs(heads - round(heads)) < 0.01:
             counts[name] = round(heads)
         elif not 0 <= share <= 1:

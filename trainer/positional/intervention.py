@@ -1,4 +1,7 @@
-"""The intervention of a layer, done to its queries and keys."""
+"""Apply the interventions of a layout to encoded queries and keys.
+
+A module of its own, because importing torch's compiler is slow.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ BITS = 32
 
 @dataclass(frozen=True)
 class Intervene:
-    """Changes encoded queries and keys as :class:`Intervention` say."""
+    """Applies an :class:`Intervention` to encoded queries and keys."""
 
     intervention: Intervention
 
     def __call__(
         self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """``[B, H, T, D]`` each, at positions ``[T]`` or ``[B, T]``."""
+        """Change queries and keys, ``[B, H, T, D]`` each, at positions ``[T]`` or ``[B, T]``."""
         intervention, seed = self.intervention, 2 * self.intervention.seed
         return (
             _changed(q, intervention.query, intervention.query_noise, seed, q_positions),
@@ -40,10 +43,11 @@ def _changed(
 
 
 def noise(std: tuple[float, ...], size: int, seed: int, positions: Tensor) -> Tensor:
-    """Noise of every head at ``positions`` ``[..., T]``: ``[..., H, T, size]`` float32.
+    """Return Gaussian noise for every head at ``positions`` ``[..., T]``: ``[..., H, T, size]``
+    float32.
 
-    A hash of seed, head, channel and position, so that it repeats nowhere below 2^32 and needs no
-    table; Box and Muller's transform makes it Gaussian.
+    It is a hash of seed, head, channel and position, so that it does not repeat below 2^32 and
+    needs no table. Box and Muller's transform makes it Gaussian.
     """
     chosen = [head for head, deviation in enumerate(std) if deviation]
     first, second = _keys(len(std), size, seed, positions.device)[:, chosen]
@@ -57,23 +61,23 @@ def noise(std: tuple[float, ...], size: int, seed: int, positions: Tensor) -> Te
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A bijection of 32 bits that scatters them (Wellons's "lowbias32"), in int64."""
+    """Scatter 32 bits by a bijection (Wellons's "lowbias32"), in int64."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & (2**BITS - 1)
     x = ((x ^ (x >> 15)) * 0x846CA68B) & (2**BITS - 1)
     return x ^ (x >> 16)
 
 
-# The graph breaks here rather than build the tensor at every call.
+# Break the graph here; otherwise it would build the tensor in every call.
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 @lru_cache
 def _factors(rows: Factors, device: torch.device) -> Tensor:
-    """``[H, 1, D]`` float32."""
+    """Return factors ``[H, 1, D]``, float32."""
     return torch.tensor(rows, dtype=torch.float32, device=device)[:, None]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 @lru_cache(maxsize=64)
 def _keys(heads: int, size: int, seed: int, device: torch.device) -> Tensor:
-    """``[2, heads, 1, size]``, 32 bits each."""
+    """Return random 32-bit integers ``[2, heads, 1, size]``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2**BITS, (2, heads, 1, size), generator=generator).to(device)
