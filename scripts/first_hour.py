@@ -224,8 +224,8 @@ def _difference(
         with cudnn_attention(name == "cudnn"):
             out = kernel(*inputs, ready, softmax)
         found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)])
-    pairs = zip(*found, strict=True)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    pairs = zip(*found, strict=True)  # torch's max keeps a NaN, Python's may lose it
+    return float(torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max())
 
 
 def _compared(

@@ -11,7 +11,7 @@ from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis import attention_statistics as module
 from trainer.analysis.attention_rows import attention_rows
 from trainer.analysis.attention_statistics import StatisticsOfHeads, divergence_by_position
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
 

@@ -14,8 +14,8 @@ from trainer.__main__ import main
 from trainer.analysis.capture import capture
 from trainer.analysis.names import kinds
 from trainer.analysis.studies.catalogue import STUDIES
+from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
-from trainer.errors import UserError
 from trainer.positional.rescaling import ntk_aware
 from trainer.runs.config import RunConfig
 from trainer.runs.models import find_candidate
@@ -23,10 +23,10 @@ from trainer.runs.parsing import merged, parse
 from trainer.training.run import train
 from trainer.workflows import analyze as analysis
 from trainer.workflows.analysis_method import use_method
-from trainer.workflows.analysis_request import AnalysisConfig, AnalysisRequest
 from trainer.workflows.analysis_texts import page_texts
 from trainer.workflows.analyze import analyze
 from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.requests import AnalysisConfig, AnalysisRequest
 
 SHORT = ["analysis.length=48", "analysis.texts=2", "threads=1"]
 

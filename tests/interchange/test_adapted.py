@@ -19,7 +19,7 @@ from trainer.analysis.offset_features import OffsetFeatureSearch
 from trainer.analysis.positional_bias import prefix_spreads
 from trainer.analysis.probe import probe
 from trainer.analysis.sinks import Sinks
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.generation.generate import generate
 from trainer.interchange.adapted.loading import read_adapted
 from trainer.interchange.adapted.model import AdaptedModel
@@ -371,7 +371,7 @@ def test_faults_of_a_directory_are_named(saved, tmp_path, monkeypatch):
     def said(directory):
         with pytest.raises(UserError) as caught:
             read_adapted(f"hf:{directory}")
-        (problem,) = caught.value.problems
+        (problem,) = map(str, caught.value.problems)
         return problem
 
     assert "none at" in said(f"{saved}x")

@@ -19,7 +19,7 @@ from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention.bias import CausalBias
 
 from tests.reference import attend
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model import backend_choice, backends
 from trainer.model.backend_choice import Needs, choose_backend
 from trainer.model.backends import BACKENDS, eager, prepared
@@ -595,6 +595,9 @@ def test_cudnn_is_for_plain_training_at_lengths_it_is_right_at(
     installed(monkeypatch, capability, cudnn=91300)  # which torch does not prefer
     assert not choose_backend(name, "cuda", needs).cudnn
     assert not choose_backend("sdpa", "cpu", needs).cudnn
+    installed(monkeypatch, capability, cudnn=91900)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not choose_backend(name, "cuda", needs).cudnn
 
 
 def test_on_hopper_plain_attention_is_sdpas_and_not_flash_attn_2s(monkeypatch):
@@ -655,7 +658,7 @@ def test_later_flash_attention_where_it_loads(
 
 
 @switches
-@pytest.mark.parametrize("wrong", ["raises", "is off"])
+@pytest.mark.parametrize("wrong", ["raises", "is off", "has a gradient of NaN"])
 def test_later_flash_attention_that_fails_its_trial_is_given_up(
     monkeypatch, tmp_path, caplog, wrong
 ):
@@ -665,6 +668,8 @@ def test_later_flash_attention_that_fails_its_trial_is_given_up(
     def kernel(q, k, v, mask, softmax):
         if wrong == "raises":
             raise RuntimeError("no kernel image is available for execution on the device")
+        if wrong == "has a gradient of NaN":  # of the values alone, and right values
+            return backends.sdpa(q, k, v, mask, softmax) + (v * 0).sqrt().sum()
         return backends.sdpa(q * 1.5, k, v, mask, softmax)
 
     monkeypatch.setitem(BACKENDS, "sdpa", kernel)
@@ -676,7 +681,9 @@ def test_later_flash_attention_that_fails_its_trial_is_given_up(
 @pytest.mark.parametrize("loads", [True, False])
 @pytest.mark.parametrize("softmax", [SoftmaxConfig(), SoftmaxConfig(sinks=True)], ids=str)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_flex_attention_by_flash_attention_4(monkeypatch, tmp_path, loads, softmax, capability):
+def test_flex_attention_by_flash_attention_4(
+    monkeypatch, tmp_path, caplog, loads, softmax, capability
+):
     installed(monkeypatch, capability)
     package(monkeypatch, tmp_path, "flash_attn.cute.interface", FA4 if loads else UNDEFINED)
     asked = []
@@ -695,6 +702,8 @@ def test_flex_attention_by_flash_attention_4(monkeypatch, tmp_path, loads, softm
     used = loads and capability == (9, 0) and not softmax.sinks
     assert choose_backend("auto", "cuda", needs).name == ("flex_flash" if used else "flex")
     assert asked == ([{"BACKEND": "FLASH"}] if used else [])
+    tried = capability == (9, 0) and not softmax.sinks
+    assert ("are not used: cannot be loaded" in caplog.text) == (tried and not loads)
 
 
 def test_a_decoder_runs_on_the_backend_it_was_given(tiny_decoder):

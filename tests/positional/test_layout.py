@@ -160,7 +160,7 @@ def test_by_default_layers_are_rescaled_as_olmo_core_does(pattern):
     layout = Layout(
         8192, tuple(LayerEncoding.of((trained,), None if w < 0 else w) for w in windows)
     )
-    slowed = rescaled(trained, yarn(trained.inv_freq, 8192), 8.0)
+    slowed = rescaled(trained, yarn, 8192, 8.0)
     assert slowed.inv_freq[-1] == pytest.approx(trained.inv_freq[-1] / 8)
     expected = [trained] * 8
     for index in olmo_core_full_attention(pattern, 8):

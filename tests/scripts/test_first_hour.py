@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from scripts import first_hour
-from trainer.commands import configuration
 from trainer.commands.evaluate import COMMAND
+from trainer.commands.hydra import composing as configuration
 from trainer.commands.train import read_config
+from trainer.model.masks import Mask
+from trainer.model.softmax import PLAIN, eager
 from trainer.runs.arms import spread_problems
 from trainer.runs.phases import phases_of
 
@@ -127,6 +130,14 @@ def test_a_case_of_attention_is_measured_against_the_definition(monkeypatch):
         for _, mask, softmax in first_hour._cases(name, 384, "cpu"):
             error = first_hour._difference(name, mask, softmax, 2, dtype, (384, "cpu"))
             assert 0 < error <= first_hour.ERRORS[dtype]
+
+    def with_nan(q, k, v, mask, softmax):
+        return eager(q, k, v, mask, softmax) + (v * 0).sqrt().sum()
+
+    monkeypatch.setitem(first_hour.BACKENDS, "sdpa", with_nan)
+    shape = 384, "cpu"
+    error = first_hour._difference("sdpa", Mask(), PLAIN, 2, torch.float32, shape)
+    assert math.isnan(error)  # of a gradient that is not the first
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.analysis.attention_rows import Rows
 from trainer.analysis.averages import Array, Averages
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 
@@ -68,9 +68,10 @@ def divergence_by_position(model: LanguageModel, other: LanguageModel, ids: Tens
         UserError: the vocabularies differ in size.
     """
     if model.config.vocab_size != other.config.vocab_size:
-        raise UserError(
-            f"model: the two models must share a vocabulary, got {model.config.vocab_size} "
-            f"and {other.config.vocab_size} tokens."
+        raise UserError.at(
+            "model",
+            f"the two models must share a vocabulary, got {model.config.vocab_size} and "
+            f"{other.config.vocab_size} tokens.",
         )
     states = [one.hidden_states(ids.to(one.device)).flatten(0, 1) for one in (model, other)]
     size = chunk_size(model.vocab_size, model.device)

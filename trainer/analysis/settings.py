@@ -4,8 +4,13 @@ at once."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.common.errors import Problem
+from trainer.common.fields import Count, Share, configuration
 
 Rule = tuple[str, Literal["below", "above"], float]
 """Which entropy, on which side of which threshold."""
@@ -28,78 +33,57 @@ def rules(gate: str) -> tuple[Rule, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
+@configuration
 class AttenuationSettings:
-    """Perplexity by the factor on pairs of extreme frequency entropy (Frequency Entropy, Fig. 4).
+    """Perplexity by the factor on pairs of extreme entropy (Frequency Entropy, Fig. 4)."""
 
-    ``alphas``: the factors; empty: it is left out. ``gates``: which pairs, see :func:`rules`.
-    ``choice``: the text whose entropies decide, the ``page``'s own, on which perplexity is measured
-    too, or ``validation`` text apart from it. ``choice_length``: tokens of it (null: as many as the
-    page has). ``tokens``: the first ones of a text whose perplexity is measured, at several lengths
-    one after the other (null: all). ``texts``: how many, the first of the page's.
-    """
-
-    alphas: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.9])
+    alphas: list[Share] = field(default_factory=lambda: [0.0, 0.5, 0.9])
+    """Factors; []: leave it out."""
     gates: list[str] = field(
         default_factory=lambda: ["spectrum<0.2", "spectrum>0.4", "sequence<0.6"]
     )
+    """Which pairs, by entropy and threshold; + joins several rules: spectrum>0.4+sequence<0.6."""
     choice: Literal["page", "validation"] = "page"
-    choice_length: int | None = None
-    tokens: list[int] | None = field(default_factory=lambda: [1024])
-    texts: int = 1
+    """Text whose entropies choose: page (perplexity is measured on it too), validation."""
+    choice_length: Annotated[Count, Field(ge=6)] | None = None
+    """Tokens of that text; null: as many as the page has."""
+    tokens: list[Count] | None = field(default_factory=lambda: [1024])
+    """First tokens of a text whose perplexity is measured, one length after the other; null:
+    all."""
+    texts: Count = 1
+    """Texts to measure, the first of the page."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each."""
         found = []
-        if not all(0 <= alpha <= 1 for alpha in self.alphas):
-            found.append(
-                "analysis.attenuation.alphas: expected numbers from 0 to 1, got "
-                f"{list(self.alphas)}."
-            )
         for gate in self.gates:
             try:
                 rules(gate)
             except ValueError:
                 found.append(
-                    "analysis.attenuation.gates: expected an entropy and its threshold, as in "
-                    f"'spectrum<0.2' or 'spectrum>0.4+sequence<0.6', got {gate!r}."
+                    Problem(
+                        "analysis.attenuation.gates",
+                        "expected an entropy and its threshold, as in 'spectrum<0.2' or "
+                        f"'spectrum>0.4+sequence<0.6', got {gate!r}.",
+                    )
                 )
-        if self.choice_length is not None and self.choice_length < 6:
+        if self.tokens == []:
             found.append(
-                "analysis.attenuation.choice_length: expected 6 tokens or more, got "
-                f"{self.choice_length}."
+                Problem("analysis.attenuation.tokens", "expected one or more, or null, got none.")
             )
-        if self.tokens is not None and (not self.tokens or min(self.tokens) < 1):
-            found.append(
-                "analysis.attenuation.tokens: expected numbers of tokens, or null for all, got "
-                f"{self.tokens}."
-            )
-        if self.texts < 1:
-            found.append(f"analysis.attenuation.texts: expected 1 or more, got {self.texts}.")
         return found
 
 
-@dataclass(frozen=True)
+@configuration
 class NeedleSettings:
-    """The needle that heads of extreme matrix entropy are shown with (DoPE, Fig. 2 to 6).
-
-    ``kind``: a ``copy`` of the end of the text at a tenth of it, for which no words are needed; or
-    a statement and, at the end of the text, the ``question`` for it. ``depth``: of the statement,
-    0 for the beginning and 1 for the end. ``by``: whose entropies rank the heads, those of queries
-    or of the keys that they read; ``ranked_on``: in the page's ``text``, or in the ``prompt`` that
-    has the needle.
-    """
+    """The needle that heads of extreme matrix entropy are shown with (DoPE, Fig. 2 to 6)."""
 
     kind: Literal["copy", "question"] = "copy"
-    depth: float = 0.1
+    """copy (of the end of the text, needs no words), question (a statement, asked for at the
+    end)."""
+    depth: Share = 0.1
+    """Place of the statement: 0 the beginning of the text, 1 its end."""
     by: Literal["query", "key"] = "query"
+    """Whose entropies rank the heads: query, key."""
     ranked_on: Literal["text", "prompt"] = "text"
-
-    def problems(self) -> list[str]:
-        """What is impossible, one sentence each."""
-        if 0 <= self.depth <= 1:
-            return []
-        return [
-            "analysis.needle.depth: expected a number from 0 (beginning) to 1 (end), got "
-            f"{self.depth}."
-        ]
+    """Text that they are ranked in: text (the page's), prompt (the one with the needle)."""

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from trainer.errors import did_you_mean
+from pydantic import Field
+
+from trainer.common.errors import Problem
+from trainer.common.fields import Count, configuration
 
 WINDOWS = ("hann", "hamming", "blackman", "rectangular")
 
 
-@dataclass(frozen=True)
+@configuration
 class ShortTime:
-    """Frames of ``frame`` tokens, ``hop`` tokens from one to the next (None: half a frame), each
-    under a ``window`` (the paper on frequency entropy has 1,024 and 512, and names no window)."""
+    """Frames of a short-time Fourier transform, as in the paper on frequency entropy."""
 
-    window: str = "hann"
-    frame: int = 1024
-    hop: int | None = None
+    window: Literal["hann", "hamming", "blackman", "rectangular"] = "hann"
+    """Window of each frame: hann, hamming, blackman, rectangular."""
+    frame: Annotated[Count, Field(ge=2)] = 1024
+    """Tokens of a frame; SpectrumFE is left out of shorter texts."""
+    hop: Count | None = None
+    """Tokens from one frame to the next; null: half a frame."""
 
     @property
     def step(self) -> int:
         """Tokens from one frame to the next."""
         return self.hop or self.frame // 2
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """What is impossible, one sentence each, with keys below that of the frames."""
-        found = []
-        if self.window not in WINDOWS:
-            near = did_you_mean(self.window, WINDOWS)
-            found.append(
-                f"window: expected one of {', '.join(WINDOWS)}, got {self.window!r}.{near}"
-            )
-        if self.frame < 2:
-            found.append(f"frame: expected 2 tokens or more, got {self.frame}.")
-        elif self.hop is not None and not 1 <= self.hop <= self.frame:
-            found.append(f"hop: expected 1 to {self.frame} tokens, a frame, got {self.hop}.")
-        return found
+        if self.hop is None or self.hop <= self.frame:
+            return []
+        return [Problem("hop", f"expected 1 to {self.frame} tokens, a frame, got {self.hop}.")]
 
 
 USUAL = ShortTime()

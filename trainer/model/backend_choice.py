@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import attention as torch_attention
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
 from trainer.model.backends import BACKENDS, prepared
 from trainer.model.config import SoftmaxConfig
 from trainer.model.masks import Mask
@@ -77,25 +77,27 @@ class Needs(NamedTuple):
         return not masked and self.softmax.is_fused
 
 
-def backend_problem(name: str, accelerator: str) -> str | None:
+def backend_problem(name: str, accelerator: str) -> Problem | None:
     """Return why a backend cannot run on ``accelerator`` ("cpu", "cuda"), or None.
 
     A backend that is configured but missing is an error; no other one replaces it silently.
     """
     if name in ("flash", "varlen", "flex") and accelerator != "cuda":
-        return (
-            f"model.attention_backend: {name!r} needs a GPU, but this run is on the CPU; "
-            "choose 'auto' or 'sdpa'."
+        return Problem(
+            "model.attention_backend",
+            f"{name!r} needs a GPU, but this run is on the CPU; choose 'auto' or 'sdpa'.",
         )
     if name == "flash" and (problem := flash_problem()) is not None:
-        return (
-            f"model.attention_backend: 'flash' needs the package flash-attn, which {problem}; "
-            "pip install 'unrope[flash]', or choose 'auto' or 'sdpa'."
+        return Problem(
+            "model.attention_backend",
+            f"'flash' needs the package flash-attn, which {problem}; pip install "
+            "'unrope[flash]', or choose 'auto' or 'sdpa'.",
         )
     if name == "varlen" and not has_varlen():
-        return (
-            "model.attention_backend: 'varlen' needs torch 2.12 or later, whose varlen_attn takes "
-            "windows and shared keys; choose 'auto' or 'flex'."
+        return Problem(
+            "model.attention_backend",
+            "'varlen' needs torch 2.12 or later, whose varlen_attn takes windows and shared keys; "
+            "choose 'auto' or 'flex'.",
         )
     return None
 
@@ -163,7 +165,9 @@ def choose_backend(name: str, accelerator: str, needs: Needs) -> Choice:
         if problem := backend_problem(name, accelerator):
             raise UserError(problem)
         if name in ("flash", "varlen") and (why := _kernel_problem(name, needs)) is not None:
-            raise UserError(f"model.attention_backend: {name!r} {why}; choose 'auto' or 'flex'.")
+            raise UserError.at(
+                "model.attention_backend", f"{name!r} {why}; choose 'auto' or 'flex'."
+            )
         cudnn = name == "sdpa" and accelerator == "cuda" and _suits_cudnn(needs)
         return Choice(name, "as configured" + (", cuDNN's kernel" if cudnn else ""), cudnn)
     return _suitable(needs) if accelerator == "cuda" else Choice("sdpa", "on the CPU")
@@ -211,6 +215,8 @@ def _suits_cudnn(needs: Needs) -> bool:
     fixed = needs.length is not None and needs.length % 128 == 0
     if not (needs.are_plain and needs.half and fixed):
         return False
+    if torch.are_deterministic_algorithms_enabled():  # SDPA then passes it over
+        return False
     fits = needs.head_size <= 128 and needs.head_size % 8 == 0
     return fits and _capability() in CUDNN_GPUS and (torch.backends.cudnn.version() or 0) > CUDNN
 
@@ -256,9 +262,10 @@ def _flex_takes_flash(needs: Needs) -> bool:
     module, generations = NEWER_FLASH["FA4"]
     if not needs.half or needs.softmax.sinks or _capability()[0] not in generations:
         return False
-    if _import_problem(module) is not None:
-        return False
-    if problem := trial_problem("flex_flash", needs):
+    problem = _import_problem(module)
+    if problem is not None and "No module named 'flash_attn" in problem:
+        return False  # not installed
+    if problem := problem or trial_problem("flex_flash", needs):
         log.warning("FlexAttention's kernels of FlashAttention-4 are not used: %s", problem)
     return problem is None
 
@@ -286,12 +293,15 @@ def trial_problem(name: str, needs: Needs) -> str | None:
     try:
         for attend in (BACKENDS[name], eager):
             ready = prepared(attend, mask, (1, length), length, q.device)
-            out = attend(q, k, v, ready, softmax)
-            found.append([out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))])
+            with torch.enable_grad():
+                out = attend(q, k, v, ready, softmax)
+                grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+            found.append([out.detach(), *grads])
     except Exception as error:  # a kernel may raise anything
         return _first_line(error)
-    wrong = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
-    return None if max(wrong) <= 0.03 else f"off by {max(wrong):.1%} in a trial"
+    pairs = zip(*found, strict=True)
+    worst = float(torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max())
+    return None if worst <= 0.03 else f"off by {worst:.1%} in a trial"  # NaN is off too
 
 
 def _suitable(needs: Needs) -> Choice:

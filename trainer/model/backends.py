@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.model.masks import Mask, bias, bounds_of
 from trainer.model.softmax import PLAIN, Softmax, capped, eager, recomputed
 
@@ -170,9 +170,10 @@ def _packed(
 ) -> Tensor:
     """Call a kernel with all rows packed into one row of documents."""
     if q.shape[2] != k.shape[2]:
-        raise UserError(
-            "model.attention_backend: document masks do not work with a KV cache in kernels of "
-            "variable length; choose 'sdpa'."
+        raise UserError.at(
+            "model.attention_backend",
+            "document masks do not work with a KV cache in kernels of variable length; choose "
+            "'sdpa'.",
         )
     B, T = q.shape[0], q.shape[2]
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean
+from trainer.common.errors import Problem, UserError, did_you_mean
 from trainer.positional.spectrum import (
     MOST_COEFFICIENT,
     MOST_EXPONENT,
@@ -62,13 +62,15 @@ def make_spectrum(
         UserError: the name, a parameter's name or a parameter's value is wrong.
     """
     if name not in ENCODINGS:
-        raise UserError(f"positional: unknown encoding {name!r}.{did_you_mean(name, ENCODINGS)}")
+        raise UserError.at(
+            "positional", f"unknown encoding {name!r}.", did_you_mean(name, ENCODINGS)
+        )
     known = parameters(name)
     where = f"positional.encodings.{variant or name}"
     problems = [
-        f"{where}: unknown parameter {key!r}.{did_you_mean(key, known)}"
+        Problem(where, f"unknown parameter {key!r}.", did_you_mean(key, known))
         if key not in known
-        else f"{where}.{key}: expected a number, got {value!r}."
+        else Problem(f"{where}.{key}", f"expected a number, got {value!r}.")
         for key, value in given.items()
         if key not in known
         or isinstance(value, bool)
@@ -79,25 +81,27 @@ def make_spectrum(
     try:
         spectrum = ENCODINGS[name](head_dim, training_length, **given)
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
+        raise UserError.at(where, str(error)) from error
     if spectrum.rotary_dim > head_dim:
-        raise UserError(
-            f"{where}: rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
+        raise UserError.at(
+            where, f"rotates {spectrum.rotary_dim} channels, but a head has {head_dim}."
         )
     temperature = spectrum.temperature
     if not (
         0 <= temperature.coefficient <= MOST_COEFFICIENT
         and 0 <= temperature.exponent <= MOST_EXPONENT
     ):
-        raise UserError(
-            f"{where}: expected a temperature with a coefficient from 0 to {MOST_COEFFICIENT} and "
-            f"an exponent from 0 to {MOST_EXPONENT}, got {temperature.coefficient:g} and "
-            f"{temperature.exponent:g}."
+        raise UserError.at(
+            where,
+            f"expected a temperature with a coefficient from 0 to {MOST_COEFFICIENT} and an "
+            f"exponent from 0 to {MOST_EXPONENT}, got {temperature.coefficient:g} and "
+            f"{temperature.exponent:g}.",
         )
     if not all(0 <= f <= MOST_FREQUENCY for f in spectrum.inv_freq):
-        raise UserError(
-            f"{where}: its pairs turn by up to {max(spectrum.inv_freq):g} radians a token; "
-            f"expected at most {MOST_FREQUENCY:,.0f}."
+        raise UserError.at(
+            where,
+            f"its pairs turn by up to {max(spectrum.inv_freq):g} radians a token; expected at "
+            f"most {MOST_FREQUENCY:,.0f}.",
         )
     return spectrum
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from trainer.errors import did_you_mean
+from trainer.common.errors import Problem, did_you_mean
 from trainer.positional.rescaling import RESCALINGS, Rescaling, dynamic, rescaled
 from trainer.positional.spectrum import Spectrum
 
@@ -247,26 +247,30 @@ class Layout:
         )
 
 
-def layer_problems(key: str, layers: Any, count: int | None = None) -> list[str]:
-    """Check a :data:`LayerChoice`; return a message per problem.
+def layer_problems(key: str, layers: Any, count: int | None = None) -> list[Problem]:
+    """Check a :data:`LayerChoice`; return a problem for each rule it breaks.
 
     Args:
-        key: configuration key for the messages.
+        key: its configuration key.
         layers: the choice.
         count: number of layers of the model (None: unknown, so that indices are not checked).
     """
     if isinstance(layers, str) and layers not in LAYER_WORDS:
-        return [
-            f"{key}: expected 'all', 'full_attention', a list of layers, or null for those that "
-            f"see more than the training length, got {layers!r}.{did_you_mean(layers, LAYER_WORDS)}"
-        ]
+        message = (
+            "expected 'all', 'full_attention', a list of layers, or null for those that see more "
+            f"than the training length, got {layers!r}."
+        )
+        return [Problem(key, message, did_you_mean(layers, LAYER_WORDS))]
     if not isinstance(layers, list):
         return []
     if not layers:
-        return [f"{key}: expected one layer or more, got none; null leaves the choice to windows."]
+        return [Problem(key, "expected one layer or more, got none; null leaves it to windows.")]
     return [
-        f"{key}: layer {index} does not exist in a model of {count} layers; expected 0 to "
-        f"{count - 1}, the nearest is {max(-count, min(index, count - 1))}."
+        Problem(
+            key,
+            f"layer {index} does not exist in a model of {count} layers; expected 0 to "
+            f"{count - 1}, the nearest is {max(-count, min(index, count - 1))}.",
+        )
         for index in layers
         if count is not None and not -count <= index < count
     ]

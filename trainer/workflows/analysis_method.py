@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import recipe
@@ -13,7 +13,7 @@ from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, layer_problems
 from trainer.runs.models import Candidate
-from trainer.workflows.analysis_request import LAYERS_KEY
+from trainer.workflows.requests import LAYERS_KEY
 
 
 def use_method(
@@ -32,7 +32,7 @@ def use_method(
     made = recipe(name, of.layout, config, own=own, layers_key=LAYERS_KEY)
     if isinstance(made, tuple):
         why, titles = made
-        raise UserError(f"analysis.method: {of.name} {why.format(titles)}.")
+        raise UserError.at("analysis.method", f"{of.name} {why.format(titles)}.")
     # Such a method asks for no text and keeps no choice.
     unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
     C = of.layout.training_length

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.data.shards import TokenStream
-from trainer.errors import UserError
 from trainer.runs.models import Candidate
-from trainer.workflows.analysis_request import AnalysisConfig
+from trainer.workflows.requests import AnalysisConfig
 
 FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
 MOST_TOKENS = 2**24
@@ -36,17 +36,18 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> 
         wanted = config.length or len(tokens) + 1
     length = wanted if config.length else min(wanted, len(tokens) + 1)
     if length - 1 > len(tokens):
-        raise UserError(
-            f"analysis.length: {source} has {len(tokens):,} tokens, too few for a text of "
-            f"{length:,} behind its beginning-of-text token; at most {len(tokens) + 1:,}, or give "
-            "more text."
+        raise UserError.at(
+            "analysis.length",
+            f"{source} has {len(tokens):,} tokens, too few for a text of {length:,} behind its "
+            f"beginning-of-text token; at most {len(tokens) + 1:,}, or give more text.",
         )
     fitting = max(1, len(tokens) // max(1, length - 1))
     texts = config.texts or min(fitting, MOST_TEXTS, max(1, USUAL // length))
     if texts > fitting:
-        raise UserError(
-            f"analysis.texts: {texts} texts of {length:,} tokens do not fit the {len(tokens):,} "
-            f"tokens of {source}; at most {fitting}."
+        raise UserError.at(
+            "analysis.texts",
+            f"{texts} texts of {length:,} tokens do not fit the {len(tokens):,} tokens of "
+            f"{source}; at most {fitting}.",
         )
     return _spread(tokens, texts, length, corpus, candidate)
 
@@ -66,9 +67,10 @@ def choice_texts(
     tokens = _running(corpus, corpus.validation)
     length = settings.choice_length or page.shape[1]
     if length - 1 > len(tokens):
-        raise UserError(
-            f"analysis.attenuation.choice_length: the validation text has {len(tokens):,} tokens, "
-            f"too few for a text of {length:,}; at most {len(tokens) + 1:,}, or give more text."
+        raise UserError.at(
+            "analysis.attenuation.choice_length",
+            f"the validation text has {len(tokens):,} tokens, too few for a text of {length:,}; "
+            f"at most {len(tokens) + 1:,}, or give more text.",
         )
     return _spread(tokens, len(page), length, corpus, candidate)
 
@@ -77,12 +79,14 @@ def _of_file(path: str, candidate: Candidate) -> Integers:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"analysis.file: there is no file {path!r}.") from None
+        raise UserError.at("analysis.file", f"there is no file {path!r}.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"analysis.file: {path} is no text that can be read: {error}.") from error
+        raise UserError.at(
+            "analysis.file", f"{path} is no text that can be read: {error}."
+        ) from error
     tokens = np.array(candidate.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
     if not len(tokens):
-        raise UserError(f"analysis.file: {path} is empty; expected a text.")
+        raise UserError.at("analysis.file", f"{path} is empty; expected a text.")
     return tokens
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomically
 from trainer.cores import usual_threads
 from trainer.data.config import DataConfig
-from trainer.errors import UserError
 from trainer.evaluation.benchmarks import (
     BenchmarkConfig,
     HarnessConfig,
@@ -26,18 +27,17 @@ from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.keys import all_fields, fingerprint
 from trainer.evaluation.methods import CHOICE, Method, Recipe
 from trainer.evaluation.multiple_choice import missing_tasks
+from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import precision_of
 from trainer.evaluation.requests import Encoder
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
-from trainer.report.atomic import write_atomically
-from trainer.report.outcomes import AS_IS
 from trainer.runs.checkpoints import versions
-from trainer.runs.directory import free_place, writable_problem
+from trainer.runs.directory import check_writable, free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
-from trainer.workflows.evaluation_request import BenchmarkRequest
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.held_out import held_out_corpus
+from trainer.workflows.requests import BenchmarkRequest
 from trainer.workflows.subjects import applicable, multiplying, subject_of
 
 log = logging.getLogger(__name__)
@@ -88,8 +88,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Benchmarks, Pa
     others = [find_candidate(given, "compare") for given in request.compare]
     candidates = distinct([first, *others])
     output = Path(request.output or first.home / "evaluation")
-    if problem := writable_problem(str(output), "output"):
-        raise UserError(problem)
+    check_writable(str(output), "output")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = replace(config, dtype=precision_of(config.dtype, device))
     subjects = [subject_of(candidate, config.dtype, device) for candidate in candidates]
@@ -148,8 +147,8 @@ def _fit_text(
             candidate.layout.training_length,
         )
     except UserError as error:
-        problems = (p.replace("evaluation.lengths", "evaluation.factor") for p in error.problems)
-        raise UserError(*problems) from error
+        keys = {"evaluation.lengths": "evaluation.factor"}
+        raise UserError(*(problem.renamed(keys) for problem in error.problems)) from error
 
 
 def _notes(

@@ -22,8 +22,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.errors import REQUEUE_EXIT_CODE, PreemptedError
 from trainer.runs.checkpoints import regular_checkpoints, step_name
 from trainer.runs.config import RunConfig
 from trainer.runs.ranks import process_group

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.evaluation.keys import all_fields, fingerprint
-from trainer.report.results import Report
-from trainer.report.writing import write_renderings
+from trainer.evaluation.results import Report
+from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import reference_first
-from trainer.runs.directory import free_place, writable_problem
+from trainer.runs.directory import check_writable, free_place
 from trainer.runs.job_files import say_run_directory
 from trainer.runs.models import find_candidate
 from trainer.runs.origin import origin
 from trainer.runs.ranks import join_evaluation
-from trainer.workflows.evaluation_request import EvaluationRequest
 from trainer.workflows.held_out import held_out_corpus
 from trainer.workflows.measuring import Text, checked, measure_models, with_observations
+from trainer.workflows.requests import EvaluationRequest
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,13 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     share, threads = join_evaluation()
     torch.set_num_threads(request.threads or threads)
     # Before checkpoints are read, which takes long where they are large.
-    if request.output and (problem := writable_problem(request.output, "output")):
-        raise UserError(problem)
+    if request.output:
+        check_writable(request.output, "output")
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(given, "compare") for given in request.compare]
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
-    if problem := writable_problem(str(output), "output"):
-        raise UserError(problem)
+    check_writable(str(output), "output")
     if not share.index:
         say_run_directory(output)
     candidates = checked([first, *others])

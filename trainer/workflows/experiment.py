@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
 
+from trainer.common.errors import Problem, UserError, collecting, raise_all
 from trainer.data.corpus import Corpus, corpus_at
-from trainer.errors import TransientError, UserError
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.results import Report
 from trainer.evaluation.sharing import Share
-from trainer.report.outcomes import Outcomes
-from trainer.report.results import Report
-from trainer.report.writing import write_renderings
+from trainer.report.pages import write_renderings
 from trainer.runs.arms import arm_problems, arms_of, spread_problems
 from trainer.runs.checkpoint_files import MANIFEST, damage_together
 from trainer.runs.checkpoints import BEFORE_DROP, step_name
@@ -22,9 +23,9 @@ from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.directory import (
     check_run_directory,
+    check_writable,
     log_to_file,
     open_run_directory,
-    writable_problem,
 )
 from trainer.runs.job_files import say_run_directory
 from trainer.runs.memory import memory_problems
@@ -138,7 +139,7 @@ def evaluation_share(checkpoints: Sequence[Path], ranks: Ranks) -> Share | None:
     """
     for path in checkpoints:
         if (wrong := damage_together(path)) is not None:
-            raise TransientError(f"checkpoint: {path.name!r} is damaged: {wrong}.")
+            raise UserError.at("checkpoint", f"{path.name!r} is damaged: {wrong}.", transient=True)
     sees = all_gather(all((path / MANIFEST).is_file() for path in checkpoints))
     return agreed_share([rank for rank, it_sees in enumerate(sees) if it_sees], ranks)
 
@@ -152,20 +153,54 @@ def make_all_callbacks(configs: dict[str, RunConfig]) -> dict[str, list[L.Callba
     # All ranks import the classes before one constructs any, which may need all of them.
     _raise_together([p for arm in configs.values() for p in callback_problems(arm.callbacks)])
     made: dict[str, list[L.Callback]] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name, arm in configs.items():
-        try:
+        with collecting(problems):
             made[name] = make_callbacks(arm.callbacks)
-        except UserError as error:
-            problems += error.problems
     _raise_together(problems)
     return made
 
 
-def _raise_together(problems: list[str]) -> None:
-    """Raises ``UserError`` on all ranks where one has problems, with those of all."""
-    if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:
-        raise UserError(*dict.fromkeys(found))
+def _raise_together(problems: list[Problem]) -> None:
+    """Raise on all ranks what is wrong on any.
+
+    Raises:
+        UserError: with the problems of all ranks.
+    """
+    raise_all(problem for of_rank in all_gather(problems) for problem in of_rank)
+
+
+def start_problems(configs: dict[str, RunConfig], ranks: Ranks) -> list[Problem]:
+    """Return what is wrong with an experiment as far as that is known without its text.
+
+    This is the one list of checks before a run: of each arm, of each phase of an arm, and of all
+    arms together.
+    """
+    found = arm_problems(
+        configs,
+        of_run=[device_problems, logger_problems, vocabulary_problems, benchmark_problems],
+        of_phase=[
+            lambda phase: spread_problems(phase, ranks.world_size, ranks.local_size),
+            lambda phase: memory_problems(phase, ranks.world_size),
+        ],
+    )
+    for check in (label_problems, length_problems, text_problems):
+        found += check(configs)
+    with collecting(found):
+        check_writable(configs["main"].run_dir)
+    return found
+
+
+def corpus_problems(configs: dict[str, RunConfig], corpus: Corpus) -> list[Problem]:
+    """Return what is wrong with an experiment once its text is known."""
+    found: list[Problem] = []
+    for arm in configs.values():
+        with collecting(found):
+            check_monitored_text(arm, corpus)
+    for check in (check_vocabularies, check_evaluated_text):
+        with collecting(found):
+            check(configs, corpus)
+    return found
 
 
 def _open(
@@ -175,25 +210,15 @@ def _open(
     lock: RunLock,
     opened: list[Corpus],
 ) -> Report | list[str]:
-    """Check everything, prepare text and directories; the report of a finished run, or where the
-    text lies, which is then ``opened``.
+    """Check everything, then prepare text and directories.
+
+    Returns:
+        The report of a finished run, or else where the text lies, which is then ``opened``.
 
     Raises:
         UserError: with all that is wrong.
     """
-    problems = arm_problems(
-        configs,
-        of_run=[device_problems, logger_problems, vocabulary_problems, benchmark_problems],
-        of_phase=[
-            lambda phase: spread_problems(phase, ranks.world_size, ranks.local_size),
-            lambda phase: memory_problems(phase, ranks.world_size),
-        ],
-    )
-    problems += label_problems(configs) + length_problems(configs) + text_problems(configs)
-    if problem := writable_problem(config.run_dir):
-        problems.append(problem)
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
+    raise_all(start_problems(configs, ranks))
     finished = Path(config.run_dir) / "report.json"
     if finished.exists() and not config.overwrite:
         report = _finished_report(finished)
@@ -203,10 +228,7 @@ def _open(
         if not config.overwrite or arm is config:  # which takes the controls' directories with it
             check_run_directory(arm)
     opened.append(open_corpus(config, ranks.world_size == 1))
-    for arm in configs.values():
-        check_monitored_text(arm, opened[0])
-    check_vocabularies(configs, opened[0])
-    check_evaluated_text(configs, opened[0])
+    raise_all(corpus_problems(configs, opened[0]))
     directory = Path(config.run_dir)
     if (directory / "config.yaml").exists():
         lock.acquire(directory)
@@ -222,9 +244,10 @@ def _finished_report(path: Path) -> Report:
     try:
         return Report.read(path)
     except UserError:
-        raise UserError(
-            f"run_dir: {str(path)!r} is damaged, or of an earlier version; remove it, and the same "
-            "command evaluates the finished run again, without training."
+        raise UserError.at(
+            "run_dir",
+            f"{str(path)!r} is damaged, or of an earlier version; remove it, and the same command "
+            "evaluates the finished run again, without training.",
         ) from None
 
 
@@ -237,13 +260,13 @@ def open_everywhere(config: RunConfig, places: list[str], opened: Corpus | None 
         UserError: on all ranks, with what is wrong on any.
     """
     corpus = opened
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     try:
         corpus = corpus or corpus_at(config.data, places)
     except UserError as error:
-        problems = tuple(f"{problem} (on {os.uname().nodename})" for problem in error.problems)
-    if found := [problem for of_rank in all_gather(problems) for problem in of_rank]:
-        raise UserError(*dict.fromkeys(found))
+        node = f"(On {os.uname().nodename}.)"
+        problems = tuple(replace(p, hint=f"{p.hint} {node}".strip()) for p in error.problems)
+    _raise_together([*problems])
     assert corpus is not None
     return corpus
 
@@ -257,22 +280,28 @@ def _branch(config: RunConfig, control: str) -> Path | None:
     return Path(config.run_dir) / "checkpoints" / name
 
 
-def length_problems(configs: dict[str, RunConfig]) -> list[str]:
+def length_problems(configs: dict[str, RunConfig]) -> list[Problem]:
     """Runs that one table cannot hold, whose columns are multiples of one training length."""
     first = configs["main"].training_length
     return [
-        f"controls.{name}: its longest sequences have {length:,} tokens, and those of the run "
-        f"{first:,}; a table is for one length."
+        Problem(
+            f"controls.{name}",
+            f"its longest sequences have {length:,} tokens, and those of the run {first:,}; a "
+            "table is for one length.",
+        )
         for name, arm in configs.items()
         if (length := arm.training_length) != first
     ]
 
 
-def label_problems(configs: dict[str, RunConfig]) -> list[str]:
+def label_problems(configs: dict[str, RunConfig]) -> list[Problem]:
     """Runs that tables could not tell apart, one sentence each."""
     seen: dict[str, str] = {}
     return [
-        f"controls.{name}.label: {text!r} is what {seen[text]} is called too; give it another."
+        Problem(
+            f"controls.{name}.label",
+            f"{text!r} is what {seen[text]} is called too; give it another.",
+        )
         for name, arm in configs.items()
         if seen.setdefault(text := label(arm), name) != name
     ]

@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.data.corpus import Corpus
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.results import Arm, Change, Drop, Milestone, Reach, Report, troubles
 from trainer.evaluation.sharing import Share
-from trainer.report.health import troubles
-from trainer.report.outcomes import Outcomes
-from trainer.report.recovery import recoveries
-from trainer.report.results import Arm, Change, Drop, Milestone, Reach, Report
+from trainer.report.training_figures import recoveries
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import encodings, label, reference_first, without_home
 from trainer.runs.directory import plain

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
-from trainer.errors import UserError
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.longbench.rows import read_rows
@@ -139,8 +139,8 @@ def _of_task(task: Task, length: int, texts: int, bos: int) -> Integers:
     try:
         prompts = task.prompts(length)
     except UserError as error:
-        said = (p.replace("evaluation.lengths", f"{KEY}.length") for p in error.problems)
-        raise UserError(*said) from error
+        keys = {"evaluation.lengths": f"{KEY}.length"}
+        raise UserError(*(problem.renamed(keys) for problem in error.problems)) from error
     chosen = np.linspace(0, len(prompts) - 1, min(texts, len(prompts))).round().astype(int)
     tokens = [prompts[i].tokens for i in chosen]
     behind = min(map(len, tokens)) - bos
@@ -152,17 +152,19 @@ def _prompts_of(file: str, straw: Haystack, length: int, texts: int) -> Integers
     rows = read_rows(Path(file), _Row, f"{KEY}.file")
     said = [row.prompt if row.prompt is not None else row.problem for row in rows]
     if None in said:
-        raise UserError(
-            f"{KEY}.file: {file!r} line {said.index(None) + 1}: expected a 'prompt' or 'problem'."
+        raise UserError.at(
+            f"{KEY}.file",
+            f"{file!r} line {said.index(None) + 1}: expected a 'prompt' or 'problem'.",
         )
     encoded = straw.tokenizer.encode_batch([str(one) for one in said], add_special_tokens=False)
     behind = length - len(straw.bos)
     found = [one.ids[-behind:] for one in encoded if len(one.ids) >= behind]
     if not found:
         longest = max(len(one.ids) for one in encoded) + len(straw.bos)
-        raise UserError(
-            f"{KEY}.length: no prompt of {file!r} has {length:,} tokens, the longest {longest:,}; "
-            f"{KEY}.text=many_shot_skip makes long ones of evaluation.many_shot.file."
+        raise UserError.at(
+            f"{KEY}.length",
+            f"no prompt of {file!r} has {length:,} tokens, the longest {longest:,}; "
+            f"{KEY}.text=many_shot_skip makes long ones of evaluation.many_shot.file.",
         )
     return np.array([[*straw.bos, *ids] for ids in found[:texts]], dtype=np.int64)
 
@@ -172,14 +174,15 @@ def _windows_of(file: str, straw: Haystack, length: int, texts: int) -> Integers
     try:
         text = Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UserError(f"{KEY}.file: {file!r} is not UTF-8 text.") from None
+        raise UserError.at(f"{KEY}.file", f"{file!r} is not UTF-8 text.") from None
     except OSError as error:
-        raise UserError(f"{KEY}.file: {file!r} cannot be read ({error.strerror}).") from error
+        raise UserError.at(f"{KEY}.file", f"{file!r} cannot be read ({error.strerror}).") from error
     ids = np.array(straw.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
     behind = length - len(straw.bos)
     if len(ids) < behind:
-        raise UserError(
-            f"{KEY}.length: {file!r} has {len(ids):,} tokens, fewer than the {length:,} of a text."
+        raise UserError.at(
+            f"{KEY}.length",
+            f"{file!r} has {len(ids):,} tokens, fewer than the {length:,} of a text.",
         )
     starts = np.linspace(0, len(ids) - behind, texts).astype(np.int64)
     return np.array([[*straw.bos, *ids[start : start + behind]] for start in starts])

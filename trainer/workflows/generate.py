@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.cores import usual_threads
 from trainer.data.tokenizer import end_of_text
-from trainer.errors import UserError
 from trainer.generation.generate import generate
 from trainer.generation.text_stream import TextStream
 from trainer.model.language_model import LanguageModel
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.memory import cache_memory, free_memory, gib
 from trainer.runs.models import Candidate, find_candidate
-from trainer.workflows.generation_request import GenerationRequest
+from trainer.workflows.requests import GenerationRequest
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,10 @@ def _check_memory(found: Candidate, request: GenerationRequest) -> None:
     tokens = request.max_new_tokens + characters
     needed, free = cache_memory(found.config, len(request.prompts), tokens), free_memory("cpu")
     if needed > free:
-        raise UserError(
-            f"max_new_tokens: keys and values of {tokens:,} tokens need {gib(needed)}, "
-            f"and {gib(free)} are free; choose fewer."
+        raise UserError.at(
+            "max_new_tokens",
+            f"keys and values of {tokens:,} tokens need {gib(needed)}, and {gib(free)} are free; "
+            "choose fewer.",
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from trainer.common.errors import UserError
 from trainer.data.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.errors import UserError
 from trainer.runs.models import Candidate
 
 
@@ -25,10 +25,11 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
         read = candidate.state["data"].get("texts") if "data" in candidate.state else None
         corpus = prepare_corpus(source, run.tokenizer, wanted=read)
         if not same_tokens(corpus.tokenizer, candidate.tokenizer):
-            raise UserError(
-                "checkpoint: it was trained with another tokenizer than its text source gives "
-                "here (another version of Python, or changed files); where a command takes text=, "
-                "that names another source."
+            raise UserError.at(
+                "checkpoint",
+                "it was trained with another tokenizer than its text source gives here (another "
+                "version of Python, or changed files); where a command takes text=, that names "
+                "another source.",
             )
         return corpus
     try:
@@ -36,4 +37,4 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
     except UserError as error:
         if text is None:
             raise
-        raise UserError(*(p.replace("data.", "text.") for p in error.problems)) from error
+        raise UserError(*(p.renamed({"data": "text"}) for p in error.problems)) from error

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.errors import UserError
 from trainer.evaluation.config import EvaluationConfig
 from trainer.evaluation.engine import measure_cells
+from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.plan import plan_cells
+from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report
 from trainer.evaluation.sharing import Share
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
-from trainer.report.observations import ROLES, observe
-from trainer.report.outcomes import AS_IS, Outcomes
-from trainer.report.results import STATEMENTS, Arm, Drop, Report
+from trainer.report.claims import ROLES, observe
 from trainer.runs.descriptions import describe_task, environment, without_home
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.memory import evaluation_problems
@@ -165,12 +165,14 @@ def checked(candidates: Sequence[Candidate]) -> list[Candidate]:
     first = candidates[0]
     for candidate in candidates:
         if not same_tokens(candidate.tokenizer, first.tokenizer):
-            raise UserError(f"compare: {candidate.given!r} has another tokenizer than the first.")
+            raise UserError.at(
+                "compare", f"{candidate.given!r} has another tokenizer than the first."
+            )
         if candidate.layout.training_length != first.layout.training_length:
-            raise UserError(
-                f"compare: {candidate.given!r} has a training length of "
-                f"{candidate.layout.training_length} tokens, the first one of "
-                f"{first.layout.training_length}."
+            raise UserError.at(
+                "compare",
+                f"{candidate.given!r} has a training length of {candidate.layout.training_length} "
+                f"tokens, the first one of {first.layout.training_length}.",
             )
     return distinct(candidates)
 

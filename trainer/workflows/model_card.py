@@ -8,14 +8,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
+from trainer.evaluation.outcomes import Outcomes
+from trainer.evaluation.results import Report
 from trainer.interchange.export.engines import verdicts
 from trainer.interchange.export.plan import Plan
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
-from trainer.report.outcomes import Outcomes
-from trainer.report.results import Report
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import saved_config
@@ -36,7 +36,7 @@ def model_card(
         plan: how it is written.
         difference: of logits, None where nothing was compared.
     """
-    config = saved_config(state["config"], f"checkpoint: the configuration in {str(path)!r}")
+    config = saved_config(state["config"], "checkpoint", f"the configuration in {str(path)!r}")
     report = _report(path)
     facts = _facts(config, state, model, report)
     compared = (

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
+from trainer.common.errors import Problem, UserError
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.errors import UserError
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
 from trainer.runs.arms import MAIN, arms_of
@@ -26,7 +26,7 @@ from trainer.training.module import make_decoder
 from trainer.training.peaks import dense_peak
 from trainer.training.rehearsal import Parts, memory_of
 from trainer.training.strategy import reduces_once_a_step
-from trainer.workflows.plan_request import PlanRequest
+from trainer.workflows.requests import PlanRequest
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 GB = 1e9
@@ -86,7 +86,7 @@ def plan(request: PlanRequest) -> Iterator[Section]:
     yield Section(f"Time at {request.mfu:.0%} of the peak", list(_time(request, operations)))
     yield Section("Disk", list(_disk(config, controls, counted["in all"], vocab)))
     if missing := [*request.missing, *_missing_text(corpus)]:
-        yield Section("Missing here", [("", one) for one in missing])
+        yield Section("Missing here", [("", str(one)) for one in missing])
 
 
 def parameters(model: Decoder) -> dict[str, int]:
@@ -289,11 +289,11 @@ def _vocabulary(config: RunConfig, corpus: Corpus | UserError) -> int:
         return corpus.tokenizer.get_vocab_size()
     if config.tokenizer.path is None:
         return config.tokenizer.vocab_size
-    raise UserError(
-        "model.vocab_size: not known before the text is prepared; give it, such as "
-        "model.vocab_size=49152."
+    raise UserError.at(
+        "model.vocab_size",
+        "not known before the text is prepared; give it, such as model.vocab_size=49152.",
     )
 
 
-def _missing_text(corpus: Corpus | UserError) -> list[Any]:
+def _missing_text(corpus: Corpus | UserError) -> list[Problem]:
     return list(corpus.problems) if isinstance(corpus, UserError) else []

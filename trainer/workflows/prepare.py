@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from trainer.common.errors import Problem, UserError
+from trainer.common.progress import Progress
+from trainer.common.words import counted
 from trainer.cores import cores
 from trainer.data.config import DataConfig
 from trainer.data.packing import packing_problems
@@ -16,11 +19,8 @@ from trainer.data.prepared import open_prepared, verify
 from trainer.data.preparing import Preparation, of_mixture
 from trainer.data.sources import describe
 from trainer.data.units import Advance
-from trainer.errors import UserError
-from trainer.report.progress import Progress
-from trainer.report.words import counted
 from trainer.runs.descriptions import without_home
-from trainer.workflows.prepare_request import PrepareRequest
+from trainer.workflows.requests import PrepareRequest
 from trainer.workflows.training_text import readings, tokenizer_of_weights
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def _verified(work: Preparation) -> str:
     text = open_prepared(work.directory)
     if problems := [*verify(text, cores()), *packing_problems(work.directory)]:
         raise UserError(
-            *(f"data: {str(work.directory)!r}: {problem}." for problem in problems),
-            "Remove that directory and prepare the text again.",
+            *(Problem("data", f"{str(work.directory)!r}: {problem}.") for problem in problems),
+            Problem("", "Remove that directory and prepare the text again."),
         )
     return f"Every byte is as it was written: {_described(work)}"

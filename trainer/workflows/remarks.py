@@ -10,7 +10,7 @@ from trainer.evaluation.config import LONGBENCH, MANY_SHOT, RULER, EvaluationCon
 from trainer.evaluation.many_shot import LONG_TASKS
 from trainer.evaluation.method_config import BY_LAYER, ON_TEXT, MethodsConfig
 from trainer.evaluation.needles.tasks import NEEDLE_TASKS
-from trainer.report.results import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.runs.config import RunConfig
 from trainer.runs.descriptions import label
 from trainer.runs.monitoring import MonitorConfig

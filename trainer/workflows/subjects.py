@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from trainer.errors import UserError
+from trainer.common.errors import Problem, UserError
+from trainer.common.words import counted
 from trainer.evaluation.head_units import heads_problems
 from trainer.evaluation.keys import fingerprint
 from trainer.evaluation.method_config import LAYERS_KEY, MethodsConfig
@@ -18,7 +19,6 @@ from trainer.evaluation.passes import Dtype, precision_of
 from trainer.evaluation.plan import Subject
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import layer_problems
-from trainer.report.words import counted
 from trainer.runs.models import DTYPES, Candidate
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def applicable(
     """
     found: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
     idle: dict[tuple[str, str], list[str]] = defaultdict(list)
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name in config.names:
         for subject in subjects:
             count = subject.config.num_hidden_layers
@@ -117,5 +117,5 @@ def applicable(
     if problems:
         raise UserError(*dict.fromkeys(problems))
     if not any(found.values()):
-        raise UserError(*(f"evaluation.methods: {note}" for note in notes))
+        raise UserError(*(Problem("evaluation.methods", note) for note in notes))
     return found, notes

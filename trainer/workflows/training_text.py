@@ -9,10 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from trainer.common.errors import Problem, UserError
 from trainer.data.config import DataConfig, SourceConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import SMALLEST_VOCABULARY, same_tokens, vocabulary_size
-from trainer.errors import UserError
 from trainer.evaluation.plan import Subject
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.model.language_model import LanguageModel
@@ -55,15 +55,20 @@ def check_vocabularies(arms: Mapping[str, RunConfig], corpus: Corpus) -> None:
     """
     tokens = vocabulary_size(corpus.tokenizer)
 
-    def problems(arm: RunConfig) -> list[str]:
+    def problems(arm: RunConfig) -> list[Problem]:
         embeddings, own = arm.model.vocab_size, tokenizer_of_weights(arm)
         if own is not None and not same_tokens(own, corpus.tokenizer):
-            return ["model: its weights came with another tokenizer than the run's text has."]
+            return [
+                Problem("model", "its weights came with another tokenizer than the run's text has.")
+            ]
         if embeddings is None or embeddings >= tokens:
             return []
         return [
-            f"model.vocab_size: {embeddings} embeddings, but the tokenizer has {tokens} tokens; "
-            f"give {tokens} or more, or null."
+            Problem(
+                "model.vocab_size",
+                f"{embeddings} embeddings, but the tokenizer has {tokens} tokens; give {tokens} "
+                "or more, or null.",
+            )
         ]
 
     if found := arm_problems(arms, of_run=[problems]):
@@ -77,20 +82,26 @@ NOT_OF_TEXT = {
 """Keys of a source on which its text does not depend, with the reason."""
 
 
-def text_problems(arms: Mapping[str, RunConfig]) -> list[str]:
+def text_problems(arms: Mapping[str, RunConfig]) -> list[Problem]:
     """Return which controls name other text or another tokenizer than the run, whose text all arms
     read; a control may leave texts of a mixture out, and weigh them otherwise."""
     texts, tokenizer = _texts_of(arms[MAIN]), arms[MAIN].tokenizer
     found = [
-        f"controls.{name}.data: a control reads the text of its run, and {text!r} is another; "
-        "train it as a run of its own."
+        Problem(
+            f"controls.{name}.data",
+            f"a control reads the text of its run, and {text!r} is another; train it as a run of "
+            "its own.",
+        )
         for name, arm in arms.items()
         for text, source in _texts_of(arm).items()
         if texts.get(text) != source
     ]
     return found + [
-        f"controls.{name}.tokenizer: a control reads the tokens of its run, and has another "
-        f"{', '.join(_differing(arm.tokenizer, tokenizer))}; train it as a run of its own."
+        Problem(
+            f"controls.{name}.tokenizer",
+            "a control reads the tokens of its run, and has another "
+            f"{', '.join(_differing(arm.tokenizer, tokenizer))}; train it as a run of its own.",
+        )
         for name, arm in arms.items()
         if arm.tokenizer != tokenizer
     ]
@@ -196,15 +207,18 @@ def readings(config: RunConfig) -> list[DataConfig]:
     return [*(replace(own, packing=kind, sequence_length=n) for kind, n in others), own]
 
 
-def vocabulary_problems(config: RunConfig) -> list[str]:
+def vocabulary_problems(config: RunConfig) -> list[Problem]:
     """What can be said of the vocabulary before there is a tokenizer."""
     embeddings, least = config.model.vocab_size, SMALLEST_VOCABULARY
     given = config.tokenizer.path or config.model.is_trained
     if given or embeddings is None or embeddings >= least:
         return []
     return [
-        f"model.vocab_size: {embeddings} embeddings, but a tokenizer that is trained here has at "
-        f"least {least} tokens; give more, or null."
+        Problem(
+            "model.vocab_size",
+            f"{embeddings} embeddings, but a tokenizer that is trained here has at least {least} "
+            "tokens; give more, or null.",
+        )
     ]
 
 

@@ -18,7 +18,7 @@ from trainer.analysis.recovery import recovery
 from trainer.analysis.studies.compared_heads import MEASURES, head_change, heads_part
 from trainer.analysis.studies.drop import DropStudy
 from trainer.analysis.studies.study import Target
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 IDS = torch.randint(50, (2, 72), generator=torch.Generator().manual_seed(0))
 TRAINED = 24

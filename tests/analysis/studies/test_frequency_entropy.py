@@ -321,7 +321,7 @@ def test_the_curve_has_more_words_than_one_rule():
         ("sequence", "below", 0.6),
     )
     for wrong in ("", "spectrum=0.2", "fe<0.2", "spectrum<2", "sequence<0.6+"):
-        (problem,) = AttenuationSettings(gates=[wrong]).problems()
+        (problem,) = map(str, AttenuationSettings(gates=[wrong]).problems())
         assert problem.startswith("analysis.attenuation.gates: expected an entropy and")
 
 

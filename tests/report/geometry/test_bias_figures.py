@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.report.described import check
-from trainer.report.geometry.bias_figures import (
+from trainer.analysis.studies.bias_figures import (
     factor_figure,
     gradient_figure,
     needle_figure,
@@ -24,20 +24,19 @@ def test_gradients_are_means_over_seeds_between_their_extremes():
     check(
         gradient_figure(gradients, NAMES),
         """
-        6.75 x 2.80 inches
         panel 1,1 of 1x2 'towards its own token'
-          x linear -0.1..2.1 'layer' ticks 0 1 2
-          y log 0.8832..13.59 'gradient norm of Aᶜ' ticks 1 2 5 10 grid
+          x linear 'layer'
+          y log 'gradient norm of Aᶜ'
           line #000000 - o: x 0 1 2; y 2 3 11
           line #cc79a7 - X: x 0 1 2; y 1 1 1
           bars #000000: 0 1, 0 3; 1 2, 1 4; 2 10, 2 12
         panel 1,2 of 1x2 'towards the previous token'
-          x linear -0.1..2.1 'layer' ticks 0 1 2
-          y linear 0.9..3.1 'gradient norm of Aᶜ' ticks 1 1.5 2 2.5 3 grid
+          x linear 'layer'
+          y linear 'gradient norm of Aᶜ'
           line #000000 - o: x 0 1 2; y 1 2 3
           line #cc79a7 - X: x 0 1 2; y 2 2 2
           bars #000000: 0 1, 0 1; 1 2, 1 2; 2 3, 2 3
-        legend upper, upper center, columns: 2
+        legend
           'with RoPE' #000000 - o
           'without' #cc79a7 - X
         """,
@@ -49,21 +48,19 @@ def test_growth_is_over_the_spread_at_the_first_attention():
     check(
         spread_figure(spreads, NAMES),
         """
-        6.75 x 2.80 inches
         panel 1,1 of 1x2 'prefix spread'
-          x linear -0.1..2.1 'blocks passed' ticks 0 1 2
-          y log 0.8316..48.1 'spread (norm, of what enters attention)' ticks 1 2 5 10 20
-              grid
+          x linear 'blocks passed'
+          y log 'spread (norm, of what enters attention)'
           line #000000 - o: x 0 1 2; y 2 4 6
           line #cc79a7 - X: x 0 1 2; y 2 10 38
           bars #cc79a7: 0 1, 0 3; 1 8, 1 12; 2 36, 2 40
         panel 1,2 of 1x2 'growth over the first'
-          x linear -0.1..2.1 'blocks passed' ticks 0 1 2
-          y log 0.8316..48.1 'spread / spread at the first attention' ticks 1 2 5 10 20 grid
+          x linear 'blocks passed'
+          y log 'spread / spread at the first attention'
           line #000000 - o: x 0 1 2; y 1 2 3
           line #cc79a7 - X: x 0 1 2; y 1 6 26
           bars #cc79a7: 0 1, 0 1; 1 4, 1 8; 2 12, 2 40
-        legend upper, upper center, columns: 2
+        legend
           'with RoPE' #000000 - o
           'without' #cc79a7 - X
         """,
@@ -78,18 +75,17 @@ def test_two_heads_by_layout():
     check(
         figure,
         """
-        6.75 x 2.80 inches
         panel 1,1 of 1x2 'layer 0'
-          x linear -1.55..32.55 'distance (tokens back)' ticks 0 10 20 30
-          y linear -0.03875..0.8137 'mean attention' ticks 0 0.2 0.4 0.6 0.8 grid
+          x linear 'distance (tokens back)'
+          y linear 'mean attention'
           line #000000 - o: x 32 from 0 to 31; y 32 from 0 to 0.775
           line #009e73 - ^: x 0 1; y 0.5 0.25
         panel 1,2 of 1x2 'layer 1'
-          x linear -2.2..2.2 'key, tokens from the earlier occurrence' ticks -2 -1 0 1 2
-          y linear -0.025..0.525 'mean attention' ticks 0 0.1 0.2 0.3 0.4 0.5 grid
+          x linear 'key, tokens from the earlier occurrence'
+          y linear 'mean attention'
           line #000000 - o: x -2 -1 0 1 2; y 0 0.1 0.5 0.2 0
           line #009e73 - ^: x -2 -1 0 1 2; y 0 0 0.4 0 0
-        legend upper, upper center, columns: 2
+        legend
           'as trained' #000000 - o
           'YaRN' #009e73 - ^
         """,
@@ -101,15 +97,12 @@ def test_attention_around_a_needle():
     check(
         needle_figure(around, -1, NAMES, "layer 2"),
         """
-        6.75 x 2.80 inches
         panel 1,1 of 1x1 'layer 2'
-          x linear -1.1..1.1 "key, tokens from the needle's first" ticks -1 -0.75 -0.5 -0.25
-              0 0.25 0.5 0.75 1
-          y linear -0.025..0.525 'attention of the last token' ticks 0 0.1 0.2 0.3 0.4 0.5
-              grid
+          x linear "key, tokens from the needle's first"
+          y linear 'attention of the last token'
           line #000000 - o: x -1 0 1; y 0 0.25 0.5
           line #009e73 - ^: x -1 0 1; y 0 0.125 0
-        legend upper, upper center, columns: 2
+        legend
           'as trained' #000000 - o
           'YaRN' #009e73 - ^
         """,
@@ -121,14 +114,12 @@ def test_what_moves_by_bias():
     check(
         shift_figure(bias, shift),
         """
-            4.05 x 2.80 inches
-            panel 1,1 of 1x1
-              x linear 0.085..0.415 'Aᶜ, the larger of the two' ticks 0.1 0.2 0.3 0.4 grid
-              y linear 0.85..4.15 'attention on other keys\\n(total variation)' ticks 1 1.5 2 2.5
-                  3 3.5 4 grid
-              points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0.1 0.2 0.3 0.4; y 1 2 3 4
-            bar 'layer' #440154-#b0dd2f 0..1 ticks 0 1 beside 1
-            """,
+        panel 1,1 of 1x1
+          x linear 'Aᶜ, the larger of the two'
+          y linear 'attention on other keys\\n(total variation)'
+          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0.1 0.2 0.3 0.4; y 1 2 3 4
+        bar 'layer' #440154-#b0dd2f 0..1
+        """,
     )
 
 
@@ -137,18 +128,17 @@ def test_factors_of_frequencies():
     check(
         factor_figure(factors, 2, NAMES),
         """
-        6.75 x 2.80 inches
         panel 1,1 of 1x2 's = 2'
-          x linear -0.1..2.1 'pair, fastest first' ticks 0 0.5 1 1.5 2
-          y linear 0..1.05 'frequency factor γ' ticks 0 0.2 0.4 0.6 0.8 1 grid
+          x linear 'pair, fastest first'
+          y linear 'frequency factor γ'
           line #009e73 - ^: x 0 1 2; y 1 0.75 0.5
           line #707070 --: upright at 1.5
         panel 1,2 of 1x2 's = 8'
-          x linear -0.1..2.1 'pair, fastest first' ticks 0 0.5 1 1.5 2
-          y linear 0..1.05 'frequency factor γ' ticks 0 0.2 0.4 0.6 0.8 1 grid
+          x linear 'pair, fastest first'
+          y linear 'frequency factor γ'
           line #009e73 - ^: x 0 1 2; y 1 0.5 0.125
           line #707070 --: upright at 1.5
-        legend upper, upper center, columns: 2
+        legend
           'YaRN' #009e73 - ^
           'right of it: less than one turn' #707070 --
         """,

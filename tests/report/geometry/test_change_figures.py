@@ -5,12 +5,7 @@ import math
 import numpy as np
 
 from tests.report.described import check
-from trainer.report.geometry.change_figures import (
-    Changes,
-    OnePair,
-    changes_by_pair,
-    pairs_in_both,
-)
+from trainer.analysis.studies.offset_figures import Changes, OnePair, changes_by_pair, pairs_in_both
 
 
 def test_changes_of_radius_and_angle_by_pair():
@@ -24,33 +19,31 @@ def test_changes_of_radius_and_angle_by_pair():
     check(
         changes_by_pair(found, {"before": (1, 2), "after": (2,)}),
         """
-            6.75 x 4.20 inches
-            panel 1,1 of 2x1
-              x linear -0.39..1.59 ticks 0 1 unlabelled
-              y linear -2.25..3.25 'change of the radius' ticks -2 0 2 grid
-              points #440154-#b0dd2f 0..2 of 0 2 2 0: x -0.3 0.3 1.3 0.7; y 1 3 0 -2 as a
-                  picture
-              line #707070 -: level at 0
-              line 'upper bound, before' #000000 --: upright at 0.5
-              line #000000 --: upright at 1.5
-              line 'upper bound, after' #000000 :: upright at 1.5
-              line 'median over heads' #d55e00 -: x 0 1; y 2 -1
-            panel 2,1 of 2x1
-              x linear -0.39..1.59 'pair index, from the fastest on' ticks 0 1
-              y linear -0.55..0.55 'change of the angle φ (rad)' ticks -0.5 -0.25 0 0.25 0.5
-                  grid
-              points #440154-#b0dd2f 0..2 of 0 2 nan 0: x -0.3 0.3 nan 0.7; y 0.5 -0.5 nan 0.25
-                  as a picture
-              line #707070 -: level at 0
-              line 'upper bound, before' #000000 --: upright at 0.5
-              line #000000 --: upright at 1.5
-              line 'upper bound, after' #000000 :: upright at 1.5
-            bar 'layer' #440154-#b0dd2f 0..2 ticks 0 1 2 beside 1 2
-            legend upper, upper center, columns: 3
-              'upper bound, before' #000000 --
-              'upper bound, after' #000000 :
-              'median over heads' #d55e00 -
-            """,
+        panel 1,1 of 2x1
+          x linear
+          y linear 'change of the radius'
+          points #440154-#b0dd2f 0..2 of 0 2 2 0: x -0.3 0.3 1.3 0.7; y 1 3 0 -2 as a
+              picture
+          line #707070 -: level at 0
+          line 'upper bound, before' #000000 --: upright at 0.5
+          line #000000 --: upright at 1.5
+          line 'upper bound, after' #000000 :: upright at 1.5
+          line 'median over heads' #d55e00 -: x 0 1; y 2 -1
+        panel 2,1 of 2x1
+          x linear 'pair index, from the fastest on'
+          y linear 'change of the angle φ (rad)'
+          points #440154-#b0dd2f 0..2 of 0 2 nan 0: x -0.3 0.3 nan 0.7; y 0.5 -0.5 nan 0.25
+              as a picture
+          line #707070 -: level at 0
+          line 'upper bound, before' #000000 --: upright at 0.5
+          line #000000 --: upright at 1.5
+          line 'upper bound, after' #000000 :: upright at 1.5
+        bar 'layer' #440154-#b0dd2f 0..2
+        legend
+          'upper bound, before' #000000 --
+          'upper bound, after' #000000 :
+          'median over heads' #d55e00 -
+        """,
     )
 
 
@@ -70,23 +63,21 @@ def test_one_pair_in_both_models():
     check(
         pairs_in_both(panels, ("RoPE", "DroPE")),
         """
-        6.75 x 2.90 inches
         panel 1,1 of 1x2 'pair 7'
-          x linear 0..4.15 'radius of the mean key' ticks 0 1 2 3 4
-          y linear 0..6.283 'angle φ, query to key (rad)' ticks 0='0' 1.571='π/2' 3.142='π'
-              4.712='3π/2' 6.283='2π' grid
+          x linear 'radius of the mean key'
+          y linear 'angle φ, query to key (rad)'
           lines #707070: 2 1, 4 2 as a picture
           points 'RoPE' #0072b2: x 1 2; y 6 1 as a picture
           line #0072b2 --: level at 4.5
           points 'DroPE' #d55e00: x 3 4; y 0.25 2 as a picture
         panel 1,2 of 1x2 'pair 8'
-          x linear 0..1.055 'radius of the mean key' ticks 0 0.25 0.5 0.75 1
-          y linear 0..6.283 ticks 0 1.571 3.142 4.712 6.283 unlabelled grid
+          x linear 'radius of the mean key'
+          y linear
           lines #707070: none as a picture
           points 'RoPE' #0072b2: x 1; y 1 as a picture
           points 'DroPE' #d55e00: x 1; y 4.142 as a picture
           line #d55e00 :: level at 4
-        legend upper, upper center, columns: 2
+        legend
           'RoPE' #0072b2
           'DroPE' #d55e00
         """,

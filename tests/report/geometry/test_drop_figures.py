@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.report.described import check
-from trainer.report.geometry.drop_figures import (
+from trainer.analysis.studies.drop_figures import (
     head_figure,
     indicator_figure,
     position_figure,
@@ -18,14 +18,13 @@ def test_heads_before_and_after_lie_on_a_line_where_nothing_changed():
     check(
         head_figure(panels, NAMES),
         """
-            4.05 x 2.80 inches
-            panel 1,1 of 1x1 'sink'
-              x linear -0.05..1.05 'RoPE' ticks 0 0.25 0.5 0.75 1 grid
-              y linear -0.05..1.05 'DroPE' ticks 0 0.2 0.4 0.6 0.8 1 grid
-              line #707070 :: x 0 1; y 0 1
-              points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 1
-            bar 'layer' #440154-#b0dd2f 0..1 ticks 0 1 beside 1
-            """,
+        panel 1,1 of 1x1 'sink'
+          x linear 'RoPE'
+          y linear 'DroPE'
+          line #707070 :: x 0 1; y 0 1
+          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 1
+        bar 'layer' #440154-#b0dd2f 0..1
+        """,
     )
 
 
@@ -35,19 +34,18 @@ def test_predictions_and_losses_by_position():
     check(
         figure,
         """
-        6.75 x 2.80 inches
         panel 1,1 of 1x2 'next-token predictions'
-          x log 6.964..147 'tokens read' ticks 8 16 32 64 128 and between
-          y linear 0.1625..2.087 'KL divergence (nats)' ticks 0.5 1 1.5 2 grid
+          x log 'tokens read'
+          y linear 'KL divergence (nats)'
           line #000000 -: x 8 64 128; y 0.5 0.25 2
           line #707070 --: upright at 96
         panel 1,2 of 1x2 'loss'
-          x log 6.964..147 'tokens read' ticks 8 16 32 64 128 and between
-          y linear 3.9..6.1 'loss (nats/token)' ticks 4 4.5 5 5.5 6 grid
+          x log 'tokens read'
+          y linear 'loss (nats/token)'
           line #000000 -: x 8 64 128; y 5 4 6
           line #d55e00 -: x 8 64 128; y 5 4.5 4.25
           line #707070 --: upright at 96
-        legend upper, upper center, columns: 4
+        legend
           'KL(RoPE ‖ DroPE)' #000000 -
           'RoPE' #000000 -
           'DroPE' #d55e00 -
@@ -66,20 +64,19 @@ def test_indicators_by_length_the_first_of_which_may_be_logarithmic():
     check(
         indicator_figure(lengths, panels, NAMES, 64),
         """
-        6.75 x 2.80 inches
         panel 1,1 of 1x2 'offset'
-          x log 25.99..2521 'tokens read' ticks 32 128 512 2048
-          y log 0.8123..78.79 ticks 1 2 5 10 20 50 grid
+          x log 'tokens read'
+          y log
           line #000000 - o: x 32 64 128 256 512 1024 2048; y 1 2 4 8 16 32 64
           line #d55e00 - v: x 32 64 128 256 512 1024 2048; y 1 1 1 1 1 1 1
           line #707070 --: upright at 64
         panel 1,2 of 1x2 'sink'
-          x log 25.99..2521 'tokens read' ticks 32 128 512 2048
-          y linear -2.15..67.15 ticks 0 10 20 30 40 50 60 grid
+          x log 'tokens read'
+          y linear
           line #000000 - o: x 32 64 128 256 512 1024 2048; y 1 2 4 8 16 32 64
           line #d55e00 - v: x 32 64 128 256 512 1024 2048; y 1 1 1 1 1 1 1
           line #707070 --: upright at 64
-        legend upper, upper center, columns: 3
+        legend
           'RoPE' #000000 - o
           'DroPE' #d55e00 - v
           'training length' #707070 --
@@ -95,14 +92,13 @@ def test_the_loss_around_a_drop():
     check(
         recovery_figure([1, 2, 3, 4], [5.0, 4.0, 9.0, 6.0], 2),
         """
-        6.75 x 3.10 inches
         panel 1,1 of 1x1
-          x linear 0.85..4.15 'training step' ticks 1 1.5 2 2.5 3 3.5 4
-          y linear 3.75..9.25 'loss (nats/token)' ticks 4 5 6 7 8 9 grid
+          x linear 'training step'
+          y linear 'loss (nats/token)'
           line #0072b2 -: x 1 2 3 4; y 5 4 9 6
           line #707070 --: upright at 2
           note 'dropped at step 2' #707070 center bottom: 0 3 offset points from 2 1
-        legend right, center right, columns: 1
+        legend
           'training loss' #0072b2 -
         """,
     )

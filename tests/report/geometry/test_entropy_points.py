@@ -5,12 +5,11 @@ import math
 import numpy as np
 
 from tests.report.described import check
-from trainer.report.geometry.entropy_points import (
+from trainer.analysis.studies.entropy_pictures import (
     HeadColumn,
     head_columns,
-    layer_panels,
-    pair_scatter,
 )
+from trainer.plotting.points import layer_panels, pair_scatter
 
 
 def test_pairs_of_heads_by_measure_and_layer():
@@ -22,28 +21,27 @@ def test_pairs_of_heads_by_measure_and_layer():
     check(
         pair_scatter(panels, {"keys": (0.25, 0.75)}, "pair"),
         """
-            6.75 x 4.00 inches
-            panel 1,1 of 2x2 'layer 0'
-              x linear -0.05..1.05 ticks 0 0.5 1 unlabelled
-              y linear 0..1.02 'queries' ticks 0 0.25 0.5 0.75 1 grid
-              points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 0 1; y 0.1 0.2 0.3 0.4 as a picture
-            panel 1,2 of 2x2 'layer 5'
-              x linear -0.05..1.05 ticks 0 0.5 1 unlabelled
-              y linear 0..1.02 ticks 0 0.25 0.5 0.75 1 unlabelled grid
-              points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 0 1; y 0.05 0.1 0.15 0.2 as a
-                  picture
-            panel 2,1 of 2x2
-              x linear -0.05..1.05 ticks 0 0.5 1
-              y linear 0..1.02 'keys' ticks 0 0.25 0.5 0.75 1 grid
-              points #440154-#b0dd2f 0..1 of 0: x 0; y 1 as a picture
-              line #707070 --: level at 0.25
-              line #707070 --: level at 0.75
-            panel 2,2 of 2x2
-              x linear -0.05..1.05 ticks 0 0.5 1
-              y linear 0..1.02 ticks 0 0.25 0.5 0.75 1 unlabelled grid
-            bar 'head' #440154-#b0dd2f 0..1 ticks 0 1 beside 1 2 3 4
-            below 'pair'
-            """,
+        panel 1,1 of 2x2 'layer 0'
+          x linear
+          y linear 'queries'
+          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 0 1; y 0.1 0.2 0.3 0.4 as a picture
+        panel 1,2 of 2x2 'layer 5'
+          x linear
+          y linear
+          points #440154-#b0dd2f 0..1 of 0 0 1 1: x 0 1 0 1; y 0.05 0.1 0.15 0.2 as a
+              picture
+        panel 2,1 of 2x2
+          x linear
+          y linear 'keys'
+          points #440154-#b0dd2f 0..1 of 0: x 0; y 1 as a picture
+          line #707070 --: level at 0.25
+          line #707070 --: level at 0.75
+        panel 2,2 of 2x2
+          x linear
+          y linear
+        bar 'head' #440154-#b0dd2f 0..1
+        below 'pair'
+        """,
     )
 
 
@@ -66,36 +64,35 @@ def test_a_small_panel_for_every_layer():
     check(
         layer_panels(panels, (0.5,), "pair", "entropy"),
         """
-            6.75 x 2.30 inches
-            panel 1,1 of 2x4 '0'
-              x linear -0.05..1.05 ticks 0 0.5 1 unlabelled
-              y linear 0..1.02 ticks 0 0.5 1 grid
-              points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0 as a picture
-              line #707070 --: level at 0.5
-            panel 1,2 of 2x4 '1'
-              x linear -0.05..1.05 ticks 0 0.5 1
-              y linear 0..1.02 ticks 0 0.5 1 unlabelled grid
-              points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0.25 as a picture
-              line #707070 --: level at 0.5
-            panel 1,3 of 2x4 '2'
-              x linear -0.05..1.05 ticks 0 0.5 1
-              y linear 0..1.02 ticks 0 0.5 1 unlabelled grid
-              points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0.5 as a picture
-              line #707070 --: level at 0.5
-            panel 1,4 of 2x4 '3'
-              x linear -0.05..1.05 ticks 0 0.5 1
-              y linear 0..1.02 ticks 0 0.5 1 unlabelled grid
-              points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0.75 as a picture
-              line #707070 --: level at 0.5
-            panel 2,1 of 2x4 '4'
-              x linear -0.05..1.05 ticks 0 0.5 1
-              y linear 0..1.02 ticks 0 0.5 1 grid
-              points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 1 as a picture
-              line #707070 --: level at 0.5
-            bar 'head' #440154-#b0dd2f 0..1 ticks 0 beside 1 2 3 4 5
-            below 'pair'
-            left 'entropy'
-            """,
+        panel 1,1 of 2x4 '0'
+          x linear
+          y linear
+          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0 as a picture
+          line #707070 --: level at 0.5
+        panel 1,2 of 2x4 '1'
+          x linear
+          y linear
+          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0.25 as a picture
+          line #707070 --: level at 0.5
+        panel 1,3 of 2x4 '2'
+          x linear
+          y linear
+          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0.5 as a picture
+          line #707070 --: level at 0.5
+        panel 1,4 of 2x4 '3'
+          x linear
+          y linear
+          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 0.75 as a picture
+          line #707070 --: level at 0.5
+        panel 2,1 of 2x4 '4'
+          x linear
+          y linear
+          points #440154-#b0dd2f 0..1 of 0 0: x 0 1; y 0.5 1 as a picture
+          line #707070 --: level at 0.5
+        bar 'head' #440154-#b0dd2f 0..1
+        below 'pair'
+        left 'entropy'
+        """,
     )
 
 
@@ -117,36 +114,34 @@ def test_heads_with_the_norms_of_their_pairs():
     check(
         head_columns(columns, {"q": (0.25,)}),
         """
-            5.40 x 5.20 inches
-            panel 1,1 of 3x2 'sink'
-              x linear -0.1..2.1 ticks 0 1 2
-              y linear 0..1.02 'q' ticks 0 0.5 1 grid
-              line #0072b2 o: x 0 1 2; y 0.1 0.2 0.3
-              line #707070 --: level at 0.25
-            panel 1,2 of 3x2 'other'
-              x linear -0.05..1.05 ticks 0 1
-              y linear 0..1.02 ticks 0 0.5 1 unlabelled grid
-              line #0072b2 o: x 0 1; y 0.5 0.5
-              line #707070 --: level at 0.25
-            panel 2,1 of 3x2
-              x linear -0.1..2.1 'pair index' ticks 0 1 2
-              y linear 0..1.02 'k' ticks 0 0.5 1 grid
-              line #0072b2 o: x 0 1 2; y 1 0 1
-            panel 2,2 of 3x2
-              x linear -0.05..1.05 'pair index' ticks 0 1
-              y linear 0..1.02 ticks 0 0.5 1 unlabelled grid
-              line #0072b2 o: x 0 1; y 0 0
-            panel 3,1 of 3x2
-              x linear -2..6 'token' ticks -2 0 2 4 6
-              y linear 2.5..-0.5 'pair index' ticks 0 1 2
-              image cividis LogNorm 1..100, nearest, else 0.5 0.5 0.5 0.22, from -2 6 2.5 -0.5:
-                  1 10 / nan 100 / 1 1 as a picture
-            panel 3,2 of 3x2
-              x linear -2..6 'token' ticks -2 0 2 4 6
-              y linear 2.5..-0.5 ticks 0 1 2 unlabelled
-              image cividis LogNorm 1..100, nearest, else 0.5 0.5 0.5 0.22, from -2 6 1.5 -0.5:
-                  1 10 / nan 100 as a picture
-            bar 'l2 norm of the pair' cividis LogNorm 1..100 ticks 1='10^{0}' 10='10^{1}'
-                100='10^{2}' beside 5 6
-            """,
+        panel 1,1 of 3x2 'sink'
+          x linear
+          y linear 'q'
+          line #0072b2 o: x 0 1 2; y 0.1 0.2 0.3
+          line #707070 --: level at 0.25
+        panel 1,2 of 3x2 'other'
+          x linear
+          y linear
+          line #0072b2 o: x 0 1; y 0.5 0.5
+          line #707070 --: level at 0.25
+        panel 2,1 of 3x2
+          x linear 'pair index'
+          y linear 'k'
+          line #0072b2 o: x 0 1 2; y 1 0 1
+        panel 2,2 of 3x2
+          x linear 'pair index'
+          y linear
+          line #0072b2 o: x 0 1; y 0 0
+        panel 3,1 of 3x2
+          x linear 'token'
+          y linear 'pair index'
+          image cividis LogNorm 1..100, nearest, else 0.5 0.5 0.5 0.22, from -2 6 2.5 -0.5:
+              1 10 / nan 100 / 1 1 as a picture
+        panel 3,2 of 3x2
+          x linear 'token'
+          y linear
+          image cividis LogNorm 1..100, nearest, else 0.5 0.5 0.5 0.22, from -2 6 1.5 -0.5:
+              1 10 / nan 100 as a picture
+        bar 'l2 norm of the pair' cividis LogNorm 1..100
+        """,
     )

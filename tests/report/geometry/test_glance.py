@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.report.geometry.glance import Indicator, glance
+from trainer.analysis.studies.section import Indicator, glance
 
 
 def indicator(values, lengths=(32, 64, 128), wanted="high", trained=64, **more):

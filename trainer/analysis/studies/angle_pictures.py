@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from trainer.analysis.angle_stability import COLUMNS, Stability
-from trainer.report.geometry.offset_figures import radius_and_variance
-from trainer.report.geometry.section import Picture
+from trainer.analysis.studies.offset_figures import radius_and_variance
+from trainer.analysis.studies.section import Picture
 
 LONG = 0.9
 """Quantile of the radii from which on a mean is called long."""

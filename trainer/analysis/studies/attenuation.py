@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from trainer.analysis.attenuation import Gate, Gates, Sweep, sweep
 from trainer.analysis.frequency_entropy import FrequencyEntropy, frequency_entropies
 from trainer.analysis.settings import rules
-from trainer.analysis.studies.part import Part
+from trainer.analysis.studies.section import Part, Picture
 from trainer.analysis.studies.study import Target
-from trainer.report.geometry.entropy_figures import curves
-from trainer.report.geometry.section import Picture
+from trainer.plotting.lines import curves
 
 NAMES = {"spectrum": "SpectrumFE", "sequence": "SequenceFE"}
 

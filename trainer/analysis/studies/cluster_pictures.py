@@ -11,19 +11,11 @@ import numpy as np
 from trainer.analysis.averages import Array
 from trainer.analysis.clusters import ClusterResult
 from trainer.analysis.snapshots import Snapshot
+from trainer.analysis.studies.section import Picture
 from trainer.analysis.studies.versions import Versions, before
-from trainer.report.geometry.drawing import (
-    Cloud,
-    Panel,
-    by_length,
-    clouds,
-    histogram,
-    over_heads,
-)
-from trainer.report.geometry.section import Picture
-from trainer.report.geometry.side_by_side import logarithmic
-from trainer.report.plotting import Series
-from trainer.report.words import counted
+from trainer.common.words import counted
+from trainer.plotting.lines import Frame, Panel, Series, by_length, log_if_wide, over_heads
+from trainer.plotting.points import GroupCloud, group_clouds, histogram
 
 COSINES = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
 LENGTH = "length of the text (tokens)"
@@ -72,7 +64,9 @@ class ClusterPictures:
         label = {"cosine": "mean cosine", "dot": "mean dot product"}[kind]
         figure = by_length(
             [
-                Panel(title, label if side == "key" else "", self.lines(f"{side}_{kind}"))
+                Panel(
+                    title, self.lines(f"{side}_{kind}"), Frame("", label if side == "key" else "")
+                )
                 for side, title in COSINES.items()
             ],
             x_label=LENGTH,
@@ -95,8 +89,8 @@ class ClusterPictures:
     def singular_values(self) -> Picture:
         """Stable ranks and what the rotation leaves of first singular values (Fig. 4)."""
         panels = [
-            Panel("keys", "stable rank", self.lines("key_stable_rank")),
-            Panel("queries", "", self.lines("query_stable_rank")),
+            Panel("keys", self.lines("key_stable_rank"), Frame("", "stable rank")),
+            Panel("queries", self.lines("query_stable_rank"), Frame("", "")),
         ]
         names = ["key_stable_rank", "query_stable_rank"]
         caption = (
@@ -111,7 +105,7 @@ class ClusterPictures:
                 title, y = f"{side}: FSV ratio", "after / before" if side == "keys" else ""
                 label, style = self.versions["rotated"]
                 mean = over_heads(label, style, self.found.lengths, of)
-                panels.append(Panel(title, y, [mean], of.reshape(-1, of.shape[-1])))
+                panels.append(Panel(title, [mean], Frame("", y), of.reshape(-1, of.shape[-1])))
             caption += (
                 " Below: first singular value after the rotation over that before it, a thin line "
                 "a head. 1: untouched; falling past the training length: the cloud's mean drifts "
@@ -145,8 +139,8 @@ class ClusterPictures:
         # A head whose clouds share a centre has an index without bounds, and no mean.
         medians = self.lines("davies_bouldin", median=True)
         panels = [
-            Panel("silhouette score", "", self.lines("silhouette")),
-            Panel("Davies–Bouldin index", "", medians, prepare=logarithmic),
+            Panel("silhouette score", self.lines("silhouette"), Frame("", "")),
+            Panel("Davies–Bouldin index", medians, Frame("", "", log_if_wide)),
         ]
         return Picture(
             "clusters_separation",
@@ -159,7 +153,7 @@ class ClusterPictures:
 
     def snapshots(self, shown: Sequence[Snapshot], which: str) -> Picture:
         """Clouds in the plane of their first two components (Fig. 3, 14)."""
-        rows: dict[str, list[Cloud]] = {}
+        rows: dict[str, list[GroupCloud]] = {}
         points: list[tuple[Any, ...]] = []
         for one in shown:
             group = one.panels[0].queries.shape[0]
@@ -171,7 +165,7 @@ class ClusterPictures:
                     continue
                 of = dict(zip(names, [panel.keys, *panel.queries], strict=True))
                 title = f"{self.versions[version][0]}\n{panel.length:,} tokens"
-                row.append(Cloud(f"{title} ({panel.stable_rank:.2f})", of, one.origin))
+                row.append(GroupCloud(f"{title} ({panel.stable_rank:.2f})", of, one.origin))
                 points += [
                     (one.layer, one.kv_head, panel.length, version, name, int(at), *map(float, xy))
                     for name, cloud in of.items()
@@ -180,7 +174,7 @@ class ClusterPictures:
         first = shown[0].panels[0]
         return Picture(
             "clusters_snapshots",
-            clouds(rows),
+            group_clouds(rows),
             f"Keys and the queries that read them in {counted(len(rows), 'head')}, {which}. Every "
             f"row is one plane, that of the first two principal components at {first.length:,} "
             f"tokens {before(self.versions)}; a sample of {len(first.positions)} or more points a "

@@ -12,10 +12,9 @@ from trainer.analysis.clusters import ClusterResult, Clusters
 from trainer.analysis.snapshots import Snapshot, snapshot
 from trainer.analysis.studies.arrays import plain
 from trainer.analysis.studies.cluster_pictures import ClusterPictures
+from trainer.analysis.studies.section import Grid, Indicator, Section
 from trainer.analysis.studies.study import Study, Target
 from trainer.analysis.studies.versions import before, versions
-from trainer.report.geometry.glance import Indicator
-from trainer.report.geometry.section import Grid, Section
 
 MEASURES = {
     "silhouette": "silhouette score (1: apart, 0: overlapping)",

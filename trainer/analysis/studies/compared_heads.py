@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainer.analysis.averages import Array
-from trainer.analysis.studies.part import Part
+from trainer.analysis.studies.drop_figures import head_figure
 from trainer.analysis.studies.positional_bias import KINDS, STRONG
-from trainer.report.geometry.drop_figures import head_figure
-from trainer.report.geometry.section import Grid, Picture
+from trainer.analysis.studies.section import Grid, Part, Picture
 
 SHOWN = 10
 MEASURES = {

@@ -20,15 +20,10 @@ from trainer.analysis.grids import bucket_means, position_edges
 from trainer.analysis.reading import Reading, read
 from trainer.analysis.recovery import recovery
 from trainer.analysis.studies.compared_heads import heads_part
-from trainer.analysis.studies.part import Part, joined
+from trainer.analysis.studies.drop_figures import indicator_figure, position_figure, recovery_figure
+from trainer.analysis.studies.section import Part, Picture, Section, joined
 from trainer.analysis.studies.study import Target
-from trainer.errors import UserError
-from trainer.report.geometry.drop_figures import (
-    indicator_figure,
-    position_figure,
-    recovery_figure,
-)
-from trainer.report.geometry.section import Picture, Section
+from trainer.common.errors import UserError
 
 Curve = Sequence[tuple[int, float]]
 INDICATORS = {
@@ -60,14 +55,14 @@ class DropStudy:
     ) -> None:
         sizes = [target.model.config.vocab_size for target in (before, after)]
         if sizes[0] != sizes[1]:
-            raise UserError(
-                f"model: the two models must share a vocabulary, got {sizes[0]} and {sizes[1]} "
-                "tokens."
+            raise UserError.at(
+                "model",
+                f"the two models must share a vocabulary, got {sizes[0]} and {sizes[1]} tokens.",
             )
         if not torch.equal(before.ids.cpu(), after.ids.cpu()):
-            raise UserError("text: the two models must read the same tokens, got two texts.")
+            raise UserError.at("text", "the two models must read the same tokens, got two texts.")
         if before.length < 2:
-            raise UserError(f"text: expected 2 tokens or more, got {before.length}.")
+            raise UserError.at("text", f"expected 2 tokens or more, got {before.length}.")
         self.before, self.after = before, after
         self.names = (before.name, after.name)
         self.curve = sorted((step, loss) for step, loss in curve or () if math.isfinite(loss))

@@ -14,11 +14,11 @@ from trainer.analysis.offset_features import (
     OffsetFeatureSearch,
     bounds,
 )
+from trainer.analysis.studies.offset_figures import Method, extended_bounds
+from trainer.analysis.studies.section import Grid, Picture
 from trainer.analysis.studies.study import Target
 from trainer.positional.rescaling import RESCALINGS, Rescaling, rescaled
 from trainer.positional.spectrum import Spectrum
-from trainer.report.geometry.offset_figures import Method, extended_bounds
-from trainer.report.geometry.section import Grid, Picture
 
 AS_TRAINED, UNSCALED = "as trained", "not rescaled"
 METHODS = {"PI": "pi", "NTK": "ntk", "YaRN": "yarn"}

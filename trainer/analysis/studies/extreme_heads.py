@@ -12,9 +12,10 @@ from trainer.analysis.averages import Array
 from trainer.analysis.needle_prompt import NeedlePrompt
 from trainer.analysis.needle_view import NeedleView, copied, needle_view
 from trainer.analysis.studies.arrays import plain
+from trainer.analysis.studies.section import Picture
 from trainer.analysis.studies.study import Target
-from trainer.report.geometry.entropy_figures import Scale, by_position, curves, heat_maps
-from trainer.report.geometry.section import Picture
+from trainer.plotting.lines import curves, spans
+from trainer.plotting.maps import Scale, heat_maps
 
 HEADS, CELLS, POINTS = 16, 128, 2048
 AVERAGE, LAST = "average", "last token"
@@ -140,7 +141,7 @@ class ExtremeHeads:
         needle = self.view.needle
         return Picture(
             "needle_heads",
-            by_position(
+            spans(
                 {f"{title}\n{kind}": of.tolist() for (_, kind, title), of in panels.items()},
                 starts.tolist(),
                 marked=(needle.start, needle.stop),

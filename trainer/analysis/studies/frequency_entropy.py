@@ -23,11 +23,10 @@ from trainer.analysis.studies.entropy_pictures import (
     HeadNorms,
     Values,
 )
-from trainer.analysis.studies.part import joined
+from trainer.analysis.studies.section import Picture, Section, joined
 from trainer.analysis.studies.shorter_texts import NEAR, shorter_texts_part
 from trainer.analysis.studies.study import Study, Target
 from trainer.positional.layout import LayerEncoding
-from trainer.report.geometry.section import Picture, Section
 
 CELLS = 256
 PERIODIC = 0.6

@@ -17,9 +17,10 @@ from trainer.analysis.matrix_entropy import MatrixEntropy, Stage, matrix_entropy
 from trainer.analysis.pairs import Side
 from trainer.analysis.studies.arrays import mean_over_heads, plain, stacked
 from trainer.analysis.studies.extreme_heads import ExtremeHeads, prompt_of, ranked
+from trainer.analysis.studies.section import Grid, Picture, Section
 from trainer.analysis.studies.study import Study, Target
-from trainer.report.geometry.entropy_figures import Scale, curves, heat_maps
-from trainer.report.geometry.section import Grid, Picture, Section
+from trainer.plotting.lines import curves
+from trainer.plotting.maps import Scale, heat_maps
 
 RANKS = (1, 4, 8, 16, 32)
 SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}

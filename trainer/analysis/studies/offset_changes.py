@@ -20,11 +20,10 @@ from trainer.analysis.offset_features import (
 )
 from trainer.analysis.studies.arrays import plain
 from trainer.analysis.studies.extended_bounds import number, percent
+from trainer.analysis.studies.offset_figures import Changes, OnePair, changes_by_pair, pairs_in_both
 from trainer.analysis.studies.offset_pictures import first_possible
-from trainer.analysis.studies.part import Part
+from trainer.analysis.studies.section import Grid, Part, Picture, Section
 from trainer.analysis.studies.study import Target
-from trainer.report.geometry.change_figures import Changes, OnePair, changes_by_pair, pairs_in_both
-from trainer.report.geometry.section import Grid, Picture, Section
 
 LONG = 0.9
 """Quantile of radii from which on a pair is large, where none reaches the least of the table."""

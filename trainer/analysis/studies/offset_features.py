@@ -29,8 +29,8 @@ from trainer.analysis.studies.offset_pictures import (
 )
 from trainer.analysis.studies.offset_sinks import OffsetSinks
 from trainer.analysis.studies.offset_steps import OffsetSteps
+from trainer.analysis.studies.section import Grid, Picture, Section
 from trainer.analysis.studies.study import Study, Target
-from trainer.report.geometry.section import Grid, Picture, Section
 
 SHOWN = 3
 """Features that pictures show where no heads are chosen."""

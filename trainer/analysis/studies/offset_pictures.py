@@ -17,16 +17,17 @@ from trainer.analysis.offset_features import (
     OffsetFeatures,
     contributions,
 )
-from trainer.report.geometry.entropy_figures import Scale, heat_maps
-from trainer.report.geometry.offset_figures import Radii, radius_and_angle
-from trainer.report.geometry.pair_figures import (
-    Cloud,
+from trainer.analysis.studies.offset_figures import (
     Contributions,
+    PairCloud,
+    Radii,
     by_distance,
     clouds,
+    radius_and_angle,
     small_clouds,
 )
-from trainer.report.geometry.section import Picture
+from trainer.analysis.studies.section import Picture
+from trainer.plotting.maps import Scale, heat_maps
 
 DISTANCES = 400
 COLUMNS_OF_MAPS = 3
@@ -165,8 +166,8 @@ def head_points(one: Feature, trained: int, pairs: Sequence[int]) -> Picture:
 POINTS_HEADER = ("layer", "head", "pair", "token", "query_1", "query_2", "key_1", "key_2")
 
 
-def _cloud(one: Feature, pair: int, trained: int, title: str) -> Cloud:
-    return Cloud(title, *one.view.points(pair), float(one.turns[pair]) * trained)
+def _cloud(one: Feature, pair: int, trained: int, title: str) -> PairCloud:
+    return PairCloud(title, *one.view.points(pair), float(one.turns[pair]) * trained)
 
 
 def _point_rows(view: HeadView, pair: int) -> Iterator[tuple[float, ...]]:

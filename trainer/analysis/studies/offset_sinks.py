@@ -8,11 +8,10 @@ import numpy as np
 from trainer.analysis.capture import Heads
 from trainer.analysis.sink_features import SinkPart, sink_part
 from trainer.analysis.studies.arrays import plain
-from trainer.analysis.studies.part import Part
+from trainer.analysis.studies.section import Grid, Part, Picture
 from trainer.analysis.studies.study import Target
-from trainer.report.geometry.section import Grid, Picture
-from trainer.report.geometry.side_by_side import HeadCloud, head_points
-from trainer.report.words import counted
+from trainer.common.words import counted
+from trainer.plotting.points import HeadCloud, head_points
 
 SINK = 0.1
 """Attention on the first token from which on a head has a sink."""

@@ -18,10 +18,9 @@ from trainer.analysis.averages import Array
 from trainer.analysis.capture import Heads
 from trainer.analysis.offset_features import TURN, OffsetFeatures
 from trainer.analysis.studies.arrays import plain
-from trainer.analysis.studies.part import Part
-from trainer.report.geometry.section import Grid, Picture
-from trainer.report.geometry.side_by_side import HeadCloud, head_points
-from trainer.report.words import counted
+from trainer.analysis.studies.section import Grid, Part, Picture
+from trainer.common.words import counted
+from trainer.plotting.points import HeadCloud, head_points
 
 LOUD = 0.9
 """Quantile of radii from which on a head's fastest pair is large."""

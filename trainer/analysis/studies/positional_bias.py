@@ -14,13 +14,12 @@ from trainer.analysis.capture import Heads
 from trainer.analysis.fresh_decoders import TOKENS, FreshResult, fresh_decoders
 from trainer.analysis.needle_prompt import needle_shift
 from trainer.analysis.positional_bias import BiasResult, PositionalBias, prefix_spreads
-from trainer.analysis.studies.part import Part, joined
+from trainer.analysis.studies.bias_figures import gradient_figure, spread_figure
 from trainer.analysis.studies.rescaled_heads import factors_part, needle_part, yarn_part
+from trainer.analysis.studies.section import Part, Picture, Section, joined
 from trainer.analysis.studies.study import Study, Target
 from trainer.analysis.yarn_shift import yarn_shift
-from trainer.report.geometry.bias_figures import gradient_figure, spread_figure
-from trainer.report.geometry.entropy_figures import Scale, heat_maps
-from trainer.report.geometry.section import Picture, Section
+from trainer.plotting.maps import Scale, heat_maps
 
 STRONG = 0.5
 """From here on a head counts as positional: about half of its attention lies on that one key."""

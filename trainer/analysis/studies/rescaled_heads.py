@@ -9,16 +9,15 @@ import numpy as np
 from trainer.analysis.averages import Array
 from trainer.analysis.needle_prompt import NeedleShift
 from trainer.analysis.rescaled_attention import scaling_factors
-from trainer.analysis.studies.part import Part
-from trainer.analysis.yarn_shift import YarnShift
-from trainer.positional.spectrum import Spectrum
-from trainer.report.geometry.bias_figures import (
+from trainer.analysis.studies.bias_figures import (
     factor_figure,
     needle_figure,
     rescaled_figure,
     shift_figure,
 )
-from trainer.report.geometry.section import Picture
+from trainer.analysis.studies.section import Part, Picture
+from trainer.analysis.yarn_shift import YarnShift
+from trainer.positional.spectrum import Spectrum
 
 METHODS = {"pi": "PI", "ntk": "NTK-aware", "yarn": "YaRN"}
 LAYOUTS = {"trained": "as trained", "yarn": "YaRN, s = 2"}

@@ -11,10 +11,9 @@ from trainer.analysis.averages import Array
 from trainer.analysis.frequency_entropy import frequency_entropies
 from trainer.analysis.studies.arrays import stacked
 from trainer.analysis.studies.attenuation import NAMES
-from trainer.analysis.studies.part import Part
+from trainer.analysis.studies.section import Part, Picture
 from trainer.analysis.studies.study import Target
-from trainer.report.geometry.entropy_points import pair_scatter
-from trainer.report.geometry.section import Picture
+from trainer.plotting.points import pair_scatter
 
 NEAR = 2
 """Pairs to either side that count as the same."""

@@ -9,12 +9,11 @@ import numpy as np
 
 from trainer.analysis.averages import Array
 from trainer.analysis.sinks import SinkResult
+from trainer.analysis.studies.section import Picture
 from trainer.analysis.studies.versions import Versions, before
-from trainer.report.geometry.drawing import Panel, by_length, over_heads
-from trainer.report.geometry.entropy_figures import Scale, heat_maps
-from trainer.report.geometry.section import Picture
-from trainer.report.plotting import Series
-from trainer.report.words import counted
+from trainer.common.words import counted
+from trainer.plotting.lines import Frame, Panel, Series, by_length, over_heads
+from trainer.plotting.maps import Scale, heat_maps
 
 HEADER = ("version", "measure", "from_position", "to_position", "mean", "low", "high")
 
@@ -64,7 +63,7 @@ class SinkPictures:
     def collapse(self) -> Picture:
         """Attention on the sink and the largest dot product by length (Fig. 6)."""
         panels = [
-            Panel(title, label, self._lines(measure))
+            Panel(title, self._lines(measure), Frame("", label))
             for measure, title, label in (
                 ("sink_weight", "attention on the first token", "share"),
                 ("peak", "largest dot product of a query", "dot product"),
@@ -90,8 +89,8 @@ class SinkPictures:
             for version, (label, style) in self.versions.items()
         ]
         panels = [
-            Panel("length of keys", "‖k‖", [norms]),
-            Panel("dot product with later queries", "over the largest of a head", shown),
+            Panel("length of keys", [norms], Frame("", "‖k‖")),
+            Panel("dot product with later queries", shown, Frame("", "over the largest of a head")),
         ]
         both = [
             ("all", "key_norm", self.found.key_norm),
@@ -172,7 +171,11 @@ class SinkPictures:
         }
         label, style = self.versions["rotated"]
         panels = [
-            Panel(*titles[name], [over_heads(label, style, self.positions, of, marked=False)])
+            Panel(
+                titles[name][0],
+                [over_heads(label, style, self.positions, of, marked=False)],
+                Frame("", titles[name][1]),
+            )
             for name, of in of_rows.items()
         ]
         return Picture(

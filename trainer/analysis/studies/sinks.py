@@ -14,11 +14,10 @@ from trainer.analysis.capture import Heads
 from trainer.analysis.grids import bucket_means
 from trainer.analysis.sinks import SinkResult, Sinks, attention_map
 from trainer.analysis.studies.arrays import plain
+from trainer.analysis.studies.section import Indicator, Section
 from trainer.analysis.studies.sink_pictures import AttentionMap, SinkPictures, near
 from trainer.analysis.studies.study import Study, Target
 from trainer.analysis.studies.versions import versions
-from trainer.report.geometry.glance import Indicator
-from trainer.report.geometry.section import Section
 
 HALF, SINK = 0.5, 4
 SHOWN, CELLS = 3, 128

@@ -15,8 +15,8 @@ from trainer.analysis.capture import Heads, capture
 from trainer.analysis.needle_prompt import NeedlePrompt
 from trainer.analysis.settings import AttenuationSettings, NeedleSettings
 from trainer.analysis.short_time import USUAL, ShortTime
+from trainer.analysis.studies.section import Section
 from trainer.model.language_model import LanguageModel
-from trainer.report.geometry.section import Section
 
 
 @dataclass(frozen=True)
