@@ -10,7 +10,7 @@ from trainer.analysis import probe as probe_file
 from trainer.analysis.capture import capture
 from trainer.analysis.probe import MEASURES, probe, stable_rank
 from trainer.model.config import SoftmaxConfig
-from trainer.positional.alibi import alibi_slopes
+from trainer.positional.encodings import alibi_slopes
 
 IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(1))
 

@@ -20,8 +20,7 @@ from trainer.evaluation.dope import (
     select,
 )
 from trainer.generation.generate import generate
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Intervention, Layout
 from trainer.positional.rescaling import RESCALINGS
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(7))

@@ -26,8 +26,7 @@ from trainer.interchange.adapted.model import AdaptedModel
 from trainer.interchange.export.directory import write_files
 from trainer.interchange.export.plan import make_plan
 from trainer.interchange.pretrained import read_pretrained
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding
+from trainer.positional.layout import Intervention, LayerEncoding
 from trainer.positional.rescaling import position_interpolation, yarn
 from trainer.positional.spectrum import Spectrum
 

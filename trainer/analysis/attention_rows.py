@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.analysis.capture import Heads
 from trainer.model.masks import Mask
 from trainer.model.softmax import capped, probabilities
-from trainer.positional.alibi import alibi_slopes
+from trainer.positional.encodings import alibi_slopes
 
 BLOCK_ELEMENTS = 2**19
 """Scores in memory at a time: 2 MiB, which a core's cache holds."""

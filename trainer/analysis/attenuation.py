@@ -13,8 +13,7 @@ from torch import Tensor
 from trainer.analysis.frequency_entropy import FrequencyEntropy
 from trainer.analysis.pairs import Side
 from trainer.model.language_model import LanguageModel
-from trainer.positional.intervention import Factors, Intervention
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
 
 SIDES: tuple[Side, Side] = ("query", "key")
 

@@ -30,8 +30,7 @@ from trainer.evaluation.head_units import (
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import DopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.positional.intervention import Factors, Intervention
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
 NAMED = 32

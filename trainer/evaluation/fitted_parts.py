@@ -20,8 +20,7 @@ from trainer.evaluation.method_config import MethodsConfig
 from trainer.evaluation.published_factors import read_factors
 from trainer.evaluation.settings import LongRopeSettings
 from trainer.evaluation.temperature import fit_coefficient, fit_line
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Intervention, Layout
 
 
 def plain(value: Any) -> Any:

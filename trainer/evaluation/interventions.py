@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainer.common.errors import UserError
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Intervention, LayerEncoding, Layout
 
 
 def require_rotation(layout: Layout, key: str) -> None:

@@ -17,8 +17,7 @@ from trainer.analysis.frequency_entropy import frequency_entropies
 from trainer.evaluation.interventions import require_rotation, with_intervention
 from trainer.evaluation.settings import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Intervention, Layout
 
 
 def select(

@@ -14,7 +14,7 @@ from trainer.common.errors import Problem, UserError
 from trainer.common.validation import validated
 from trainer.interchange.hf_config import malformed
 from trainer.model.config import ModelConfig
-from trainer.positional.alibi import alibi_slopes
+from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import Layout
 from trainer.positional.stored_layout import read_layout
 

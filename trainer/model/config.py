@@ -29,7 +29,7 @@ class QKNormConfig:
 
 @configuration
 class SoftmaxConfig:
-    """What attention's softmax has beside scores, and a cap on the head's logits."""
+    """Extensions of attention's softmax, and a cap on the head's logits."""
 
     learned_scale: bool = False
     """Learn a factor on the scores for each query head, initially 1 (Scalable-Softmax)."""

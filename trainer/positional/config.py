@@ -1,4 +1,4 @@
-"""The ``positional`` configuration group, and the layout it stands for."""
+"""The ``positional`` configuration group, and the layout that it describes."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class TemperatureConfig:
         return self.coefficient == 0 and self.scale == 1
 
     def reaches(self, spectrum: Spectrum) -> bool:
-        """Whether it changes anything for a head of that spectrum."""
+        """Whether the factor changes the logits of a head with this spectrum."""
         free = not (spectrum.rotates or spectrum.alibi)
         return not self.is_none and (self.heads == "all" or free)
 
     def on(self, spectrum: Spectrum) -> Spectrum:
-        """The spectrum of a head with it.
+        """Return the spectrum with this temperature.
 
         Raises:
             UserError: its encoding has a temperature of its own.
@@ -87,7 +87,7 @@ class PositionalConfig:
 
 
 def unknown_encodings(config: PositionalConfig) -> list[Problem]:
-    """One sentence for every name that no encoding is registered under."""
+    """Return a problem for every name under which no encoding is registered."""
     kinds = {
         name: str(config.encodings.get(name, {}).get("type", name))
         for name in dict.fromkeys([*config.layers, *config.heads, *config.encodings])
@@ -109,10 +109,10 @@ def build_layout(
     training_length: int,
     qk_norm: bool = False,
 ) -> Layout:
-    """The layout that ``config`` describes for a model of this shape.
+    """Build the layout that ``config`` describes for a model of this shape.
 
     Raises:
-        UserError: all that is wrong with names, parameters, windows and head shares.
+        UserError: names, parameters, windows or shares of heads are wrong; lists all problems.
     """
     problems = unknown_encodings(config)
 
@@ -158,7 +158,7 @@ def build_layout(
     counts: dict[str, int] = {}
     for name, share in config.heads.items():
         heads = share * num_key_value_heads
-        # A hundredth of a head is let pass: 0.333 is one of three.
+        # Tolerate a hundredth of a head: 0.333 is one of three.
         if 0 <= share <= 1 and abs(heads - round(heads)) < 0.01:
             counts[name] = round(heads)
         elif not 0 <= share <= 1:

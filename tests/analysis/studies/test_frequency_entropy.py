@@ -18,7 +18,7 @@ from trainer.analysis.short_time import ShortTime
 from trainer.analysis.studies.frequency_entropy import FrequencyEntropyStudy
 from trainer.analysis.studies.study import Target, run
 from trainer.evaluation import weighted_rope
-from trainer.positional.intervention import Intervention
+from trainer.positional.layout import Intervention
 
 SIDES = ("query", "key")
 

@@ -30,7 +30,7 @@ from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import chunk_size
-from trainer.positional.intervening import Intervene
+from trainer.positional.intervention import Intervene
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rotation import Groups, head_groups
 
