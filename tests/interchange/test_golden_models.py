@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.golden.files import GOLDEN
 from tests.program import ROOT
-from trainer.commands import configuration
 from trainer.commands import evaluate as evaluate_command
+from trainer.commands.hydra import composing as configuration
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
 from trainer.interchange.adapted.model import AdaptedModel
